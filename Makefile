@@ -1,0 +1,58 @@
+# Every target sets up .venv by itself the first time; after that set-up costs nothing.
+
+PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+# One thread a process: the parallelism is in the processes.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := $(TEST_ENV) $(PY) -m pytest -q
+# Keep the output of parallel targets apart, where this make can.
+SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean lint types pure
+
+help:
+	@echo 'make demo    a guided tour on virtual ranks, no cluster needed'
+	@echo 'make check   lint, format, types and the pure tests: before each commit'
+	@echo 'make test    all tests; those for a GPU are skipped where there is none'
+	@echo 'make bench   measurements, as ratios to torch.distributed.tensor; BENCH=name for one'
+	@echo 'make clean   remove caches and builds; the environment stays'
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): requirements/dev.txt pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY)
+	$(PY) -m shardwise.demo
+
+check: $(READY)
+	@$(MAKE) --no-print-directory -k -j2 $(SYNC) lint types pure
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(READY)
+	$(PY) -m basedpyright
+
+pure: $(READY)
+	$(PYTEST) tests/pure
+
+# Tests that stay in one process share the cores; those that start processes, or a process group here, run alone.
+test: $(READY)
+	$(PYTEST) -n 2 -m 'not (gloo or peer or gpu)'
+	$(PYTEST) -m 'gloo or peer or gpu'
+
+bench: $(READY)
+	$(PY) -m bench $(BENCH)
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf

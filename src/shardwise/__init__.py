@@ -1,0 +1,68 @@
+"""Shardwise: a distributed tensor library for PyTorch. The public names, nothing else."""
+
+from __future__ import annotations
+
+from shardwise.api import distribute_tensor, empty, full, ones, zeros
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
+from shardwise.errors import (
+    AgreementError,
+    ImplicitCommunicationError,
+    LayoutError,
+    MemoryBoundError,
+    MeshError,
+    NotationError,
+    PlainTensorError,
+    ShardwiseError,
+    UnsupportedError,
+)
+from shardwise.fabric.dry import DryRun, dry_run
+from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.world import init_device_mesh, virtual
+from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
+from shardwise.plan.route import DTensorRedistributePlanner, Route
+from shardwise.tensor import DTensor, cache_info
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "CostModel",
+    "DTensor",
+    "DTensorRedistributePlanner",
+    "DTensorSpec",
+    "DeviceMesh",
+    "DryRun",
+    "ImplicitCommunicationError",
+    "LayoutError",
+    "Link",
+    "MaskPartial",
+    "MemoryBoundError",
+    "MeshError",
+    "NotationError",
+    "Partial",
+    "Placement",
+    "PlainTensorError",
+    "RankTensor",
+    "Replicate",
+    "Route",
+    "Shard",
+    "ShardOrder",
+    "ShardOrderEntry",
+    "ShardwiseError",
+    "StridedShard",
+    "TensorMeta",
+    "UnsupportedError",
+    "cache_info",
+    "current_cost_model",
+    "distribute_tensor",
+    "dry_run",
+    "empty",
+    "full",
+    "init_device_mesh",
+    "ones",
+    "set_cost_model",
+    "virtual",
+    "zeros",
+]

@@ -1,0 +1,1 @@
+"""Pure data: placements, meshes, layouts, specs. No communication, no torch.distributed."""

@@ -1,0 +1,73 @@
+"""Hash-consing: equal values are one object, so equality is identity and hashing is the pointer's.
+
+Knows nothing of what is interned.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar, Self
+from weakref import WeakValueDictionary
+
+__all__ = ["Interned", "pool_size"]
+
+# One pool for all classes. Weak, so that layouts of sizes seen once do not stay for ever. Backward runs on other
+# threads, so creation is locked, re-entrantly: a value may be derived from others. A hit is not:
+# WeakValueDictionary.get is safe to race.
+_pool: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+_lock = threading.RLock()
+
+
+class Interned:
+    """Base of the immutable data classes: `a == b` exactly when `a is b`.
+
+    A subclass lists its fields in `_fields` (also in `__slots__`), normalises its arguments in `__new__` and
+    ends with `return cls._intern(*fields)`. Slots that are not fields hold what is derived from them,
+    computed in `_derive` or on first use.
+    """
+
+    __slots__ = ("__weakref__",)
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def _intern(cls, *values: Any) -> Self:
+        key = (cls, *values)
+        found = _pool.get(key)
+        if found is None:
+            with _lock:
+                found = _pool.get(key)
+                if found is None:
+                    found = object.__new__(cls)
+                    for name, value in zip(cls._fields, values, strict=True):
+                        object.__setattr__(found, name, value)
+                    found._derive()
+                    _pool[key] = found
+        return found
+
+    def _derive(self) -> None:
+        """Fill the slots that follow from the fields."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}; make a new one instead")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, name) for name in self._fields)
+
+
+def pool_size() -> int:
+    """How many interned values are alive.
+
+    Example:
+        >>> pool_size() >= 0
+        True
+    """
+    return len(_pool)

@@ -1,0 +1,191 @@
+"""Which part of a global dim a coordinate holds: even, uneven, empty, nested, strided.
+
+Pure arithmetic over integers. Knows nothing of meshes or placements: a dim of some size meets a list of cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+__all__ = ["Block", "Cut", "Run", "chunk", "dense_strides", "intersect", "longest", "normalize_dim", "runs_of"]
+
+
+class Run(NamedTuple):
+    """Consecutive indices of a dim."""
+
+    start: int
+    length: int
+
+
+class Cut(NamedTuple):
+    """One splitting of what is left of a dim: into `parts`, of which `index` is kept.
+
+    `rows` is None for an ordinary cut. Otherwise what is left consists of that many rows, and each row is split.
+    """
+
+    parts: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index, which nobody needs here
+    rows: int | None = None
+
+
+class Block(NamedTuple):
+    """What one coordinate holds: for each dim its runs of global indices, concatenated in this order.
+
+    `offset` is the first index in each dim; where a dim of the block is empty, the global size, as in torch.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+
+def chunk(size: int, parts: int, index: int) -> Run:
+    """The part of `torch.chunk(size, parts)` that `index` gets; late ones may be short or empty.
+
+    Example:
+        >>> [tuple(chunk(5, 4, i)) for i in range(4)]
+        [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return Run(start, min(start + step, size) - start)
+
+
+@lru_cache(maxsize=65536)
+def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
+    """The runs of global indices that are left of a dim of `size` after `cuts`, major first. Never empty.
+
+    Example:
+        >>> runs_of(10, (Cut(2, 1),))
+        (Run(start=5, length=5),)
+        >>> runs_of(10, (Cut(2, 0, rows=2),))  # two rows of five, each split in two
+        (Run(start=0, length=3), Run(start=5, length=3))
+    """
+    runs: tuple[Run, ...] = (Run(0, size),)
+    for cut in cuts:
+        length = _length(runs)
+        if cut.rows is None:
+            wanted = [chunk(length, cut.parts, cut.index)]
+        else:
+            rows = (chunk(length, cut.rows, row) for row in range(cut.rows))
+            parts = ((row.start, chunk(row.length, cut.parts, cut.index)) for row in rows)
+            wanted = [Run(start + part.start, part.length) for start, part in parts]
+        runs = _pick(runs, wanted)
+    return runs
+
+
+def _pick(runs: tuple[Run, ...], wanted: list[Run]) -> tuple[Run, ...]:
+    """The positions `wanted` of the concatenation of `runs`, as runs of the indices these stand for."""
+    if len(runs) == 1:
+        start = runs[0].start
+        picked = [Run(start + w.start, w.length) for w in wanted]
+    else:
+        picked = []
+        for want in wanted:
+            position = 0
+            for run in runs:
+                low, high = max(want.start, position), min(want.start + want.length, position + run.length)
+                if low < high:
+                    picked.append(Run(run.start + low - position, high - low))
+                position += run.length
+        if not picked:
+            picked = [Run(runs[-1].start + runs[-1].length, 0)]
+    return _merged(picked)
+
+
+def _merged(runs: list[Run]) -> tuple[Run, ...]:
+    """Without empty runs (one is kept if there is nothing else) and with adjacent ones joined."""
+    full = [run for run in runs if run.length]
+    if not full:
+        return (runs[0],)
+    joined = [full[0]]
+    for run in full[1:]:
+        last = joined[-1]
+        if last.start + last.length == run.start:
+            joined[-1] = Run(last.start, last.length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def block_of(shape: Sequence[int], cuts: Sequence[tuple[Cut, ...]]) -> Block:
+    """The block of a tensor of `shape` that is left after the cuts of each dim.
+
+    Example:
+        >>> block_of((4, 6), [(Cut(2, 1),), ()]).shape
+        (2, 6)
+    """
+    runs = tuple(runs_of(size, dim_cuts) for size, dim_cuts in zip(shape, cuts, strict=True))
+    local = tuple(map(_length, runs))
+    offset = tuple(dim[0].start if n else size for dim, n, size in zip(runs, local, shape, strict=True))
+    return Block(local, offset, runs)
+
+
+def longest(size: int, splits: Sequence[tuple[int, int | None]]) -> int:
+    """The most indices of a dim of `size` that any coordinate holds after it is split into `(parts, rows)` each time.
+
+    Of ordinary cuts the first part is the longest. A strided one may leave more of a shorter block, so there all count.
+
+    Example:
+        >>> longest(7, [(2, None), (2, 3)])  # 4 and 3 indices, as 2 + 2 + 0 and 1 + 1 + 1, of which the first halves
+        3
+    """
+    strided = any(rows for _, rows in splits)
+    lengths = {size}
+    for parts, rows in splits:
+        cuts = [(Cut(parts, index, rows),) for index in range(parts if strided else 1)]
+        lengths = {_length(runs_of(n, cut)) for n in lengths for cut in cuts}
+    return max(lengths)
+
+
+def _length(runs: Iterable[Run]) -> int:
+    return sum(run.length for run in runs)
+
+
+def intersect(a: Sequence[Run], b: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """Where two lists of runs name the same global indices: (position in a, position in b, length) each.
+
+    Example:
+        >>> intersect([Run(0, 4)], [Run(2, 1), Run(3, 5)])
+        [(2, 0, 1), (3, 1, 1)]
+    """
+    found = []
+    at_a = 0
+    for run_a in a:
+        at_b = 0
+        for run_b in b:
+            low = max(run_a.start, run_b.start)
+            high = min(run_a.start + run_a.length, run_b.start + run_b.length)
+            if low < high:
+                found.append((at_a + low - run_a.start, at_b + low - run_b.start, high - low))
+            at_b += run_b.length
+        at_a += run_a.length
+    return found
+
+
+def normalize_dim(dim: int, ndim: int) -> int | None:
+    """`dim` counted from the front, or None if a tensor of `ndim` dims has no such dim.
+
+    Example:
+        >>> normalize_dim(-1, 3), normalize_dim(3, 3)
+        (2, None)
+    """
+    return dim % ndim if -ndim <= dim < ndim else None
+
+
+def dense_strides(shape: Sequence[int], like: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order that the strides `like` have.
+
+    Example:
+        >>> dense_strides((2, 3, 4)), dense_strides((2, 3), like=(1, 2))
+        ((12, 4, 1), (1, 2))
+    """
+    order = range(len(shape)) if like is None else sorted(range(len(shape)), key=lambda dim: (-like[dim], dim))
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(list(order)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

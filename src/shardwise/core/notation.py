@@ -1,0 +1,194 @@
+"""Layouts from their short notation: `f32[8,32] dp:S0 tp:R order 0:tp>dp`, the inverse of `repr(spec)`.
+
+Pure parsing; an error points at the character.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import (
+    DTYPE_NAMES,
+    DTensorSpec,
+    TensorMeta,
+    checked_order,
+    default_shard_order,
+    dtype_name,
+    with_dim_from_front,
+)
+from shardwise.errors import NotationError, ShardwiseError
+
+__all__ = ["parse_layout", "parse_meta", "parse_spec"]
+
+Word = tuple[int, str]  # where it begins, and the word
+
+# what is printed for a dtype, and its name in torch
+_DTYPES = {
+    name: dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+    for name in (dtype_name(dtype), str(dtype).removeprefix("torch."))
+}
+# no number has more than 18 digits: none is larger than an int64
+_NUMBER = re.compile(r"\d{1,18}")
+_WORD = re.compile(r"\S+")
+_META = re.compile(r"\s*(?P<dtype>[a-z0-9_]+)\[(?P<sizes>[^\]]*)\]")
+_PLACEMENT = re.compile(r"(?P<kind>[A-Z])(?:(?P<dim>-?\d{1,18})(?:/(?P<rows>\d{1,18}))?|\((?P<op>\w*)\))?")
+
+
+def parse_spec(text: str, mesh: DeviceMesh, *, meta: TensorMeta | None = None, start: int = 0) -> DTensorSpec:
+    """The spec that `text` (from `start` on) writes for `mesh`.
+
+    Args:
+        text: `f32[8,32] dp:S0 tp:R`; the dtype and sizes may be left out where `meta` gives them.
+        mesh: whose axis names (or, without names, whose order) the placements refer to.
+        meta: the tensor, when the text does not name one.
+        start: where in `text` to begin; errors point into the whole text.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+        >>> parse_spec("bf16[4,6] tp:S1", mesh)
+        bf16[4,6] dp:R tp:S1
+    """
+    found = _META.match(text, start)
+    if found is not None:
+        meta = parse_meta(text, start)
+        start = found.end()
+    elif meta is None:
+        raise NotationError.at(text, _skip(text, start), "expected a dtype and sizes such as f32[8,32]")
+    placements, order = _layout(text, mesh, start, len(meta.shape))
+    with _pointing_at(text, _skip(text, start)):
+        return DTensorSpec(mesh, placements, meta, order)
+
+
+def parse_meta(text: str, start: int = 0) -> TensorMeta:
+    """The tensor that `f32[8,32]` names."""
+    found = _META.match(text, start)
+    if found is None:
+        raise NotationError.at(text, _skip(text, start), "expected a dtype and sizes such as f32[8,32]")
+    dtype = _DTYPES.get(found["dtype"])
+    if dtype is None:
+        known = ", ".join(DTYPE_NAMES.values())
+        raise NotationError.at(text, found.start("dtype"), f"unknown dtype {found['dtype']!r}", hint=f"one of {known}")
+    sizes = []
+    at = found.start("sizes")
+    for part in found["sizes"].split(",") if found["sizes"].strip() else []:
+        size = part.strip()
+        if not _NUMBER.fullmatch(size):
+            raise NotationError.at(text, at + len(part) - len(part.lstrip()), f"expected a size, found {size!r}")
+        sizes.append(int(size))
+        at += len(part) + 1
+    return TensorMeta(sizes, dtype=dtype)
+
+
+def parse_layout(
+    text: str, mesh: DeviceMesh, start: int = 0
+) -> tuple[list[Placement], Mapping[int, tuple[int, ...]] | None]:
+    """The placements and the shard order of `dp:S0 tp:R order 0:tp>dp`; axes not named are replicated."""
+    return _layout(text, mesh, start, None)
+
+
+def _layout(
+    text: str, mesh: DeviceMesh, start: int, ndim: int | None
+) -> tuple[list[Placement], dict[int, tuple[int, ...]] | None]:
+    """As `parse_layout`; where the tensor's `ndim` is known, each word is also checked against it."""
+    words = [(word.start(), word[0]) for word in _WORD.finditer(text, start)]
+    split = next((i for i, (_, word) in enumerate(words) if word == "order"), len(words))
+    placements = _placements(text, words[:split], mesh, ndim)
+    return placements, _order(text, words[split:], mesh, placements, ndim) or None
+
+
+def _placements(text: str, words: Sequence[Word], mesh: DeviceMesh, ndim: int | None) -> list[Placement]:
+    placements: dict[int, Placement] = {}
+    for at, word in words:
+        name, colon, value = word.partition(":") if ":" in word else ("", "", word)
+        axis = _axis(text, at, name, mesh) if colon else len(placements)
+        if axis >= mesh.ndim:
+            raise NotationError.at(text, at, f"more placements than the mesh has axes ({mesh.ndim})")
+        if axis in placements:
+            raise NotationError.at(text, at, f"axis {mesh.axis_name(axis)} is named twice")
+        with _pointing_at(text, at + len(name) + len(colon)):
+            placement = _placement(value)
+            if ndim is not None and isinstance(placement, Shard | StridedShard):
+                placement = with_dim_from_front(placement, mesh, axis, ndim)
+        placements[axis] = placement
+    return [placements.get(axis, Replicate()) for axis in range(mesh.ndim)]
+
+
+def _order(
+    text: str, words: Sequence[Word], mesh: DeviceMesh, placements: list[Placement], ndim: int | None
+) -> dict[int, tuple[int, ...]]:
+    """The entries after `order`, which may stand before each of them."""
+    order: dict[int, tuple[int, ...]] = {}
+    wanted = False
+    for at, word in [*words, (len(text), "order")]:  # the end is no better than another `order`
+        dim, _, names = word.partition(":")
+        if word == "order" and not wanted:
+            wanted = True
+            continue
+        if not _NUMBER.fullmatch(dim) or not names:
+            raise NotationError.at(text, at, "expected dim:axis>axis, as in 0:tp>dp")
+        if int(dim) in order:
+            raise NotationError.at(text, at, f"dim {int(dim)} is ordered twice")
+        axes: list[int] = []
+        position = at + len(dim) + 1
+        for name in names.split(">"):
+            axes.append(_axis(text, position, name, mesh))
+            position += len(name) + 1
+        order[int(dim)] = tuple(axes)
+        if ndim is not None:
+            with _pointing_at(text, at):
+                checked_order({int(dim): axes}, default_shard_order(placements), mesh, placements, ndim)
+        wanted = False
+    return order
+
+
+def _axis(text: str, at: int, name: str, mesh: DeviceMesh) -> int:
+    """An axis by its name or, where none is named so, by its number."""
+    named = name in (mesh.mesh_dim_names or ())
+    try:
+        return mesh.axis(int(name) if not named and _NUMBER.fullmatch(name) else name)
+    except ShardwiseError:
+        have = ", ".join(mesh.axis_name(a) for a in range(mesh.ndim))
+        raise NotationError.at(text, at, f"the mesh has no axis {name!r}", hint=f"it has {have}") from None
+
+
+def _placement(word: str) -> Placement:
+    found = _PLACEMENT.fullmatch(word)
+    match found and found.group("kind", "dim", "rows", "op"):
+        case "S", str(dim), None, None:
+            return Shard(int(dim))
+        case "S", str(dim), str(rows), None:
+            return StridedShard(int(dim), int(rows))
+        case "R", None, None, None:
+            return Replicate()
+        case "M", None, None, None:
+            return MaskPartial()
+        case "P", None, None, reduce_op:
+            return Partial(reduce_op or "sum")
+        case _:
+            raise ShardwiseError(
+                f"expected a placement, found {word!r}", hint="R, S<dim>, S<dim>/<rows>, P, P(max) or M"
+            )
+
+
+@contextmanager
+def _pointing_at(text: str, at: int) -> Iterator[None]:
+    """What is refused inside is an error that points at `text[at]`."""
+    try:
+        yield
+    except ShardwiseError as error:
+        raise NotationError.at(text, at, error.problem, hint=error.hint) from None
+
+
+def _skip(text: str, at: int) -> int:
+    """The next position that is not white space."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at

@@ -1,0 +1,232 @@
+"""How a tensor lies along ONE mesh axis: Shard, StridedShard, Replicate, Partial, MaskPartial.
+
+Pure data. Knows nothing of meshes, of communication, or of torch's own placements beyond their field names.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Literal, SupportsIndex
+
+from shardwise.core.intern import Interned
+from shardwise.errors import LayoutError
+
+__all__ = ["MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "as_placement"]
+
+ReduceOp = Literal["sum", "avg", "min", "max", "product"]
+REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "min", "max", "product")
+
+
+class Placement(Interned):
+    """Base of the placements; see `Shard`, `Replicate` and `Partial`."""
+
+    __slots__ = ("short",)
+    short: str  # the notation in layouts: "S0", "R", "P", "P(max)"
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this is a (plain) `Shard`, of `dim` if given."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether this is `Replicate()`."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether this is a `Partial`, of `reduce_op` if given."""
+        return False
+
+
+class Shard(Placement):
+    """Dim `dim` is split over the axis in the manner of `torch.chunk`: ceil-sized blocks, then short or empty ones.
+
+    Args:
+        dim: the tensor's dim; negative ones count from the end and are normalised when the tensor is known.
+
+    Example:
+        >>> Shard(0) is Shard(0), Shard(1).is_shard(), Shard(1).is_shard(0)
+        (True, True, False)
+    """
+
+    __slots__ = ("dim",)
+    _fields = ("dim",)
+    dim: int
+
+    def __new__(cls, dim: SupportsIndex) -> Shard:
+        return cls._intern(_as_int(dim, "Shard", "dim"))
+
+    def _derive(self) -> None:
+        object.__setattr__(self, "short", f"S{self.dim}")
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+class StridedShard(Placement):
+    """Dim `dim` is a flattened pair (`split_factor` x rest) and the minor part, the rest, is split over the axis.
+
+    This is what a `[B, T, D]` tensor sharded on T becomes when it is viewed as `[B*T, D]`: each rank holds a piece of
+    every one of the `split_factor` rows. It is not an ordering device: which axis splits a dim first is the
+    spec's shard order.
+
+    Args:
+        dim: the tensor's dim.
+        split_factor: how many rows the dim consists of, on the block that the axes before this one leave.
+
+    Example:
+        >>> StridedShard(0, split_factor=4)
+        StridedShard(0, split_factor=4)
+    """
+
+    __slots__ = ("dim", "split_factor")
+    _fields = ("dim", "split_factor")
+    dim: int
+    split_factor: int
+
+    def __new__(cls, dim: SupportsIndex, split_factor: SupportsIndex) -> StridedShard:
+        factor = _as_int(split_factor, "StridedShard", "split_factor")
+        if factor < 1:
+            raise LayoutError(
+                f"StridedShard needs a split_factor of at least 1, got {factor}",
+                hint="it counts the rows that the dim consists of; 1 is a plain Shard",
+            )
+        return cls._intern(_as_int(dim, "StridedShard", "dim"), factor)
+
+    def _derive(self) -> None:
+        object.__setattr__(self, "short", f"S{self.dim}/{self.split_factor}")
+
+    def __repr__(self) -> str:
+        return f"StridedShard({self.dim}, split_factor={self.split_factor})"
+
+
+class Replicate(Placement):
+    """Every rank along the axis holds the same values.
+
+    Example:
+        >>> Replicate() is Replicate()
+        True
+    """
+
+    __slots__ = ()
+
+    def __new__(cls) -> Replicate:
+        return cls._intern()
+
+    def _derive(self) -> None:
+        object.__setattr__(self, "short", "R")
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+class Partial(Placement):
+    """The value is the reduction of what the ranks along the axis hold.
+
+    Args:
+        reduce_op: "sum", "avg", "min", "max" or "product".
+
+    Example:
+        >>> Partial(), Partial("max"), Partial("max").is_partial("sum")
+        (Partial(sum), Partial(max), False)
+    """
+
+    __slots__ = ("reduce_op",)
+    _fields = ("reduce_op",)
+    reduce_op: str
+
+    def __new__(cls, reduce_op: str = "sum") -> Partial:
+        if reduce_op not in REDUCE_OPS:
+            raise LayoutError(f"Partial({reduce_op!r}): unknown reduction", hint=f"one of {', '.join(REDUCE_OPS)}")
+        return cls._intern(reduce_op)
+
+    def _derive(self) -> None:
+        object.__setattr__(self, "short", "P" if self.reduce_op == "sum" else f"P({self.reduce_op})")
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    @property
+    def linear(self) -> bool:
+        """Whether the reduction is a linear function of what the ranks hold (sum and avg)."""
+        return self.reduce_op in ("sum", "avg")
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+
+class MaskPartial(Partial):
+    """A `Partial("sum")` in which at most one rank holds each element and the others hold zero there.
+
+    A look-up in a table whose rows are sharded gives this. Since nothing is really added, the reduction is exact in
+    every dtype, and whatever keeps zero at zero may be computed before it.
+
+    Example:
+        >>> MaskPartial(), MaskPartial().is_partial("sum")
+        (MaskPartial(), True)
+    """
+
+    __slots__ = ()
+    _fields = ()
+
+    def __new__(cls) -> MaskPartial:
+        return cls._intern()
+
+    def _derive(self) -> None:
+        object.__setattr__(self, "reduce_op", "sum")
+        object.__setattr__(self, "short", "M")
+
+    def __repr__(self) -> str:
+        return "MaskPartial()"
+
+
+REPLICATE = Replicate()
+
+
+def _as_int(value: Any, where: str, what: str) -> int:
+    # bool is an int to Python: Shard(True) is a mistake, not Shard(1)
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise LayoutError(f"{where} needs an integer {what}, got {value!r}", hint=f"as in {what}=1")
+
+
+def as_placement(value: object) -> Placement:
+    """Our placement for `value`: itself, or the translation of one of torch's own placement objects.
+
+    torch's are recognised by where their class is defined, so that torch.distributed.tensor need not be imported.
+
+    Example:
+        >>> as_placement(Shard(0))
+        Shard(0)
+    """
+    if isinstance(value, Placement):
+        return value
+    kind = type(value)
+    if kind.__module__.startswith("torch.distributed.tensor") or kind.__module__ == "torch._C._distributed":
+        given: Any = value
+        match kind.__name__:
+            case "Shard":
+                return Shard(given.dim)
+            case "_StridedShard":
+                return StridedShard(given.dim, given.split_factor)
+            case "Replicate":
+                return REPLICATE
+            case "Partial":
+                return Partial(given.reduce_op)
+            case "_MaskPartial" | "MaskPartial":
+                raise LayoutError(
+                    "torch's mask-partial keeps its mask outside the tensor and cannot be taken over",
+                    hint="redistribute the torch tensor to Replicate() or Shard() first",
+                )
+            case _:
+                pass
+    raise LayoutError(
+        f"{value!r} is not a placement", hint="use Shard(dim), Replicate(), Partial(reduce_op) or StridedShard(...)"
+    )

@@ -1,0 +1,350 @@
+"""TensorMeta, ShardOrder and DTensorSpec: how one global tensor lies over a mesh.
+
+Pure data: knows its local shape and offset for every coordinate; moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, SupportsIndex
+
+import torch
+
+from shardwise.core.intern import Interned
+from shardwise.core.layout import Block, Cut, block_of, dense_strides, longest, normalize_dim
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
+from shardwise.errors import LayoutError
+
+__all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "b8", torch.complex128: "c128", torch.complex64: "c64", torch.complex32: "c32",
+    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: f32, bf16, i64, b8.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bf16'
+    """
+    return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+class TensorMeta(Interned):
+    """Shape, stride and dtype of a global tensor.
+
+    Example:
+        >>> TensorMeta((8, 32), dtype=torch.float32)
+        f32[8,32]
+        >>> TensorMeta((2, 2)) is TensorMeta(torch.Size((2, 2)), (2, 1), torch.float32)
+        True
+    """
+
+    __slots__ = ("dtype", "shape", "stride")
+    _fields = ("shape", "stride", "dtype")
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __new__(
+        cls,
+        shape: Iterable[SupportsIndex],
+        stride: Iterable[SupportsIndex] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> TensorMeta:
+        try:
+            size: torch.Size = torch.Size(shape)  # pyright: ignore[reportArgumentType]  # it takes any integers
+            strides = dense_strides(size) if stride is None else tuple(map(operator.index, stride))
+        except (TypeError, ValueError):
+            given = f"{shape!r}" if stride is None else f"{shape!r} with strides {stride!r}"
+            raise LayoutError(f"{given} is not a shape", hint="as in (8, 32): an integer for each dim") from None
+        return cls._intern(size, strides, dtype)
+
+    def _derive(self) -> None:
+        if min(self.shape, default=0) < 0:
+            raise LayoutError(f"{tuple(self.shape)} is not a shape", hint="sizes count from 0")
+        if len(self.stride) != len(self.shape):
+            raise LayoutError(f"strides {self.stride} for shape {tuple(self.shape)}", hint="one stride for each dim")
+        # torch.Size keeps the integers of numpy as they are
+        object.__setattr__(self, "shape", torch.Size(map(operator.index, self.shape)))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """The metadata of `tensor`."""
+        return cls._intern(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, stored densely."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+class ShardOrderEntry(NamedTuple):
+    """The mesh axes that split tensor dim `dim`, in the order they do it: the first one is major."""
+
+    dim: int
+    axes: tuple[int, ...]
+
+
+ShardOrder = tuple[ShardOrderEntry, ...]
+
+
+class DTensorSpec(Interned):
+    """How one global tensor lies over a mesh: a placement for each axis, and which axis splits a dim first.
+
+    Args:
+        mesh: the mesh.
+        placements: one for each axis of the mesh.
+        tensor_meta: shape, stride and dtype of the global tensor.
+        shard_order: for dims split by several axes, `(dim, axes)` entries, major axis first; by default the order of
+            the mesh's axes.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("dp", "tp"))
+        >>> spec = DTensorSpec(mesh, [Shard(0), Replicate()], TensorMeta((8, 32)))
+        >>> spec, spec.local_shape((1, 0)), spec.global_offset((1, 0))
+        (f32[8,32] dp:S0 tp:R, (4, 32), (4, 0))
+        >>> DTensorSpec(mesh, [Shard(0), Shard(0)], TensorMeta((8, 32)), shard_order=[(0, ("tp", "dp"))])
+        f32[8,32] dp:S0 tp:S0 order 0:tp>dp
+    """
+
+    __slots__ = (
+        "_blocks", "_largest", "dim_axes", "is_replicated", "mesh", "ndim", "partial_axes", "placements", "shape",
+        "shard_order", "tensor_meta",
+    )  # fmt: skip
+    _fields = ("mesh", "placements", "tensor_meta", "shard_order")
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    tensor_meta: TensorMeta
+    shard_order: ShardOrder
+    shape: torch.Size
+    ndim: int
+    dim_axes: tuple[tuple[int, ...], ...]  # for each dim the axes that split it, major first
+    partial_axes: tuple[int, ...]
+    is_replicated: bool
+    _blocks: dict[tuple[SupportsIndex, ...], Block]
+    _largest: tuple[int, ...] | None
+
+    def __new__(
+        cls,
+        mesh: DeviceMesh,
+        placements: Iterable[object] | Placement,
+        tensor_meta: TensorMeta,
+        shard_order: Iterable[Any] | None = None,
+    ) -> DTensorSpec:
+        kept = checked_placements(placements, mesh, len(tensor_meta.shape))
+        order = default_shard_order(kept)
+        if shard_order is not None:
+            order = checked_order(shard_order, order, mesh, kept, len(tensor_meta.shape))
+        return cls._intern(mesh, kept, tensor_meta, order)
+
+    @classmethod
+    def from_dim_axes(
+        cls,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        tensor_meta: TensorMeta,
+        dim_axes: Iterable[tuple[int, ...]],
+    ) -> DTensorSpec:
+        """The spec whose placements and order are known to fit; no checks."""
+        order = tuple(ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes)
+        return cls._intern(mesh, placements, tensor_meta, order)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # plain tuples only, so that torch.load(weights_only=True) can read it
+        return DTensorSpec, (self.mesh, self.placements, self.tensor_meta, tuple(tuple(e) for e in self.shard_order))
+
+    def _derive(self) -> None:
+        put = object.__setattr__
+        put(self, "shape", self.tensor_meta.shape)
+        put(self, "ndim", len(self.shape))
+        by_dim = dict(self.shard_order)
+        put(self, "dim_axes", tuple(by_dim.get(dim, ()) for dim in range(self.ndim)))
+        put(self, "partial_axes", tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial)))
+        put(self, "is_replicated", all(isinstance(p, Replicate) for p in self.placements))
+        put(self, "_blocks", {})
+        put(self, "_largest", None)
+
+    # ---------------------------------------------------------------- what a coordinate holds
+
+    def block(self, coordinate: Iterable[SupportsIndex]) -> Block:
+        """The block that the rank at `coordinate` holds."""
+        key = tuple(coordinate)
+        found = self._blocks.get(key)
+        if found is None:
+            checked = self._checked_coordinate(key)
+            found = block_of(self.shape, [self._cuts(dim, checked) for dim in range(self.ndim)])
+            self._blocks[checked] = found
+        return found
+
+    def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
+        mesh = self.mesh
+        coordinate = tuple(map(operator.index, given))
+        if len(coordinate) != mesh.ndim or not all(0 <= i < n for i, n in zip(coordinate, mesh.shape, strict=True)):
+            raise LayoutError(
+                f"{mesh} has no coordinate {coordinate}",
+                hint=f"one number for each axis, less than the axis's size: {mesh.shape}",
+            )
+        return coordinate
+
+    def _cuts(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Cut, ...]:
+        return tuple(Cut(self.mesh.shape[a], coordinate[a], self.rows(a)) for a in self.dim_axes[dim])
+
+    def rows(self, axis: int) -> int | None:
+        """The split factor of a `StridedShard` on `axis`, None for any other placement."""
+        placement = self.placements[axis]
+        return placement.split_factor if isinstance(placement, StridedShard) else None
+
+    def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """The shape of what the rank at `coordinate` holds."""
+        return self.block(coordinate).shape
+
+    def global_offset(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """Where the block of `coordinate` begins in the global tensor (its end, in a dim where the block is empty)."""
+        return self.block(coordinate).offset
+
+    def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """The strides of a dense local block, its dims in memory as those of the global tensor."""
+        return dense_strides(self.local_shape(coordinate), like=self.tensor_meta.stride)
+
+    @property
+    def largest_local_shape(self) -> tuple[int, ...]:
+        """The most indices of each dim that any rank holds."""
+        found = self._largest
+        if found is None:
+            splits = [[(self.mesh.shape[a], self.rows(a)) for a in axes] for axes in self.dim_axes]
+            found = tuple(map(longest, self.shape, splits))
+            object.__setattr__(self, "_largest", found)
+        return found
+
+    @property
+    def local_bytes(self) -> int:
+        """The most bytes any rank holds."""
+        return math.prod(self.largest_local_shape) * self.tensor_meta.dtype.itemsize
+
+    # ---------------------------------------------------------------- the same with something changed
+
+    def with_placements(
+        self,
+        placements: Iterable[object] | Placement,
+        shard_order: Iterable[Any] | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> DTensorSpec:
+        """The same tensor laid out otherwise."""
+        return DTensorSpec(mesh or self.mesh, placements, self.tensor_meta, shard_order)
+
+    def with_meta(self, tensor_meta: TensorMeta) -> DTensorSpec:
+        """The same layout for a tensor of the same number of dims."""
+        return self._intern(self.mesh, self.placements, tensor_meta, self.shard_order)
+
+    def with_dtype(self, dtype: torch.dtype) -> DTensorSpec:
+        """The same layout with another dtype."""
+        meta = self.tensor_meta
+        return self.with_meta(TensorMeta._intern(meta.shape, meta.stride, dtype))
+
+    @property
+    def layout(self) -> str:
+        """The layout alone in short notation: `dp:S0 tp:R`."""
+        names = self.mesh.mesh_dim_names
+        parts = [f"{names[a]}:{p.short}" if names else p.short for a, p in enumerate(self.placements)]
+        for dim, axes in self.shard_order:
+            if list(axes) != sorted(axes):
+                parts.append(f"order {dim}:{'>'.join(self.mesh.axis_name(a) for a in axes)}")
+        return " ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"{self.tensor_meta} {self.layout}"
+
+
+def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
+    """The order of the mesh's axes, for each dim that is split.
+
+    Example:
+        >>> default_shard_order([Shard(1), Replicate(), Shard(1)])
+        (ShardOrderEntry(dim=1, axes=(0, 2)),)
+    """
+    by_dim: dict[int, tuple[int, ...]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            by_dim[placement.dim] = (*by_dim.get(placement.dim, ()), axis)
+    return tuple(ShardOrderEntry(dim, by_dim[dim]) for dim in sorted(by_dim))
+
+
+def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+    """`placements` as ours, with dims counted from the front, or an error that says what does not fit."""
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    try:
+        kept = [as_placement(p) for p in placements]
+    except TypeError:
+        raise LayoutError(
+            f"{placements!r} is not a list of placements", hint="as in [Shard(0), Replicate()], one for each axis"
+        ) from None
+    if len(kept) != mesh.ndim:
+        raise LayoutError(
+            f"{len(kept)} placements {kept} for {mesh}, which has {mesh.ndim} axes",
+            hint="give one placement for each axis of the mesh",
+        )
+    for axis, placement in enumerate(kept):
+        if isinstance(placement, Shard | StridedShard):
+            kept[axis] = with_dim_from_front(placement, mesh, axis, ndim)
+    reductions = {p.reduce_op for p in kept if isinstance(p, Partial)}
+    if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
+        raise LayoutError(
+            f"the placements {kept} mix the reductions {sorted(reductions)}, whose order would change the value",
+            hint="reduce one of them first: redistribute it to Replicate() or Shard()",
+        )
+    return tuple(kept)
+
+
+def with_dim_from_front(placement: Shard | StridedShard, mesh: DeviceMesh, axis: int, ndim: int) -> Placement:
+    """The placement of `axis` with its dim counted from the front, or an error if a tensor of `ndim` dims lacks it."""
+    dim = normalize_dim(placement.dim, ndim)
+    if dim is None:
+        raise LayoutError(
+            f"{placement!r} on axis {mesh.axis_name(axis)!r}: {_dims(ndim)}",
+            hint="use Replicate() here" if ndim == 0 else f"shard one of its {ndim} dims, or use Replicate()",
+        )
+    if dim == placement.dim:
+        return placement
+    return StridedShard(dim, placement.split_factor) if isinstance(placement, StridedShard) else Shard(dim)
+
+
+def checked_order(
+    given: Iterable[Any], default: ShardOrder, mesh: DeviceMesh, placements: Sequence[Placement], ndim: int
+) -> ShardOrder:
+    """The `default` order of `placements` changed as `given` for some dims, or an error that says what does not fit."""
+    order = {entry.dim: entry.axes for entry in default}
+    seen: set[int] = set()
+    for dim, axes in given.items() if isinstance(given, dict) else given:
+        chosen = tuple(mesh.axis(a) for a in axes)
+        at = normalize_dim(dim, ndim)
+        have = () if at is None else order.get(at, ())
+        if at is None or sorted(chosen) != sorted(have):
+            split = f"the placements {list(placements)} split it by {[mesh.axis_name(a) for a in have]}"
+            raise LayoutError(
+                f"the shard order says that dim {dim} is split by {[mesh.axis_name(a) for a in chosen]}, "
+                f"{_dims(ndim) if at is None else split}",
+                hint="list exactly the axes that shard the dim, major first",
+            )
+        if at in seen:
+            raise LayoutError(f"the shard order names dim {dim} twice", hint="give one entry for each dim")
+        seen.add(at)
+        if chosen:
+            order[at] = chosen
+    return tuple(ShardOrderEntry(dim, order[dim]) for dim in sorted(order))
+
+
+def _dims(ndim: int) -> str:
+    return f"the tensor has dims 0 to {ndim - 1}" if ndim else "a 0-d tensor has no dims"

@@ -1,0 +1,590 @@
+"""OpDispatcher: one dictionary look-up, run, wrap.
+
+A call's key is the operator, the specs of its DTensors and the values of the other arguments that a rule reads. A miss
+asks the propagator and builds an executor made for exactly that signature; a hit runs it. Knows the tensor class
+only as what it unwraps and wraps.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import LayoutError, MeshError, PlainTensorError, UnsupportedError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.dry import dry
+from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.virtual import RankTensor
+from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, meta_tensor, replicated
+from shardwise.rules.registry import find_rule
+
+__all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
+
+MAX_ENTRIES = 16384
+Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+Coordinate = tuple[int, ...]
+
+
+# ---------------------------------------------------------------- what the schema says
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What dispatch must know of an operator, read once from its schema."""
+
+    op: OpOverload
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    unread: frozenset[str]  # arguments whose value no rule reads: only their type is in the key
+    writes: tuple[str, ...]  # arguments written to
+    outs: tuple[str, ...]  # those of them that are keyword-only: out=
+    is_view: bool
+    returns: tuple[str, ...]  # the type of each result
+
+    @classmethod
+    def of(cls, op: OpOverload) -> OpInfo:
+        """The facts of `op`."""
+        return _op_info(op)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every argument by name, defaults included."""
+        bound = dict(self.defaults)
+        bound.update(zip(self.names, args, strict=False))
+        bound.update(kwargs)
+        return bound
+
+
+@functools.cache
+def _op_info(op: OpOverload) -> OpInfo:
+    schema = op._schema
+    rule = find_rule(op)
+    reads = rule.reads if rule is not None else frozenset()
+    arguments = schema.arguments
+    writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return OpInfo(
+        op=op,
+        names=tuple(a.name for a in arguments),
+        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
+        unread=frozenset(a.name for a in arguments if _is_value(str(a.type)) and a.name not in reads),
+        writes=writes,
+        outs=tuple(a.name for a in arguments if a.kwarg_only and a.name in writes),
+        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        returns=tuple(str(r.type) for r in schema.returns),
+    )
+
+
+def _is_value(kind: str) -> bool:
+    """Whether an argument of this type is a number to compute with, not one that shapes the result."""
+    return kind.removeprefix("Optional[").removeprefix("List[").rstrip("]") in ("number", "float", "Scalar")
+
+
+@functools.cache
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The operator that gives a new tensor instead of writing to an argument: `add_.Tensor` -> `add.Tensor`."""
+    info = OpInfo.of(op)
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_") if not info.outs else name, None)
+    if packet is None:
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in info.outs]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        arguments = candidate._schema.arguments
+        if [(a.name, str(a.type)) for a in arguments] == wanted and not OpInfo.of(candidate).writes:
+            return candidate
+    return None
+
+
+# ---------------------------------------------------------------- where the tensors stand in a call
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor operand stands: in `args[index]` or `kwargs[name]`, maybe at `item` of a list there."""
+
+    index: int | None
+    name: str
+    item: int | None
+
+    def get(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value = args[self.index] if self.index is not None else kwargs[self.name]
+        return value if self.item is None else value[self.item]
+
+    def put(self, args: list[Any], kwargs: dict[str, Any], value: Any) -> None:
+        if self.item is not None:
+            held = args[self.index] if self.index is not None else kwargs[self.name]
+            if not isinstance(held, _Copied):
+                held = _Copied(held)
+            held[self.item] = value
+            value = held
+        if self.index is not None:
+            args[self.index] = value
+        else:
+            kwargs[self.name] = value
+
+
+class _Copied(list):
+    """A list that is ours to write to."""
+
+
+def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """Every tensor of a call with its place, in the order of the schema."""
+    for i, name in enumerate(info.names):
+        if i < len(args):
+            index, value = i, args[i]
+        elif name in kwargs:
+            index, value = None, kwargs[name]
+        else:
+            continue
+        if isinstance(value, torch.Tensor):
+            yield Slot(index, name, None), value
+        elif isinstance(value, list | tuple):
+            for item, one in enumerate(value):
+                if isinstance(one, torch.Tensor):
+                    yield Slot(index, name, item), one
+
+
+# ---------------------------------------------------------------- the dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """How many signatures are kept, how many may be, and how often a new one had to be worked out."""
+
+    entries: int
+    limit: int
+    misses: int
+    routes: int
+
+
+class OpDispatcher:
+    """Carries out operators on a tensor class that has `_local_tensor` and `_spec`.
+
+    Args:
+        tensor_class: the class to unwrap and wrap.
+    """
+
+    def __init__(self, tensor_class: type[torch.Tensor]) -> None:
+        self.tensor_class = tensor_class
+        self.cache: dict[tuple[Any, ...], Executor] = {}
+        self.misses = 0
+        self._warned: set[Any] = set()
+
+    def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
+        key = self.key(func, args, kwargs)
+        run = self.cache.get(key)
+        if run is None:
+            run = self.miss(key, func, args, kwargs)
+        return run(args, kwargs)
+
+    def miss(
+        self, key: tuple[Any, ...], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executor:
+        """Work out the executor of a new signature and keep it."""
+        run = self.resolve(func, args, kwargs)
+        self.misses += 1
+        if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
+            for old in list(self.cache)[: MAX_ENTRIES // 4]:
+                self.cache.pop(old, None)
+        self.cache[key] = run
+        return run
+
+    def key(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
+        info = _op_info(func)
+        parts: list[Any] = [func]
+        names = info.names
+        for i, arg in enumerate(args):
+            parts.append(arg._spec if arg.__class__ is self.tensor_class else self._key_part(arg, names[i] in info.unread))
+        for name in kwargs:
+            parts.append(name)
+            parts.append(self._key_part(kwargs[name], name in info.unread))
+        return tuple(parts)
+
+    def _key_part(self, value: Any, unread: bool) -> Any:
+        kind = value.__class__
+        if kind is self.tensor_class:
+            return value._spec
+        if kind is list or kind is tuple:
+            return tuple(self._key_part(item, unread) for item in value)
+        if isinstance(value, torch.Tensor):
+            return ("plain", TensorMeta.of(value))
+        # 1 == 1.0 == True to a dictionary, but not to an operator
+        return kind if unread else (kind, value)
+
+    # ---------------------------------------------------------------- a new signature
+
+    def resolve(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
+        """The executor of a call's signature."""
+        info = OpInfo.of(func)
+        found = list(tensor_slots(info, args, kwargs))
+        mesh = self._common_mesh(info, [tensor for _, tensor in found])
+        slots = tuple(slot for slot, _ in found)
+        specs = tuple(self._spec_of(info, slot, tensor, mesh) for slot, tensor in found)
+        if info.outs:
+            return self._through_functional(info, functional_of(func), slots)
+        schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
+        metas = self._result_metas(info, slots, specs, args, kwargs)
+        sharding = self._propagate(info, schema, metas) if metas is not None else None
+        if info.writes:
+            return self._writing(info, slots, specs, sharding)
+        if sharding is None:
+            return self._without_rule(info, slots, specs, metas)
+        return self._executor(info, slots, specs, sharding)
+
+    def _propagate(self, info: OpInfo, schema: OpSchema, metas: tuple[TensorMeta, ...]) -> OutputSharding | None:
+        return ShardingPropagator().propagate(schema, metas)
+
+    def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
+        meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.tensor_class)}
+        if len(meshes) != 1:
+            raise MeshError(
+                f"{info.op}: the operands lie on different meshes: {', '.join(map(str, meshes))}",
+                hint="bring them to one mesh first, with redistribute(mesh, placements)",
+            )
+        return next(iter(meshes))
+
+    def _spec_of(self, info: OpInfo, slot: Slot, tensor: Any, mesh: DeviceMesh) -> DTensorSpec:
+        if isinstance(tensor, self.tensor_class):
+            return tensor._spec
+        if tensor.numel() != 1:
+            raise PlainTensorError(
+                f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among DTensors, "
+                "and only you know how it is meant to lie on the mesh",
+                hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
+                "DTensor.from_local(tensor, mesh, placements) if each rank holds a part",
+            )
+        return replicated_spec(mesh, TensorMeta.of(tensor))
+
+    def _with_specs(
+        self, info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], specs: Mapping[Slot, DTensorSpec]
+    ) -> dict[str, Any]:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, spec in specs.items():
+            slot.put(new_args, new_kwargs, spec)
+        return info.bind(tuple(new_args), new_kwargs)
+
+    def _result_metas(
+        self,
+        info: OpInfo,
+        slots: Sequence[Slot],
+        specs: Sequence[DTensorSpec],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[TensorMeta, ...] | None:
+        """What the operator gives on one device, from meta tensors; None where that depends on the values."""
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, spec in zip(slots, specs, strict=True):
+            slot.put(new_args, new_kwargs, meta_tensor(spec.tensor_meta))
+        if "device" in new_kwargs:
+            new_kwargs["device"] = torch.device("meta")
+        try:
+            results = info.op(*new_args, **new_kwargs)
+        except NotImplementedError:
+            return None
+        tensors = results if isinstance(results, tuple | list) else (results,)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return None
+        return tuple(TensorMeta.of(tensor) for tensor in tensors)
+
+    # ---------------------------------------------------------------- executors
+
+    def _executor(
+        self, info: OpInfo, slots: tuple[Slot, ...], specs: tuple[DTensorSpec, ...], sharding: OutputSharding
+    ) -> Executor:
+        mesh = specs[0].mesh
+        routes = tuple(
+            None if have is want else bound_route(have, want)
+            for have, want in zip(specs, sharding.inputs, strict=True)
+        )
+        patches = self._patches(info, sharding, mesh)
+        single = len(sharding.outputs) == 1 and info.returns == ("Tensor",)
+        plain = all(slot.item is None and slot.index is not None for slot in slots)
+        moves = any(routes) or patches is not None
+        if plain and single and not moves and not isinstance(fabric_of(mesh), type(dry)):
+            simple = self._simple_executor(info, slots, sharding.outputs[0], mesh)
+            if simple is not None:
+                return simple
+        return self._general_executor(info, slots, routes, patches, sharding.outputs, mesh)
+
+    def _simple_executor(
+        self, info: OpInfo, slots: tuple[Slot, ...], spec: DTensorSpec, mesh: DeviceMesh
+    ) -> Executor | None:
+        """The short ones: operands first, nothing to move, one result."""
+        if [slot.index for slot in slots] != list(range(len(slots))) or len(slots) > 2:
+            return None
+        op, lockstep = info.op, mesh.fabric == "virtual"
+        wrap = self.wrapper(spec)
+        if not lockstep and fabric_of(mesh).parts(mesh, torch.empty(0)) == []:
+            return None
+        tensor_class = self.tensor_class
+        if len(slots) == 1 and not lockstep:
+            return lambda args, kwargs: wrap(op(args[0]._local_tensor, *args[1:], **kwargs))
+        if len(slots) == 2 and not lockstep:
+
+            def binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+                a, b, *rest = args
+                if a.__class__ is tensor_class:
+                    a = a._local_tensor
+                if b.__class__ is tensor_class:
+                    b = b._local_tensor
+                return wrap(op(a, b, *rest, **kwargs))
+
+            return binary
+        return None
+
+    def _general_executor(
+        self,
+        info: OpInfo,
+        slots: tuple[Slot, ...],
+        routes: tuple[BoundRoute | None, ...],
+        patches: Mapping[Coordinate, Mapping[str, Any]] | None,
+        outputs: tuple[DTensorSpec, ...] | None,
+        mesh: DeviceMesh,
+    ) -> Executor:
+        op = info.op
+        run_local = local_runner(info, slots, patches, mesh)
+        wraps = None if outputs is None else [self.wrapper(spec) for spec in outputs]
+        announce = self._announcer(info, routes)
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if announce is not None:
+                announce()
+            locals_ = []
+            for slot, route in zip(slots, routes, strict=True):
+                tensor = slot.get(args, kwargs)
+                local = getattr(tensor, "_local_tensor", tensor)
+                locals_.append(local if route is None else route.run(local))
+            results = run_local(op, args, kwargs, locals_)
+            if wraps is None:
+                return self._wrap_replicated(results, mesh)
+            if isinstance(results, tuple | list):
+                return type(results)(wrap(result) for wrap, result in zip(wraps, results, strict=True))
+            return wraps[0](results)
+
+        return run
+
+    def _announcer(self, info: OpInfo, routes: Sequence[BoundRoute | None]) -> Callable[[], None] | None:
+        return None
+
+    def _patches(
+        self, info: OpInfo, sharding: OutputSharding, mesh: DeviceMesh
+    ) -> dict[Coordinate, Mapping[str, Any]] | None:
+        """For each rank here the arguments that the rule replaces."""
+        localize = sharding.rule.localize
+        if localize is None:
+            return None
+        return {
+            coordinate: localize(sharding.call, sharding.inputs, sharding.outputs, coordinate)
+            for coordinate in coordinates_here(mesh)
+        }
+
+    def _without_rule(
+        self,
+        info: OpInfo,
+        slots: tuple[Slot, ...],
+        specs: tuple[DTensorSpec, ...],
+        metas: tuple[TensorMeta, ...] | None,
+    ) -> Executor:
+        """Decomposed if it can be; else every operand is made whole and the operator run on every rank."""
+        if info.op._can_decompose():
+            return lambda args, kwargs: info.op.decompose(*args, **kwargs)
+        mesh = specs[0].mesh
+        whole = [replicated(spec) for spec in specs]
+        routes = tuple(
+            None if have is want else bound_route(have, want) for have, want in zip(specs, whole, strict=True)
+        )
+        outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
+        return self._general_executor(info, slots, routes, None, outputs, mesh)
+
+    # ---------------------------------------------------------------- operators that write
+
+    def _writing(
+        self,
+        info: OpInfo,
+        slots: tuple[Slot, ...],
+        specs: tuple[DTensorSpec, ...],
+        sharding: OutputSharding | None,
+    ) -> Executor:
+        """In place on the locals where the layout of what is written to need not change; else compute, then copy."""
+        written = [i for i, slot in enumerate(slots) if slot.name in info.writes]
+        stays = sharding is not None and all(sharding.inputs[i] is specs[i] for i in written)
+        if sharding is not None and stays and self._results_stay(info, specs, sharding, written):
+            mesh = specs[0].mesh
+            routes = tuple(
+                None if have is want else bound_route(have, want)
+                for have, want in zip(specs, sharding.inputs, strict=True)
+            )
+            run_local = local_runner(info, slots, self._patches(info, sharding, mesh), mesh)
+
+            def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+                locals_ = []
+                for slot, route in zip(slots, routes, strict=True):
+                    tensor = slot.get(args, kwargs)
+                    local = getattr(tensor, "_local_tensor", tensor)
+                    locals_.append(local if route is None else route.run(local))
+                run_local(info.op, args, kwargs, locals_)
+                given = [slots[i].get(args, kwargs) for i in written]
+                return None if not info.returns else given[0] if len(info.returns) == 1 else tuple(given)
+
+            return run
+        return self._through_functional(info, functional_of(info.op), slots)
+
+    def _results_stay(
+        self, info: OpInfo, specs: Sequence[DTensorSpec], sharding: OutputSharding, written: Sequence[int]
+    ) -> bool:
+        return not info.returns or all(
+            out.placements == specs[i].placements and out.shard_order == specs[i].shard_order
+            for out, i in zip(sharding.outputs, written, strict=False)
+        )
+
+    def _through_functional(self, info: OpInfo, op: OpOverload | None, slots: tuple[Slot, ...]) -> Executor:
+        """Compute a new tensor and copy it into the one that is written to, in that one's layout."""
+        if op is None:
+            raise UnsupportedError(
+                f"{info.op} writes to its arguments in a way that is not supported on DTensors yet",
+                hint="use the form of it that returns a new tensor",
+            )
+        written = [slot for slot in slots if slot.name in info.writes]
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            given = [slot.get(args, kwargs) for slot in written]
+            kept = {name: value for name, value in kwargs.items() if name not in info.outs}
+            results = op(*args, **kept)
+            for target, result in zip(given, results if isinstance(results, tuple) else (results,), strict=True):
+                self.write(info, target, result)
+            return given[0] if len(given) == 1 else tuple(given)
+
+        return run
+
+    def write(self, info: OpInfo, target: Any, value: Any) -> None:
+        """Copy a DTensor's value into another, keeping the other's layout."""
+        have, want = value._spec, target._spec
+        if have.shape != want.shape:
+            raise LayoutError(
+                f"{info.op} gives {have.tensor_meta}, which cannot be written into {want}",
+                hint="give it a tensor of the result's shape",
+            )
+        local = value._local_tensor
+        goal = want.with_meta(have.tensor_meta)
+        if goal is not have:
+            if goal.partial_axes:  # through the whole: nothing but R becomes Partial
+                local = bound_route(have, replicated(have)).run(local)
+                have = replicated(have)
+            local = bound_route(have, goal).run(local)
+        target._local_tensor.copy_(local)
+
+    # ---------------------------------------------------------------- wrapping
+
+    def wrapper(self, spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function that makes a DTensor of a local with this spec."""
+        make = torch.Tensor._make_wrapper_subclass
+        tensor_class, shape, stride = self.tensor_class, spec.tensor_meta.shape, spec.tensor_meta.stride
+        dtype, strided = spec.tensor_meta.dtype, torch.strided
+
+        def wrap(local: torch.Tensor) -> torch.Tensor:
+            result = make(tensor_class, shape, stride, None, None, dtype, strided, local.device)  # pyright: ignore
+            result._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
+            result._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
+            return result
+
+        return wrap
+
+    def _wrap_replicated(self, results: Any, mesh: DeviceMesh) -> Any:
+        """Results of an operator that ran on whole tensors everywhere, whose shapes are known only now."""
+        if isinstance(results, tuple | list):
+            return type(results)(self._wrap_replicated(result, mesh) for result in results)
+        if not isinstance(results, torch.Tensor):
+            return results
+        return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(results)
+
+    def info(self) -> CacheInfo:
+        """How full the cache is."""
+        from shardwise.fabric.routes import cached_routes
+
+        return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
+
+
+def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
+    """A tensor that is whole on every rank."""
+    from shardwise.core.placement import Replicate
+
+    return DTensorSpec.from_dim_axes(mesh, (Replicate(),) * mesh.ndim, meta, ((),) * len(meta.shape))
+
+
+def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:
+    """The coordinates of the ranks that run in this process."""
+    if mesh.fabric == "virtual":
+        return [tuple(row) for row in mesh.coordinates.tolist()]
+    return [coordinate for coordinate, _ in fabric_of(mesh).parts(mesh, torch.empty(0))]
+
+
+def local_runner(
+    info: OpInfo,
+    slots: tuple[Slot, ...],
+    patches: Mapping[Coordinate, Mapping[str, Any]] | None,
+    mesh: DeviceMesh,
+) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]:
+    """How an operator is run on locals: once here, or once for each virtual rank."""
+    here = coordinates_here(mesh)
+    lockstep = mesh.fabric == "virtual"
+    is_dry = mesh.fabric == "dry"
+
+    def fill(
+        args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate
+    ) -> tuple[list[Any], dict[str, Any]]:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, local in zip(slots, locals_, strict=True):
+            slot.put(new_args, new_kwargs, local)
+        for name, value in patches[coordinate].items() if patches is not None else ():
+            index = info.names.index(name)
+            if index < len(new_args):
+                new_args[index] = value
+            else:
+                new_kwargs[name] = value
+        return new_args, new_kwargs
+
+    def run_here(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+        if not here:  # outside the mesh: hold nothing
+            return tuple(torch.empty(0) for _ in info.returns) if len(info.returns) > 1 else torch.empty(0)
+        new_args, new_kwargs = fill(args, kwargs, locals_, here[0])
+        if is_dry and "device" in new_kwargs:
+            new_kwargs["device"] = torch.device("meta")
+        results = op(*new_args, **new_kwargs)
+        if is_dry:
+            for result in results if isinstance(results, tuple | list) else (results,):
+                if isinstance(result, torch.Tensor):
+                    dry.track(result)
+        return results
+
+    def run_lockstep(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+        columns = [local.tensors if isinstance(local, RankTensor) else None for local in locals_]
+        results = []
+        for position, coordinate in enumerate(here):
+            mine = [
+                local if column is None else column[position] for local, column in zip(locals_, columns, strict=True)
+            ]
+            new_args, new_kwargs = fill(args, kwargs, mine, coordinate)
+            results.append(op(*new_args, **new_kwargs))
+        return _together(results)
+
+    return run_lockstep if lockstep else run_here
+
+
+def _together(results: list[Any]) -> Any:
+    """The results of all virtual ranks as one: tensors as a `RankTensor`, sequences item by item, others the first."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return RankTensor(results)
+    if isinstance(first, tuple | list):
+        return type(first)(_together([result[i] for result in results]) for i in range(len(first)))
+    return first

@@ -1,0 +1,101 @@
+"""The exceptions people see: what was asked, the layouts in short notation, what to do instead.
+
+Every class also derives from the built-in that a caller would expect, so `except ValueError` keeps working.
+Knows nothing of the rest of the library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AgreementError",
+    "ImplicitCommunicationError",
+    "LayoutError",
+    "MemoryBoundError",
+    "MeshError",
+    "NotationError",
+    "PlainTensorError",
+    "ShardwiseError",
+    "UnsupportedError",
+]
+
+
+class ShardwiseError(Exception):
+    """Base of every error the library raises on purpose.
+
+    Args:
+        problem: what was asked and why it cannot be, in the user's terms.
+        hint: what to do instead; printed on a line of its own.
+
+    Example:
+        >>> str(ShardwiseError("no such axis 'pp'", hint="the mesh has dp, tp"))
+        "no such axis 'pp'\\n  hint: the mesh has dp, tp"
+    """
+
+    def __init__(self, problem: str, *, hint: str | None = None) -> None:
+        super().__init__(problem if hint is None else f"{problem}\n  hint: {hint}")
+        self.problem = problem
+        self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.problem, self.hint)
+
+
+def _rebuild(kind: type[ShardwiseError], problem: str, hint: str | None) -> ShardwiseError:
+    return kind(problem, hint=hint)
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A placement, shard order or shape that does not fit the tensor or the mesh."""
+
+
+class MeshError(ShardwiseError, ValueError):
+    """A mesh that cannot be, or two meshes that do not fit each other."""
+
+
+class MemoryBoundError(LayoutError):
+    """No route keeps `max_bytes`; `smallest` is the least bound that would do."""
+
+    def __init__(self, problem: str, *, hint: str | None = None, smallest: int = 0) -> None:
+        super().__init__(problem, hint=hint)
+        self.smallest = smallest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_bound, (self.problem, self.hint, self.smallest)
+
+
+def _rebuild_bound(problem: str, hint: str | None, smallest: int) -> MemoryBoundError:
+    return MemoryBoundError(problem, hint=hint, smallest=smallest)
+
+
+class PlainTensorError(ShardwiseError, TypeError):
+    """A plain torch.Tensor met a DTensor where only the user can say how it is laid out."""
+
+
+class UnsupportedError(ShardwiseError, NotImplementedError):
+    """Something that cannot be done on this fabric, backend or version."""
+
+
+class AgreementError(ShardwiseError, RuntimeError):
+    """Ranks disagree about something they must agree about."""
+
+
+class ImplicitCommunicationError(ShardwiseError, RuntimeError):
+    """Strict mode met a communication that nobody asked for."""
+
+
+class NotationError(ShardwiseError, ValueError):
+    """A string in our notation that cannot be read; points at the character.
+
+    Example:
+        >>> print(NotationError.at("dp:S0 tp:Q", 9, "expected R, S<dim> or P"))
+        expected R, S<dim> or P
+          dp:S0 tp:Q
+                   ^
+    """
+
+    @classmethod
+    def at(cls, text: str, position: int, problem: str, *, hint: str | None = None) -> NotationError:
+        """The error for `text[position]`, with a caret under it."""
+        return cls(f"{problem}\n  {text}\n  {' ' * position}^", hint=hint)

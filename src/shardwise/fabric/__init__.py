@@ -1,0 +1,1 @@
+"""Who carries out a step: the only place that communicates."""

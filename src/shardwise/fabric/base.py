@@ -1,0 +1,134 @@
+"""The protocol of a fabric: bind a step to a callable on locals, and give each rank its own values.
+
+A local is what a DTensor holds here: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Nothing outside a
+fabric may depend on "my rank": it asks for per-rank values by `build` and `map`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise.core import mesh as mesh_module
+from shardwise.core.mesh import DeviceMesh
+from shardwise.errors import UnsupportedError
+from shardwise.plan.route import Route
+from shardwise.plan.step import Step
+
+__all__ = ["BoundStep", "Fabric", "choosing", "fabric_of", "fabrics"]
+
+Coordinate = tuple[int, ...]
+BoundStep = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Fabric(ABC):
+    """Runs the ranks of a mesh: one of them (c10d), all of them (virtual), or none (dry)."""
+
+    name: str
+    asynchronous: bool = False  # whether a collective can be left in flight
+
+    @abstractmethod
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
+        """The process group of this rank along `axes`."""
+        raise UnsupportedError(
+            f"{mesh} has no process groups: it runs on the {self.name} fabric",
+            hint="use DTensor operations, which communicate on every fabric; process groups exist under torchrun",
+        )
+
+    @abstractmethod
+    def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
+        """The local made of `make(coordinate)` for each rank here; an empty one on ranks outside the mesh."""
+
+    @abstractmethod
+    def map(
+        self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor
+    ) -> torch.Tensor:
+        """The local made of `fn(coordinate, *tensors)` for each rank here."""
+
+    @abstractmethod
+    def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
+        """The tensors in `local` with the coordinates of their ranks."""
+
+    @abstractmethod
+    def bind(self, step: Step) -> BoundStep:
+        """The callable that carries `step` out on a local."""
+
+    @abstractmethod
+    def scatter(self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None) -> torch.Tensor:
+        """The local of each rank's block; `source` (a rank of the group) sends, None means each makes its own."""
+
+    @abstractmethod
+    def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
+        """What each rank of the mesh says, in the order of the grid; the same list on every rank."""
+
+    def start(self, step: Step) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+        """Like `bind`, but the callable returns at once with a function that waits. Only if `asynchronous`."""
+        raise UnsupportedError(f"the {self.name} fabric has no asynchronous steps")
+
+    def bind_route(self, route: Route) -> BoundStep:
+        """The callable that carries a whole route out."""
+        bound = tuple(self.bind(step) for step in route.steps)
+        if len(bound) == 1:
+            return bound[0]
+
+        def run(local: torch.Tensor) -> torch.Tensor:
+            for step in bound:
+                local = step(local)
+            return local
+
+        return run
+
+    def start_route(self, route: Route) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+        """Like `bind_route`, with the last collective left in flight: what comes back waits for it and finishes."""
+        last = max(i for i, step in enumerate(route.steps) if step.collective is not None)
+        before = [self.bind(step) for step in route.steps[:last]]
+        begin = self.start(route.steps[last])
+        after = [self.bind(step) for step in route.steps[last + 1 :]]
+
+        def start(local: torch.Tensor) -> Callable[[], torch.Tensor]:
+            for step in before:
+                local = step(local)
+            wait = begin(local)
+
+            def finish() -> torch.Tensor:
+                result = wait()
+                for step in after:
+                    result = step(result)
+                return result
+
+            return finish
+
+        return start
+
+
+fabrics: dict[str, Fabric] = {}
+
+
+def register(fabric: Fabric) -> Fabric:
+    """Make a fabric known by its name."""
+    fabrics[fabric.name] = fabric
+    mesh_module.hosts[fabric.name] = fabric
+    return fabric
+
+
+def fabric_of(mesh: DeviceMesh) -> Fabric:
+    """The fabric that runs `mesh`."""
+    return fabrics[mesh.fabric]
+
+
+@contextlib.contextmanager
+def choosing(name: str) -> Iterator[None]:
+    """Meshes made inside are of the fabric `name`."""
+    chooser: Callable[[], str] = lambda: name  # noqa: E731
+    mesh_module.choose_fabric.append(chooser)
+    try:
+        yield
+    finally:
+        mesh_module.choose_fabric.remove(chooser)

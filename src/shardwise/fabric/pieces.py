@@ -1,0 +1,178 @@
+"""Local surgery on blocks: which box of one block is which box of another, cutting it out, putting it in.
+
+Pure functions on plain tensors and specs, shared by the fabrics. Communicates nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardwise.core.layout import Block, dense_strides, intersect
+from shardwise.core.spec import DTensorSpec
+from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
+
+__all__ = ["Box", "Piece", "local_step", "overlap", "pieces_for"]
+
+Coordinate = tuple[int, ...]
+Local = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Box(NamedTuple):
+    """The same elements in two blocks: where they lie in the source's and in the target's."""
+
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+
+class Piece(NamedTuple):
+    """What a rank gets from another: the other's grid position (or rank), and the boxes."""
+
+    sender: int
+    boxes: tuple[Box, ...]
+
+
+def overlap(source: Block, target: Block) -> tuple[Box, ...]:
+    """The boxes of elements that both blocks hold."""
+    if not all(target.shape) or not all(source.shape):
+        return ()
+    by_dim = [intersect(a, b) for a, b in zip(source.runs, target.runs, strict=True)]
+    return tuple(
+        Box(
+            tuple(slice(a, a + n) for a, _, n in chosen),
+            tuple(slice(b, b + n) for _, b, n in chosen),
+            tuple(n for _, _, n in chosen),
+        )
+        for chosen in itertools.product(*by_dim)
+    )
+
+
+def pieces_for(target: Block, receiver: int, holders: Sequence[tuple[Block, Sequence[int]]]) -> list[Piece]:
+    """Where each part of `target` comes from, given the distinct blocks and who holds each.
+
+    A part that the receiver holds itself comes from itself; of several other holders the receivers take turns.
+    """
+    pieces = []
+    for block, who in holders:
+        boxes = overlap(block, target)
+        if boxes:
+            pieces.append(Piece(choose_sender(receiver, who), boxes))
+    return pieces
+
+
+def choose_sender(receiver: int, holders: Sequence[int]) -> int:
+    """Which of the holders of a block sends it to `receiver`: itself if it can, else they take turns."""
+    return receiver if receiver in holders else holders[receiver % len(holders)]
+
+
+def distinct_blocks(spec: DTensorSpec, members: Sequence[int], name: Callable[[int], int]) -> list[tuple[Block, list[int]]]:
+    """The different blocks that the grid positions `members` hold, each with the names of its holders."""
+    coordinates = spec.mesh.coordinates
+    sharding = sorted(axis for axes in spec.dim_axes for axis in axes)
+    found: dict[Coordinate, tuple[Block, list[int]]] = {}
+    for position in members:
+        coordinate = coordinates[position].tolist()
+        key = tuple(coordinate[a] for a in sharding)
+        if key not in found:
+            found[key] = (spec.block(coordinate), [])
+        found[key][1].append(name(position))
+    return list(found.values())
+
+
+def fill_from(out: torch.Tensor, source: torch.Tensor, boxes: Sequence[Box]) -> None:
+    """Copy the boxes of `source` to where they belong in `out`."""
+    for box in boxes:
+        out[box.target].copy_(source[box.source])
+
+
+def empty_block(spec: DTensorSpec, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised block of `spec`, its dims in memory as those of the global tensor."""
+    shape = spec.local_shape(coordinate)
+    stride = dense_strides(shape, like=spec.tensor_meta.stride)
+    return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+
+
+# ---------------------------------------------------------------- steps without communication
+# Each gives a block of its own: a view would keep the whole old block alive, and a write to one would change the other
+# behind autograd's back.
+
+
+def local_step(step: Step, coordinate: Coordinate) -> Local | None:
+    """The function of the rank at `coordinate` for a step that needs no communication, None for any other step."""
+    match step:
+        case Slice():
+            return slicer(step.before.block(coordinate), step.after.block(coordinate))
+        case Unreduce():
+            return _unreducer(step, coordinate)
+        case _:
+            return None
+
+
+def slicer(before: Block, after: Block) -> Local:
+    """Cuts the block `after` out of the block `before`, which contains it."""
+    if before.runs == after.runs:
+        return torch.clone
+    cuts: list[tuple[int, list[tuple[int, int]]]] = []
+    for dim, (have, want) in enumerate(zip(before.runs, after.runs, strict=True)):
+        if have != want:
+            parts = sorted((at_want, at_have, n) for at_have, at_want, n in intersect(have, want))
+            cuts.append((dim, [(at_have, n) for _, at_have, n in parts] or [(0, 0)]))
+
+    def cut(local: torch.Tensor) -> torch.Tensor:
+        for dim, parts in cuts:
+            if len(parts) == 1:
+                local = local.narrow(dim, *parts[0])
+            else:
+                local = torch.cat([local.narrow(dim, at, n) for at, n in parts], dim)
+        return local.clone()
+
+    return cut
+
+
+def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
+    neutral = None
+    for axis in step.new_axes:
+        op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
+        if coordinate[axis] != 0 and op in ("sum", "product"):
+            neutral = 0 if op == "sum" else 1
+    return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
+
+
+# ---------------------------------------------------------------- reductions
+
+_REDUCERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of equal-shaped tensors, in their order; sums of averages are divided by `divide_average`."""
+    combine = _REDUCERS[op]
+    total = combine(tensors[0], tensors[1])
+    for tensor in tensors[2:]:
+        total = combine(total, tensor)
+    return total.to(tensors[0].dtype)
+
+
+def divide_average(step: AllReduce | ReduceScatter, total: torch.Tensor) -> torch.Tensor:
+    """A sum made into the average that the step asks for."""
+    count = average_over(step)
+    if count == 1:
+        return total
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(count)
+    return total.div_(count, rounding_mode="floor")

@@ -1,0 +1,78 @@
+"""Planned routes bound to their fabric, once for each pair of specs; and whoever listens to what moves.
+
+The one way by which a local goes from one layout to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.base import BoundStep, fabric_of
+from shardwise.plan.cost import CostModel, current_cost_model
+from shardwise.plan.route import DTensorRedistributePlanner, Route
+
+__all__ = ["BoundRoute", "bound_route", "observers"]
+
+MAX_ROUTES = 8192
+
+# Called with each route that communicates, before it runs.
+observers: list[Callable[[Route], None]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRoute:
+    """A route and the callable that carries it out on a local."""
+
+    route: Route
+    run: BoundStep
+    communicates: bool
+
+    def start(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin, leaving the last collective in flight; what comes back waits and finishes."""
+        _notify(self.route)
+        return fabric_of(self.route.source.mesh).start_route(self.route)(local)
+
+
+_bound: dict[tuple[Any, ...], BoundRoute] = {}
+
+
+def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None = None) -> BoundRoute:
+    """The cheapest route from `source` to `target`, planned and bound on first use."""
+    model = current_cost_model()
+    key = (source, target, max_bytes, model)
+    found = _bound.get(key)
+    if found is None:
+        if len(_bound) >= MAX_ROUTES:  # the oldest quarter goes: dicts keep the order of insertion
+            for old in list(_bound)[: MAX_ROUTES // 4]:
+                _bound.pop(old, None)
+        found = _bound[key] = _bind(source, target, max_bytes, model)
+    return found
+
+
+def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model: CostModel) -> BoundRoute:
+    route = DTensorRedistributePlanner(model).plan(source, target, max_bytes=max_bytes)
+    run = fabric_of(source.mesh).bind_route(route)
+    if not route.collectives:
+        return BoundRoute(route, run, False)
+
+    def announced(local: torch.Tensor) -> torch.Tensor:
+        if observers:
+            _notify(route)
+        return run(local)
+
+    return BoundRoute(route, announced, True)
+
+
+def _notify(route: Route) -> None:
+    for observer in tuple(observers):
+        observer(route)
+
+
+def cached_routes() -> int:
+    """How many routes are kept bound."""
+    return len(_bound)

@@ -1,0 +1,250 @@
+"""The fabric of a laptop: N ranks inside this one process, in lockstep, with real values.
+
+A local is a `RankTensor`, which holds one tensor for each rank; an operator on it runs on each. No process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
+from shardwise.fabric.pieces import distinct_blocks, divide_average, empty_block, fill_from, local_step, pieces_for
+from shardwise.fabric.pieces import reduce_tensors, slicer
+from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
+
+__all__ = ["RankTensor", "VirtualFabric"]
+
+
+class RankTensor(torch.Tensor):
+    """One tensor for each virtual rank. An operator on it runs on each rank's tensor.
+
+    `shape` is that of the first rank; uneven shards have others. `tensors` holds them all.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, tensors: Sequence[torch.Tensor]) -> RankTensor:
+        first = tensors[0]
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
+        )
+        self.tensors = tuple(tensors)
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run_on_each(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "RankTensor(\n" + "".join(f"  rank {i}: {t!r}\n" for i, t in enumerate(self.tensors)) + ")"
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        for i, tensor in enumerate(self.tensors):
+            setattr(self, f"_t{i}", tensor)
+        return [f"_t{i}" for i in range(len(self.tensors))], len(self.tensors)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], count: int, size: Any, stride: Any) -> RankTensor:
+        return RankTensor([inner[f"_t{i}"] for i in range(count)])
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return RankTensor, (self.tensors,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankTensor:
+        copied = RankTensor([tensor.detach().clone() for tensor in self.tensors])
+        copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def tolist(self) -> list[Any]:
+        """The values of each rank."""
+        return [tensor.tolist() for tensor in self.tensors]
+
+
+def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` on each rank's tensors; results that are tensors become a `RankTensor`, others must agree."""
+    leaves, tree = tree_flatten((args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RankTensor)]
+    counts = {len(leaves[i].tensors) for i in at}
+    if len(counts) != 1:
+        raise MeshError(f"{func}: locals of meshes with {sorted(counts)} ranks cannot be combined")
+    results = []
+    for rank in range(counts.pop()):
+        mine = list(leaves)
+        for i in at:
+            mine[i] = leaves[i].tensors[rank]
+        rank_args, rank_kwargs = tree_unflatten(mine, tree)
+        results.append(func(*rank_args, **rank_kwargs))
+    # an in-place operator gives back the very tensor it wrote to: so must we
+    for i in at:
+        if all(result is tensor for result, tensor in zip(results, leaves[i].tensors, strict=True)):
+            return leaves[i]
+    return _combine(results, func)
+
+
+def _combine(results: list[Any], func: Any) -> Any:
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return RankTensor(results)
+    if isinstance(first, tuple | list):
+        return type(first)(_combine([r[i] for r in results], func) for i in range(len(first)))
+    if any(result != first and result == result for result in results[1:]):
+        raise UnsupportedError(
+            f"{func} gives a different plain value on each virtual rank ({results[:4]}...)",
+            hint="ranks run in lockstep here: take the values of one rank with local.tensors[rank]",
+        )
+    return first
+
+
+class VirtualFabric(Fabric):
+    """All ranks in this process, in the order of the mesh's grid."""
+
+    name = "virtual"
+
+    def rank(self) -> int:
+        raise UnsupportedError(
+            "on the virtual fabric all ranks run in lockstep inside this process, so there is no 'my rank'",
+            hint="ask the mesh for the coordinate_of(rank) you mean, or compute on DTensors, which need no rank",
+        )
+
+    def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
+        return RankTensor([make(coordinate) for coordinate in _coordinates(mesh)])
+
+    def map(self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor) -> torch.Tensor:
+        columns = [_tensors(local, mesh) for local in locals_]
+        return RankTensor([fn(c, *row) for c, *row in zip(_coordinates(mesh), *columns, strict=True)])
+
+    def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
+        return list(zip(_coordinates(mesh), _tensors(local, mesh), strict=True))
+
+    def scatter(
+        self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
+    ) -> torch.Tensor:
+        if source is not None and not 0 <= source < mesh.size():
+            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
+        return self.build(mesh, blocks)
+
+    def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
+        return [facts] * mesh.size()
+
+    def bind(self, step: Step) -> BoundStep:
+        mesh = step.before.mesh
+        if step.collective is None:
+            steps = [local_step(step, coordinate) for coordinate in _coordinates(mesh)]
+            return lambda local: RankTensor([fn(t) for fn, t in zip(steps, local.tensors, strict=True)])  # pyright: ignore
+        match step:
+            case AllGather():
+                return self._all_gather(step)
+            case AllReduce():
+                return self._all_reduce(step)
+            case ReduceScatter():
+                return self._reduce_scatter(step)
+            case _:
+                return self._move(step)
+
+    def _all_gather(self, step: AllGather) -> BoundStep:
+        if any(step.before.rows(axis) for axis in step.before.dim_axes[step.dim]):
+            return self._move(step)
+        rows = step.before.mesh.groups(step.over).tolist()
+
+        def run(local: torch.Tensor) -> torch.Tensor:
+            tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
+            out: list[Any] = [None] * len(tensors)
+            for row in rows:
+                parts = [tensors[i] for i in row]
+                for i in row:
+                    out[i] = torch.cat(parts, step.dim)
+            return RankTensor(out)
+
+        return run
+
+    def _move(self, step: Step) -> BoundStep:
+        """Any movement of blocks: each rank's new block is put together from those that hold its parts."""
+        before, after = step.before, step.after
+        ranks = before.mesh.grid_ranks
+        jobs: list[tuple[int, Coordinate, list[Any]]] = []
+        if before.mesh is after.mesh:
+            for row in before.mesh.groups(step.axes).tolist():
+                holders = distinct_blocks(before, row, lambda position: position)
+                for position in row:
+                    coordinate = tuple(after.mesh.coordinates[position].tolist())
+                    jobs.append((position, coordinate, pieces_for(after.block(coordinate), position, holders)))
+            jobs.sort(key=lambda job: job[0])
+        else:
+            holders = distinct_blocks(before, range(len(ranks)), lambda position: position)
+            for coordinate, rank in zip(_coordinates(after.mesh), after.mesh.grid_ranks, strict=True):
+                own = before.mesh.position_of(rank)
+                receiver = rank % len(ranks) if own is None else own
+                jobs.append((receiver, coordinate, pieces_for(after.block(coordinate), receiver, holders)))
+
+        def run(local: torch.Tensor) -> torch.Tensor:
+            tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
+            results = []
+            for _, coordinate, pieces in jobs:
+                out = empty_block(after, coordinate, tensors[0])
+                for sender, boxes in pieces:
+                    fill_from(out, tensors[sender], boxes)
+                results.append(out)
+            return RankTensor(results)
+
+        return run
+
+    def _all_reduce(self, step: AllReduce) -> BoundStep:
+        rows = step.before.mesh.groups(step.over).tolist()
+        op = reduction(step)
+
+        def run(local: torch.Tensor) -> torch.Tensor:
+            tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
+            out: list[Any] = [None] * len(tensors)
+            for row in rows:
+                total = divide_average(step, reduce_tensors([tensors[i] for i in row], op))
+                for i in row:
+                    out[i] = total.clone()
+            return RankTensor(out)
+
+        return run
+
+    def _reduce_scatter(self, step: ReduceScatter) -> BoundStep:
+        mesh = step.before.mesh
+        rows = mesh.groups(step.over).tolist()
+        cuts = [slicer(step.before.block(c), step.after.block(c)) for c in _coordinates(mesh)]
+        op = reduction(step)
+
+        def run(local: torch.Tensor) -> torch.Tensor:
+            tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
+            out: list[Any] = [None] * len(tensors)
+            for row in rows:
+                total = divide_average(step, reduce_tensors([tensors[i] for i in row], op))
+                for i in row:
+                    out[i] = cuts[i](total)
+            return RankTensor(out)
+
+        return run
+
+
+def _coordinates(mesh: DeviceMesh) -> list[Coordinate]:
+    return [tuple(row) for row in mesh.coordinates.tolist()]
+
+
+def _tensors(local: torch.Tensor, mesh: DeviceMesh) -> Sequence[torch.Tensor]:
+    if not isinstance(local, RankTensor) or len(local.tensors) != mesh.grid_size:
+        have = f"{len(local.tensors)} tensors" if isinstance(local, RankTensor) else "one plain tensor"
+        raise LayoutError(
+            f"{mesh} needs a local with one tensor for each of its {mesh.grid_size} ranks, got {have}",
+            hint="make it with shardwise.RankTensor([...]) or distribute a whole tensor with distribute_tensor",
+        )
+    return local.tensors
+
+
+virtual = register(VirtualFabric())

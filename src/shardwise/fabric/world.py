@@ -1,0 +1,151 @@
+"""Which fabric a new mesh is of, and how one is made: `init_device_mesh`, `virtual`, `as_mesh`.
+
+Looks at the surroundings (a process group, torchrun's environment) so that the same program runs in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from shardwise.core import mesh as mesh_module
+from shardwise.core.mesh import DeviceMesh
+from shardwise.errors import MeshError
+from shardwise.fabric.base import choosing
+from shardwise.fabric.c10d import c10d
+from shardwise.fabric.dry import dry_run
+from shardwise.fabric.virtual import virtual as _virtual_fabric
+
+__all__ = ["as_mesh", "dry_run", "init_device_mesh", "to_torch_mesh", "virtual"]
+
+
+def _surrounding_fabric() -> str:
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return c10d.name if dist.is_initialized() or under_torchrun else _virtual_fabric.name
+
+
+mesh_module.choose_fabric.insert(0, _surrounding_fabric)
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """A mesh over all ranks.
+
+    Where a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual ones
+    inside this process. Inside `virtual()` or `dry_run()` these choose.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        mesh_shape: how many ranks along each axis.
+        mesh_dim_names: a name for each axis.
+
+    Example:
+        >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        DeviceMesh(cpu dp=2 tp=4, virtual)
+    """
+    shape = tuple(mesh_shape) if not isinstance(mesh_shape, int) else (mesh_shape,)
+    if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+        raise MeshError(f"a mesh of shape {tuple(shape)} cannot be", hint="give at least one axis of at least one rank")
+    fabric = mesh_module.choose_fabric[-1]()
+    size = math.prod(shape)
+    if fabric == c10d.name:
+        _ensure_process_group(device_type)
+        world = dist.get_world_size()
+        if size != world:
+            raise MeshError(
+                f"a mesh of shape {shape} needs {size} ranks, the world has {world}",
+                hint="use a shape whose product is the number of processes, or DeviceMesh(device_type, ranks) for a part",
+            )
+    ranks = torch.arange(size).reshape(shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, fabric=fabric)
+
+
+def _ensure_process_group(device_type: str) -> None:
+    if dist.is_initialized():
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+
+
+@contextlib.contextmanager
+def virtual() -> Iterator[None]:
+    """Meshes made inside are of virtual ranks in this process, whatever the surroundings.
+
+    Example:
+        >>> with virtual():
+        ...     mesh = init_device_mesh("cpu", (3,))
+        >>> mesh.fabric
+        'virtual'
+    """
+    with choosing(_virtual_fabric.name):
+        yield
+
+
+_adopted: dict[int, tuple[TorchMesh, DeviceMesh]] = {}
+
+
+def as_mesh(mesh: Any) -> DeviceMesh:
+    """Our mesh for `mesh`: itself, or a torch DeviceMesh adopted once, whose process groups are reused.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2,))
+        >>> as_mesh(mesh) is mesh
+        True
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if not isinstance(mesh, TorchMesh):
+        raise MeshError(f"{mesh!r} is not a DeviceMesh", hint="make one with shardwise.init_device_mesh(...)")
+    known = _adopted.get(id(mesh))
+    if known is not None and known[0] is mesh:
+        return known[1]
+    ours = _adopt(mesh)
+    _adopted[id(mesh)] = (mesh, ours)
+    return ours
+
+
+def _adopt(mesh: TorchMesh) -> DeviceMesh:
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    names, root_names = mesh.mesh_dim_names, root.mesh_dim_names
+    if root is not mesh and names and root_names and set(names) <= set(root_names):
+        ours = as_mesh(root)[tuple(names)]
+    else:
+        ours = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names, fabric=c10d.name)
+    if dist.is_initialized() and c10d.coordinate(ours) is not None:
+        for axis in range(mesh.ndim):
+            c10d.adopt(mesh.get_group(axis))
+    return ours
+
+
+def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
+    """A torch DeviceMesh over the same ranks. Needs a process group.
+
+    Example:
+        >>> to_torch_mesh(init_device_mesh("cpu", (2,)))
+        Traceback (most recent call last):
+        ...
+        shardwise.errors.MeshError: DeviceMesh(cpu 2, virtual) has no torch counterpart: it is of the virtual fabric
+          hint: torch meshes need a process group: start the program with torchrun
+    """
+    if mesh.fabric != c10d.name:
+        raise MeshError(
+            f"{mesh} has no torch counterpart: it is of the {mesh.fabric} fabric",
+            hint="torch meshes need a process group: start the program with torchrun",
+        )
+    for theirs, ours in _adopted.values():
+        if ours is mesh:
+            return theirs
+    if mesh.root is not mesh and mesh.mesh_dim_names and mesh.size() != mesh.grid_size:
+        return to_torch_mesh(mesh.root)[mesh.mesh_dim_names]
+    made = TorchMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    _adopted[id(made)] = (made, mesh)
+    return made

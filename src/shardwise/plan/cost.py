@@ -1,0 +1,100 @@
+"""Seconds and bytes of a step, from one model of the links: a start-up time and a time per byte for each axis.
+
+Pure arithmetic. Knows nothing of how steps are chosen or carried out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shardwise.core.mesh import DeviceMesh
+
+__all__ = ["CostModel", "Link", "current_cost_model", "set_cost_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What it costs to talk: `alpha` seconds to start a collective, `beta` seconds for each byte a rank receives."""
+
+    alpha: float
+    beta: float
+
+
+CPU_LINK = Link(alpha=40e-6, beta=1 / 2e9)  # gloo over loopback or ethernet
+CUDA_LINK = Link(alpha=15e-6, beta=1 / 150e9)  # NCCL over NVLink
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Links by device type, and by axis name where axes differ (nodes are slower to cross than NVLink).
+
+    Args:
+        devices: the link of each device type.
+        axes: the link of an axis by its name; takes precedence.
+
+    Example:
+        >>> model = CostModel(axes={"dp": Link(alpha=1e-4, beta=1e-9)})
+        >>> mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+        >>> model.link(mesh, (0, 1)).beta
+        1e-09
+    """
+
+    devices: Mapping[str, Link] = field(default_factory=lambda: {"cpu": CPU_LINK, "cuda": CUDA_LINK})
+    axes: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", MappingProxyType(dict(self.devices)))
+        object.__setattr__(self, "axes", MappingProxyType(dict(self.axes)))
+
+    __hash__ = object.__hash__
+
+    def link(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Link:
+        """The link of a group over `axes`: the slowest of theirs."""
+        default = self.devices.get(mesh.device_type, CPU_LINK)
+        if not self.axes or not axes:
+            return default
+        links = [self.axes.get(mesh.axis_name(a), default) for a in axes]
+        return Link(max(link.alpha for link in links), max(link.beta for link in links))
+
+    def seconds(self, mesh: DeviceMesh, axes: tuple[int, ...], received: float) -> float:
+        """Modelled time of a collective over `axes` in which a rank receives `received` bytes."""
+        link = self.link(mesh, axes)
+        return link.alpha + received * link.beta
+
+
+def group_size(mesh: DeviceMesh, axes: tuple[int, ...]) -> int:
+    """How many ranks a group over `axes` has.
+
+    Example:
+        >>> group_size(DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]]), (0, 1))
+        6
+    """
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+_current: list[CostModel] = [CostModel()]
+
+
+def current_cost_model() -> CostModel:
+    """The model that plans are made with.
+
+    Example:
+        >>> current_cost_model().devices["cuda"].alpha
+        1.5e-05
+    """
+    return _current[0]
+
+
+def set_cost_model(model: CostModel) -> CostModel:
+    """Plan with `model` from now on; returns the one before.
+
+    Example:
+        >>> before = set_cost_model(CostModel())
+        >>> _ = set_cost_model(before)
+    """
+    before = _current[0]
+    _current[0] = model
+    return before

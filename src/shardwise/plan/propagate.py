@@ -1,0 +1,233 @@
+"""ShardingPropagator: from an operator and the layouts of its operands to where everything must lie.
+
+First a candidate that needs no communication on every axis; else axis by axis by the cost model. Linear in the number of
+axes. Pure: decides, runs nothing but the operator's shape function on meta tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.plan.cost import CostModel, current_cost_model
+from shardwise.rules import all as _all_rules  # noqa: F401  the registry is filled by importing them
+from shardwise.rules.notation import Factors, Row, candidates
+from shardwise.rules.registry import Call, Rule, find_rule
+
+__all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
+
+REPLICATE = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class OpSchema:
+    """One call: the operator, its arguments by name with specs for the tensors, and the specs in order."""
+
+    op: OpOverload
+    arguments: Mapping[str, Any]
+    specs: tuple[DTensorSpec, ...]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.specs[0].mesh
+
+    def call(self, results: tuple[TensorMeta, ...]) -> Call:
+        """The call as a rule sees it."""
+        named = {name: _metas(value) for name, value in self.arguments.items()}
+        return Call(self.op, named, tuple(spec.tensor_meta for spec in self.specs), results)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSharding:
+    """Where the operands must lie, where the results then lie, and how the rule got there."""
+
+    inputs: tuple[DTensorSpec, ...]
+    outputs: tuple[DTensorSpec, ...]
+    call: Call
+    rule: Rule
+
+
+def _metas(value: Any) -> Any:
+    if isinstance(value, DTensorSpec):
+        return value.tensor_meta
+    return tuple(_metas(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+class ShardingPropagator:
+    """Chooses layouts for operators. Holds no state but the cost model."""
+
+    def __init__(self, cost_model: CostModel | None = None) -> None:
+        self.cost_model = cost_model or current_cost_model()
+
+    def propagate(self, schema: OpSchema, results: tuple[TensorMeta, ...]) -> OutputSharding | None:
+        """Where operands and results lie, or None where no rule speaks for the call.
+
+        Args:
+            schema: the call.
+            results: shape, stride and dtype of each result, as the operator gives them on one device.
+        """
+        rule = find_rule(schema.op)
+        if rule is None:
+            return None
+        call = schema.call(results)
+        if rule.layouts is not None:
+            laid_out = rule.layouts(call, schema.specs)
+            return None if laid_out is None else OutputSharding(*laid_out, call, rule)
+        factors = rule.factors(call)
+        if factors is None:
+            return None
+        return self._by_factors(schema, call, rule, factors)
+
+    def _by_factors(self, schema: OpSchema, call: Call, rule: Rule, factors: Factors) -> OutputSharding:
+        """Rows for every axis; factors that turn out to leave a rank with a shard it cannot use are kept whole."""
+        while True:
+            rows = self._choose(schema.specs, factors)
+            inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows)
+            unfit = _unfit(factors, inputs, order)
+            if not unfit:
+                return OutputSharding(inputs, outputs, call, rule)
+            factors = replace(factors, whole=factors.whole | unfit)
+
+    def _choose(self, specs: Sequence[DTensorSpec], factors: Factors) -> list[Row]:
+        mesh = specs[0].mesh
+        known: dict[tuple[Placement, ...], list[Row]] = {}
+        chosen = []
+        for axis in range(mesh.ndim):
+            given = tuple(spec.placements[axis] for spec in specs)
+            rows = known.get(given)
+            if rows is None:
+                rows = known[given] = candidates(factors, given)
+            exact = next((row for row in rows if row.inputs == given), None)
+            chosen.append(exact or min(rows, key=lambda row: self._row_cost(specs, axis, given, row)))
+        return chosen
+
+    def _row_cost(
+        self, specs: Sequence[DTensorSpec], axis: int, given: tuple[Placement, ...], row: Row
+    ) -> tuple[float, int]:
+        """Seconds to bring the operands into a row, then the bytes that it leaves on a rank."""
+        seconds = 0.0
+        left = 0
+        n = specs[0].mesh.shape[axis]
+        for spec, have, want in zip(specs, given, row.inputs, strict=True):
+            if have is not want:
+                received = _received(have, want, n, spec.local_bytes)
+                if received:
+                    seconds += self.cost_model.seconds(spec.mesh, (axis,), received)
+            if isinstance(want, Replicate | Partial):
+                left += spec.local_bytes
+        return seconds, left
+
+
+def _received(have: Placement, want: Placement, n: int, held: int) -> float:
+    """Bytes that a rank receives when one axis of an operand changes."""
+    if n == 1 or have is want or isinstance(have, Replicate) or (isinstance(have, MaskPartial) and want.is_partial("sum")):
+        return 0.0
+    if isinstance(want, Partial):
+        return math.inf if not isinstance(have, Partial) else 2 * (n - 1) / n * held
+    if isinstance(want, Replicate):
+        return 2 * (n - 1) / n * held if isinstance(have, Partial) else (n - 1) * held
+    return (n - 1) / n * held
+
+
+def _lay_out(
+    specs: Sequence[DTensorSpec], results: Sequence[TensorMeta], factors: Factors, rows: Sequence[Row]
+) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...], dict[str, tuple[int, ...]]]:
+    """The specs that the chosen rows mean, with one order of axes for each factor."""
+    mesh = specs[0].mesh
+    order = _factor_order(specs, factors, rows)
+    inputs = tuple(
+        _spec(mesh, spec.tensor_meta, dims, [row.inputs[i] for row in rows], order)
+        for i, (spec, dims) in enumerate(zip(specs, factors.operands, strict=True))
+    )
+    outputs = tuple(
+        _spec(mesh, meta, dims, [row.outputs[i] for row in rows], order)
+        for i, (meta, dims) in enumerate(zip(results, factors.results, strict=True))
+    )
+    return inputs, outputs, order
+
+
+def _spec(
+    mesh: DeviceMesh,
+    meta: TensorMeta,
+    dims: Sequence[str | None],
+    placements: Sequence[Placement],
+    order: Mapping[str, tuple[int, ...]],
+) -> DTensorSpec:
+    axes: list[list[int]] = [[] for _ in meta.shape]
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            axes[placement.dim].append(axis)
+    ordered = (
+        tuple(a) if len(a) < 2 else tuple(sorted(a, key=lambda x, f=order.get(dims[d] or "", ()): _rank_in(f, x)))
+        for d, a in enumerate(axes)
+    )
+    return DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, ordered)
+
+
+def _rank_in(order: tuple[int, ...], axis: int) -> int:
+    return order.index(axis) if axis in order else len(order) + axis
+
+
+def _factor_order(
+    specs: Sequence[DTensorSpec], factors: Factors, rows: Sequence[Row]
+) -> dict[str, tuple[int, ...]]:
+    """For factors that several axes shard, which of them comes first: as the largest operand has it, new ones minor."""
+    sharded: dict[str, list[int]] = {}
+    for axis, row in enumerate(rows):
+        for dims, placement in (
+            *zip(factors.operands, row.inputs, strict=True),
+            *zip(factors.results, row.outputs, strict=True),
+        ):
+            if isinstance(placement, Shard | StridedShard):
+                name = dims[placement.dim]
+                if name is not None and axis not in sharded.setdefault(name, []):
+                    sharded[name].append(axis)
+    order: dict[str, tuple[int, ...]] = {}
+    by_size = sorted(range(len(specs)), key=lambda i: -math.prod(specs[i].shape))
+    for name, axes in sharded.items():
+        kept: list[int] = []
+        if len(axes) > 1:
+            for i in by_size:
+                if name in factors.operands[i]:
+                    have = specs[i].dim_axes[factors.operands[i].index(name)]
+                    kept.extend(a for a in have if a in axes and a not in kept)
+        order[name] = tuple(kept + [a for a in axes if a not in kept])
+    return order
+
+
+def _unfit(
+    factors: Factors, inputs: Sequence[DTensorSpec], order: Mapping[str, tuple[int, ...]]
+) -> frozenset[str]:
+    """The sharded factors that a rule can use only with shards that are not empty, or only with equal ones."""
+    constrained = {name for name in order if name in factors.even or name in factors.nonempty}
+    unfit = set()
+    for name in constrained:
+        for spec, dims in zip(inputs, factors.operands, strict=True):
+            if name in dims:
+                dim = dims.index(name)
+                size, parts = spec.shape[dim], math.prod(spec.mesh.shape[a] for a in spec.dim_axes[dim])
+                last = tuple(n - 1 for n in spec.mesh.shape)
+                empty = spec.local_shape(last)[dim] == 0
+                if empty or (name in factors.even and size % parts):
+                    unfit.add(name)
+    return frozenset(unfit)
+
+
+def replicated(spec: DTensorSpec) -> DTensorSpec:
+    """The same tensor, whole on every rank."""
+    return DTensorSpec.from_dim_axes(
+        spec.mesh, (REPLICATE,) * spec.mesh.ndim, spec.tensor_meta, ((),) * len(spec.shape)
+    )
+
+
+def meta_tensor(meta: TensorMeta) -> torch.Tensor:
+    """A tensor of this shape, stride and dtype without storage."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")

@@ -1,0 +1,596 @@
+"""DTensorRedistributePlanner: the cheapest sequence of steps from one layout to another.
+
+A shortest-path search over layouts (`DistState`) with the one cost model. Pure: decides, moves nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.core.layout import intersect
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import LayoutError, MemoryBoundError, MeshError
+from shardwise.plan.cost import CostModel, Link, current_cost_model, group_size
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Slice, Step, Unreduce
+
+__all__ = ["DTensorRedistributePlanner", "DistState", "Route", "StepCost", "plain_route"]
+
+REPLICATE = Replicate()
+
+
+class Split(NamedTuple):
+    """One axis splitting a dim; `rows` as in `StridedShard`, 0 for a plain shard."""
+
+    axis: int
+    rows: int = 0
+
+
+class DistState(NamedTuple):
+    """A layout as the planner sees it: for each dim who splits it, major first; and the partial axes. The rest is R."""
+
+    dims: tuple[tuple[Split, ...], ...]
+    partial: tuple[tuple[int, Partial], ...]
+
+    @classmethod
+    def of(cls, spec: DTensorSpec) -> DistState:
+        """The state of a spec. Axes of one rank play no part in it."""
+        sizes = spec.mesh.shape
+        dims = tuple(
+            tuple(Split(a, spec.rows(a) or 0) for a in axes if sizes[a] > 1) if axes else () for axes in spec.dim_axes
+        )
+        partial = tuple((a, spec.placements[a]) for a in spec.partial_axes if sizes[a] > 1)
+        return cls(dims, partial)  # pyright: ignore[reportArgumentType]
+
+    def spec(self, like: DTensorSpec) -> DTensorSpec:
+        """This layout of the tensor of `like`."""
+        placements: list[Placement] = [REPLICATE] * like.mesh.ndim
+        for dim, splits in enumerate(self.dims):
+            for split in splits:
+                placements[split.axis] = StridedShard(dim, split.rows) if split.rows else Shard(dim)
+        for axis, placement in self.partial:
+            placements[axis] = placement
+        dim_axes = (tuple(split.axis for split in splits) for splits in self.dims)
+        return DTensorSpec.from_dim_axes(like.mesh, tuple(placements), like.tensor_meta, dim_axes)
+
+
+class StepCost(NamedTuple):
+    """What a step costs in the model: bytes that a rank receives, seconds, bytes that a rank holds afterwards."""
+
+    received: float
+    seconds: float
+    holds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The steps from one layout to another, and what the model says they cost.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+        >>> spec = DTensorSpec(mesh, [Shard(0)], TensorMeta((8, 4)))
+        >>> print(DTensorRedistributePlanner().plan(spec, spec.with_placements([Shard(1)])))
+        f32[8,4] S0 -> S1: all-to-all dim 0 -> dim 1 over 0
+    """
+
+    source: DTensorSpec
+    target: DTensorSpec
+    steps: tuple[Step, ...]
+    costs: tuple[StepCost, ...]
+
+    @property
+    def received(self) -> float:
+        """Bytes that a rank receives in all."""
+        return sum(cost.received for cost in self.costs)
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time."""
+        return sum(cost.seconds for cost in self.costs)
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives are issued."""
+        return sum(step.collective is not None for step in self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that any state of the route, its ends included, holds on a rank."""
+        return max([self.source.local_bytes, *(cost.holds for cost in self.costs)])
+
+    def __str__(self) -> str:
+        steps = ", then ".join(step.describe() for step in self.steps) or "nothing to do"
+        return f"{self.source} -> {self.target.layout}: {steps}"
+
+
+class _Move(NamedTuple):
+    """An edge of the search: where it leads and how to make the step once it is chosen."""
+
+    state: DistState
+    kind: type[Step]
+    arguments: tuple
+    received: float
+    seconds: float
+
+
+class DTensorRedistributePlanner:
+    """Finds the cheapest route between two layouts; ties go to fewer collectives, then to less memory.
+
+    Args:
+        cost_model: the model to plan with; the current one by default.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        >>> spec = DTensorSpec(mesh, [Shard(0), Shard(1)], TensorMeta((8, 8)))
+        >>> route = DTensorRedistributePlanner().plan(spec, spec.with_placements([Shard(1), Shard(0)]))
+        >>> route.collectives, route.peak_bytes
+        (1, 64)
+    """
+
+    def __init__(self, cost_model: CostModel | None = None) -> None:
+        self.cost_model = cost_model or current_cost_model()
+
+    def plan(self, source: DTensorSpec, target: DTensorSpec, *, max_bytes: int | None = None) -> Route:
+        """The cheapest route from `source` to `target`.
+
+        Args:
+            source: the layout now.
+            target: the layout wanted; of the same tensor, on the same mesh or another one of the same world.
+            max_bytes: no state of the route may hold more than this on a rank.
+
+        Raises:
+            LayoutError: a Partial target that the source cannot become.
+            MemoryBoundError: no route keeps `max_bytes`; names the smallest bound that would do.
+        """
+        _check_reachable(source, target)
+        if source is target and max_bytes is None:
+            return Route(source, target, (), ())
+        search = _Search(self.cost_model, source, target)
+        found = search.run(max_bytes)
+        if found is None:
+            smallest = search.smallest_bound()
+            raise MemoryBoundError(
+                f"no route from {source} to {target.layout} holds at most max_bytes={max_bytes} on a rank",
+                hint=f"the smallest bound that would do is {smallest} bytes",
+                smallest=smallest,
+            )
+        return search.route(found)
+
+
+def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
+    a, b = source.mesh, target.mesh
+    if source.tensor_meta.shape != target.tensor_meta.shape:
+        raise LayoutError(f"cannot lay {source} out as {target}: the shapes differ")
+    if a is not b:
+        for what, one, other in (("fabric", a.fabric, b.fabric), ("device type", a.device_type, b.device_type)):
+            if one != other:
+                raise MeshError(
+                    f"{a} and {b} are of different {what}s, so nothing can move between them",
+                    hint=f"build both meshes with the same {what}",
+                )
+        for mesh in (a, b):
+            if mesh.size() != mesh.grid_size:
+                raise MeshError(
+                    f"{mesh} is a slice of a larger mesh: a tensor on it may differ from slice to slice, so its way "
+                    f"to {b if mesh is a else a} is not defined",
+                    hint=f"take it to its root {mesh.root} by to_local() and from_local() with placements for all axes",
+                )
+        return
+    for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if isinstance(new, Partial) and isinstance(old, Shard | StridedShard):
+            raise LayoutError(
+                f"cannot redistribute {source} to {target.layout}: axis {a.axis_name(axis)!r} would go from "
+                f"{old!r} to {new!r}",
+                hint="Partial is the layout of results that wait for a reduction; ask for Shard() or Replicate()",
+            )
+
+
+class _Search:
+    """One planning problem: the target as a state, the moves out of a state, and their costs."""
+
+    def __init__(self, model: CostModel, source: DTensorSpec, target: DTensorSpec) -> None:
+        self.model = model
+        self.source = source
+        self.target = target
+        self.mesh: DeviceMesh = source.mesh
+        self.sizes = source.mesh.shape
+        self.shape = source.shape
+        self.itemsize = source.tensor_meta.dtype.itemsize
+        self.same_mesh = source.mesh is target.mesh
+        self.goal = DistState.of(target)
+        self.start = DistState.of(source)
+        self.kept = self._kept_partials()
+        self.missing_of: dict[DistState, float] = {}
+        self.leaf = DistState(self.goal.dims, tuple(self.kept.items()))  # where the last collective must lead
+        self.wanted_dim = (
+            {split.axis: dim for dim, splits in enumerate(self.goal.dims) for split in splits} if self.same_mesh else {}
+        )
+        links = [model.link(self.mesh, (axis,)) for axis in range(self.mesh.ndim)] or [model.link(self.mesh, ())]
+        self.best_link = Link(min(link.alpha for link in links), min(link.beta for link in links))
+        self.uniform = all(link == links[0] for link in links)
+        self.goal_elements = math.prod(self.shape) / math.prod(
+            target.mesh.shape[split.axis] for splits in self.goal.dims for split in splits
+        )
+
+    def _kept_partials(self) -> dict[int, Partial]:
+        """The axes that are Partial before and after: they take no part in anything."""
+        if not self.same_mesh:
+            return {}
+        after = dict(self.goal.partial)
+        return {
+            axis: placement
+            for axis, placement in self.start.partial
+            if axis in after and (after[axis] is placement or _absorbs(after[axis], placement))
+        }
+
+    # ---------------------------------------------------------------- the search
+
+    def run(self, max_bytes: int | None) -> list[tuple[DistState, _Move | None]] | None:
+        """A* from the source; the moves of the cheapest path, or None if `max_bytes` forbids all."""
+        if max_bytes is not None and max(self.holds(self.start), self.target.local_bytes) > max_bytes:
+            return None
+        first = self.slice_to_goal(self.start)
+        order = itertools.count()
+        # (estimate of the whole, seconds so far, collectives, peak, tie-break, state)
+        queue = [(0.0, 0.0, 0, self.holds(first), next(order), first)]
+        best = {first: (0.0, 0, 0)}
+        came: dict[DistState, tuple[DistState | None, _Move | None]] = {first: (None, None)}
+        settled: set[DistState] = set()
+        bound = math.inf
+        while queue:
+            _, seconds, collectives, peak, _, state = heapq.heappop(queue)
+            if state in settled:
+                continue
+            settled.add(state)
+            if state == self.leaf:
+                return self._path(came, state)
+            for move in self.moves(state):
+                holds = self.holds(move.state)
+                if max_bytes is not None and holds > max_bytes:
+                    continue
+                after = self.slice_to_goal(move.state)
+                reached = (seconds + move.seconds, collectives + 1, max(peak, holds))
+                estimate = reached[0] + self.seconds_left(after)
+                if estimate > bound or (after in best and best[after] <= reached):
+                    continue
+                best[after] = reached
+                came[after] = (state, move)
+                if after == self.leaf:
+                    bound = reached[0]
+                heapq.heappush(queue, (estimate, *reached, next(order), after))
+        return None
+
+    def seconds_left(self, state: DistState) -> float:
+        """Never more than the way from `state` to the goal really costs: one start-up, and what surely must move."""
+        if state == self.leaf:
+            return 0.0
+        n = math.prod(self.sizes[axis] for axis, _ in state.partial if axis not in self.kept)
+        held = self.average_elements(state)
+        must_move = held * (n - 1) / n + max(0.0, self.goal_elements - held / n)
+        return (self.best_link.alpha + must_move * self.itemsize * self.best_link.beta) * (1 - 1e-9)
+
+    @staticmethod
+    def _path(
+        parents: dict[DistState, tuple[DistState | None, _Move | None]], state: DistState
+    ) -> list[tuple[DistState, _Move | None]]:
+        path: list[tuple[DistState, _Move | None]] = []
+        at: DistState | None = state
+        while at is not None:
+            before, move = parents[at]
+            path.append((at, move))
+            at = before
+        return path[::-1]
+
+    def smallest_bound(self) -> int:
+        """The least `max_bytes` for which there is a route: found by raising the bound to what the states hold."""
+        candidates = {max(self.holds(self.start), self.target.local_bytes)}
+        seen = {self.start}
+        queue = [self.start]
+        while queue:
+            for move in self.moves(queue.pop()):
+                candidates.add(self.holds(move.state))
+                if move.state not in seen:
+                    seen.add(move.state)
+                    queue.append(move.state)
+        return next(bound for bound in sorted(candidates) if self.run(bound) is not None)
+
+    # ---------------------------------------------------------------- states
+
+    def slice_to_goal(self, state: DistState) -> DistState:
+        """`state` after every slice towards the goal that needs no communication; these never cost anything later."""
+        if not self.same_mesh:
+            return state
+        used = {axis for axis, _ in state.partial}
+        used.update(split.axis for splits in state.dims for split in splits)
+        dims = list(state.dims)
+        for dim, goal in enumerate(self.goal.dims):
+            have = dims[dim]
+            if len(have) < len(goal) and goal[: len(have)] == have:
+                extra = list(itertools.takewhile(lambda split: split.axis not in used, goal[len(have) :]))
+                dims[dim] = (*have, *extra)
+        partial = tuple((axis, self.kept.get(axis, p)) for axis, p in state.partial)
+        return DistState(tuple(dims), partial)
+
+    def holds(self, state: DistState) -> int:
+        """The most bytes a rank holds in `state`."""
+        return self.elements(state) * self.itemsize
+
+    def average_elements(self, state: DistState) -> float:
+        """What a rank holds on average."""
+        return math.prod(self.shape) / math.prod(self.sizes[split.axis] for splits in state.dims for split in splits)
+
+    def elements(self, state: DistState) -> int:
+        """The most elements a rank holds in `state`."""
+        return math.prod(self._part(size, splits) for size, splits in zip(self.shape, state.dims, strict=True))
+
+    def _part(self, size: int, splits: tuple[Split, ...]) -> int:
+        for axis, rows in splits:
+            parts = self.sizes[axis]
+            size = -(-size // parts) if not rows else _strided_part(size, rows, parts)
+        return size
+
+    # ---------------------------------------------------------------- moves
+
+    def moves(self, state: DistState) -> Iterator[_Move]:
+        """Every collective that may be the next one."""
+        pending = tuple((axis, p) for axis, p in state.partial if axis not in self.kept)
+        if pending:
+            yield from self.reductions(state, pending)
+            return
+        yield self.exchange(state)
+        if not self.same_mesh:
+            return
+        if self.uniform:
+            # An exchange moves no more than it must, in one collective: only a native one that does the same in one
+            # can be as good.
+            yield from (m for m in self.direct_moves(state) if self.slice_to_goal(m.state) == self.leaf)
+        else:
+            for dim, splits in enumerate(state.dims):
+                for first in range(len(splits)):
+                    yield self.gather(state, dim, first)
+                    yield from (self.all_to_all(state, dim, first, to) for to in range(len(self.shape)) if to != dim)
+
+    def direct_moves(self, state: DistState) -> Iterator[_Move]:
+        """The native collectives that bring whole dims to where the goal has them."""
+        pairs = enumerate(zip(state.dims, self.goal.dims, strict=True))
+        wrong = {dim: _common(have, want) for dim, (have, want) in pairs if have != want}
+        for dim, first in wrong.items():
+            if first < len(state.dims[dim]):
+                yield self.gather(state, dim, first)
+                yield from (self.all_to_all(state, dim, first, other) for other in wrong if other != dim)
+
+    def reductions(self, state: DistState, pending: tuple[tuple[int, Partial], ...]) -> Iterator[_Move]:
+        held = self.holds(state)
+        for axes in self.reduction_groups(tuple(axis for axis, _ in pending)):
+            n = group_size(self.mesh, axes)
+            rest = tuple(entry for entry in state.partial if entry[0] not in axes)
+            received = 2 * (n - 1) / n * held
+            seconds = self.model.seconds(self.mesh, axes, received)
+            yield _Move(DistState(state.dims, rest), AllReduce, (axes,), received, seconds)
+            for dim in self.scatter_dims(state, axes, n):
+                order = self._order_towards_goal(dim, axes)
+                splits = (*state.dims[dim], *(Split(a) for a in order))
+                scattered = DistState((*state.dims[:dim], splits, *state.dims[dim + 1 :]), rest)
+                received = (n - 1) * self.holds(scattered)
+                seconds = self.model.seconds(self.mesh, axes, received)
+                yield _Move(scattered, ReduceScatter, (dim, order), received, seconds)
+
+    def reduction_groups(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Which partial axes to reduce in one collective: all, those that the goal treats alike, or each where links differ."""
+        alike: dict[int | None, tuple[int, ...]] = {}
+        for axis in axes:
+            wanted = self.wanted_dim.get(axis)
+            alike[wanted] = (*alike.get(wanted, ()), axis)
+        groups = {axes, *alike.values()}
+        if not self.uniform:
+            groups.update((axis,) for axis in axes)
+        yield from sorted(groups, key=lambda group: (-len(group), group))
+
+    def scatter_dims(self, state: DistState, axes: tuple[int, ...], n: int) -> Iterator[int]:
+        """The dims worth scattering onto: where the goal wants the axes, and the one that divides best."""
+        if not self.shape:
+            return
+        wanted = {self.wanted_dim[a] for a in axes if a in self.wanted_dim}
+        local = [self._part(size, splits) for size, splits in zip(self.shape, state.dims, strict=True)]
+        best = min(range(len(local)), key=lambda dim: (-(-local[dim] // n) / max(local[dim], 1), len(state.dims[dim])))
+        yield from sorted({best, *wanted})
+
+    def _order_towards_goal(self, dim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+        if not self.same_mesh:
+            return axes
+        wanted = [split.axis for split in self.goal.dims[dim]]
+        return tuple(sorted(axes, key=lambda a: wanted.index(a) if a in wanted else len(wanted) + a))
+
+    def gather(self, state: DistState, dim: int, first: int) -> _Move:
+        """The axes of `dim` from the `first` on are gathered."""
+        splits = state.dims[dim]
+        axes = tuple(split.axis for split in splits[first:])
+        after = DistState((*state.dims[:dim], splits[:first], *state.dims[dim + 1 :]), state.partial)
+        received = (group_size(self.mesh, axes) - 1) * self.holds(state)
+        return _Move(after, AllGather, (dim, axes), received, self.model.seconds(self.mesh, axes, received))
+
+    def all_to_all(self, state: DistState, dim: int, first: int, other: int) -> _Move:
+        """The axes of `dim` from the `first` on go over to the dim `other`."""
+        moved = tuple(Split(split.axis) for split in state.dims[dim][first:])
+        axes = tuple(split.axis for split in moved)
+        n = group_size(self.mesh, axes)
+        dims = list(state.dims)
+        dims[dim], dims[other] = dims[dim][:first], (*dims[other], *moved)
+        received = (n - 1) / n * self.holds(state)
+        seconds = self.model.seconds(self.mesh, axes, received)
+        return _Move(DistState(tuple(dims), state.partial), AllToAll, (dim, other, axes), received, seconds)
+
+    def exchange(self, state: DistState) -> _Move:
+        over = self.exchange_axes(state) if self.same_mesh else ()
+        received = self.missing(state) * self.itemsize
+        # Among equals a native collective is preferred: it is better tuned than a general exchange.
+        seconds = self.model.seconds(self.mesh, over, received) * (1 + 1e-9)
+        return _Move(self.leaf, Exchange, (over,), received, seconds)
+
+    def exchange_axes(self, state: DistState) -> tuple[int, ...]:
+        """The axes whose part in the layout changes: those not behind a common beginning of both dims' lists."""
+        same: set[int] = set()
+        for have, want in zip(state.dims, self.goal.dims, strict=True):
+            same.update(split.axis for split in have[: _common(have, want)])
+        touched = {split.axis for dims in (state.dims, self.goal.dims) for splits in dims for split in splits}
+        return tuple(sorted(touched - same))
+
+    def missing(self, state: DistState) -> float:
+        """Elements that a rank lacks for the goal, on average over the ranks: the least that must move."""
+        found = self.missing_of.get(state)
+        if found is None:
+            goal = self.target if not self.same_mesh else self.leaf.spec(self.source)
+            found = _missing_elements(state.spec(self.source), goal)
+            self.missing_of[state] = found
+        return found
+
+    # ---------------------------------------------------------------- the route
+
+    def route(self, path: list[tuple[DistState, _Move | None]]) -> Route:
+        """The path as steps, with the local ones between the collectives made explicit."""
+        steps: list[Step] = []
+        costs: list[StepCost] = []
+        at = self.source
+
+        def go(step: Step, received: float = 0.0, seconds: float = 0.0) -> None:
+            nonlocal at
+            steps.append(step)
+            costs.append(StepCost(received, seconds, step.after.local_bytes))
+            at = step.after
+
+        for index, (state, move) in enumerate(path):
+            if move is not None:
+                after = self.target if move.kind is Exchange and not self.same_mesh else move.state.spec(self.source)
+                if index == len(path) - 1 and move.state == state == self.goal:
+                    after = self.target
+                go(move.kind(at, after, *move.arguments), move.received, move.seconds)
+            sliced = state.spec(self.source) if self.same_mesh else at
+            if sliced is not at and (move is not None or state != self.start):
+                go(Slice(at, sliced))
+        if at is not self.target:
+            self._finish(at, go)
+        return Route(self.source, self.target, tuple(steps), tuple(costs))
+
+    def _finish(self, at: DTensorSpec, go) -> None:
+        """The local steps at the end: R -> P, and names that mean the same (axes of one rank, mask for sum)."""
+        fresh = [axis for axis, _ in self.goal.partial if axis not in self.kept]
+        if not fresh:
+            go(Slice(at, self.target))
+            return
+        placements = list(self.target.placements)
+        for axis in fresh:
+            placements[axis] = REPLICATE
+        relabelled = DTensorSpec.from_dim_axes(
+            self.target.mesh, tuple(placements), self.target.tensor_meta, self.target.dim_axes
+        )
+        if relabelled is not at:
+            go(Slice(at, relabelled))
+        go(Unreduce(relabelled, self.target))
+
+
+def _common(have: tuple[Split, ...], want: tuple[Split, ...]) -> int:
+    """How many entries two lists have in common from the beginning."""
+    return next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), min(len(have), len(want)))
+
+
+def _absorbs(new: Partial, old: Partial) -> bool:
+    """Whether `old` may simply be called `new`: a mask-partial is a sum."""
+    return isinstance(old, MaskPartial) and new.reduce_op == "sum"
+
+
+def _strided_part(size: int, rows: int, parts: int) -> int:
+    step = -(-size // rows)
+    full, rest = divmod(size, step) if step else (0, 0)
+    return full * -(-step // parts) + -(-rest // parts)
+
+
+# ---------------------------------------------------------------- the least that must move
+
+
+def _missing_elements(source: DTensorSpec, target: DTensorSpec) -> float:
+    """Elements of its target block that a rank does not hold, averaged over the ranks of the target mesh."""
+    strided = any(isinstance(p, StridedShard) for spec in (source, target) for p in spec.placements)
+    if strided or source.mesh is not target.mesh:
+        return _missing_by_blocks(source, target)
+    coordinates = source.mesh.coordinates
+    needed: np.ndarray | float = 1.0
+    shared: np.ndarray | float = 1.0
+    for dim, size in enumerate(source.shape):
+        a_start, a_length = _extents(size, source, dim, coordinates)
+        if source.dim_axes[dim] == target.dim_axes[dim]:
+            needed, shared = needed * a_length, shared * a_length
+            continue
+        b_start, b_length = _extents(size, target, dim, coordinates)
+        both = np.minimum(a_start + a_length, b_start + b_length) - np.maximum(a_start, b_start)
+        needed, shared = needed * b_length, shared * np.maximum(both, 0)
+    return float(np.mean(needed - shared))
+
+
+def _extents(size: int, spec: DTensorSpec, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray | int, np.ndarray | int]:
+    """Start and length of the run that each coordinate holds of a plainly sharded dim."""
+    start: np.ndarray | int = 0
+    length: np.ndarray | int = size
+    for axis in spec.dim_axes[dim]:
+        step = -(-length // spec.mesh.shape[axis])
+        begin = np.minimum(coordinates[:, axis] * step, length)
+        start, length = start + begin, np.minimum(begin + step, length) - begin
+    return start, length
+
+
+def _missing_by_blocks(source: DTensorSpec, target: DTensorSpec) -> float:
+    total = 0
+    ranks = target.mesh.grid_ranks
+    for position, rank in enumerate(ranks):
+        want = target.block(target.mesh.coordinates[position].tolist())
+        total += math.prod(want.shape)
+        coordinate = source.mesh.coordinate_of(rank)
+        if coordinate is not None:
+            have = source.block(coordinate)
+            overlaps = (sum(n for _, _, n in intersect(a, b)) for a, b in zip(have.runs, want.runs, strict=True))
+            total -= math.prod(overlaps)
+    return total / len(ranks)
+
+
+# ---------------------------------------------------------------- what one would do by hand
+
+
+def plain_route(source: DTensorSpec, target: DTensorSpec, cost_model: CostModel | None = None) -> Route:
+    """The step-by-step way: reduce each partial axis, gather every axis that changes, slice. For comparison.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [0, 1])
+        >>> spec = DTensorSpec(mesh, [Shard(0)], TensorMeta((4, 4)))
+        >>> [step.describe() for step in plain_route(spec, spec.with_placements([Shard(1)])).steps]
+        ['all-gather dim 0 over 0', 'slice dim 1 by 0']
+    """
+    _check_reachable(source, target)
+    search = _Search(cost_model or current_cost_model(), source, target)
+    path: list[tuple[DistState, _Move | None]] = [(search.start, None)]
+    state = search.start
+    while True:
+        pending = [entry for entry in state.partial if entry[0] not in search.kept]
+        if pending:
+            move = next(m for m in search.reductions(state, (pending[0],)) if m.kind is AllReduce)
+        elif not search.same_mesh:
+            if path[-1][1] is not None and path[-1][1].kind is Exchange:
+                break
+            move = search.exchange(state)
+        else:
+            wrong = [dim for dim, have in enumerate(state.dims) if have != search.goal.dims[dim][: len(have)]]
+            if not wrong:
+                break
+            move = search.gather(state, wrong[0], len(state.dims[wrong[0]]) - 1)
+        path.append((move.state, move))
+        state = move.state
+    last = search.slice_to_goal(state)
+    if last != state:
+        path.append((last, None))
+    return search.route(path)

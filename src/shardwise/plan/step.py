@@ -1,0 +1,161 @@
+"""The moves: what one step does to a layout. Frozen data that a fabric binds and carries out.
+
+Each step holds the spec before and after it, so a fabric needs nothing else. Nothing is communicated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardwise.core.spec import DTensorSpec
+
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Exchange", "ReduceScatter", "Slice", "Step", "Unreduce"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move between two layouts of the same tensor."""
+
+    before: DTensorSpec
+    after: DTensorSpec
+    collective: ClassVar[str | None] = None  # the torch collective it is, None for a local step
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes whose ranks talk to each other, major first."""
+        return ()
+
+    def describe(self) -> str:
+        """The step in words: `all-gather dim 0 over tp`."""
+        raise NotImplementedError
+
+    def _names(self, axes: tuple[int, ...]) -> str:
+        return "x".join(self.before.mesh.axis_name(a) for a in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Step):
+    """Each rank keeps a part of what it holds: R -> S, several axes and dims at once. No communication."""
+
+    def describe(self) -> str:
+        if self.before.block((0,) * self.before.mesh.ndim) == self.after.block((0,) * self.after.mesh.ndim):
+            return "relabel"
+        cut = [
+            f"dim {dim} by {self._names(after[len(before):])}"
+            for dim, (before, after) in enumerate(zip(self.before.dim_axes, self.after.dim_axes, strict=True))
+            if len(after) > len(before)
+        ]
+        return f"slice {', '.join(cut)}" if cut else "slice"
+
+
+@dataclass(frozen=True, slots=True)
+class Unreduce(Step):
+    """R -> P: one rank along the axes keeps the value and the others the neutral element. No communication."""
+
+    @property
+    def new_axes(self) -> tuple[int, ...]:
+        """The axes that become Partial."""
+        return tuple(a for a in self.after.partial_axes if self.before.placements[a].is_replicate())
+
+    def describe(self) -> str:
+        return f"make partial over {self._names(self.new_axes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Step):
+    """The minor axes of a dim -> R, over their product group."""
+
+    dim: int
+    over: tuple[int, ...]
+    collective = "all_gather"
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.over
+
+    def describe(self) -> str:
+        return f"all-gather dim {self.dim} over {self._names(self.over)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Step):
+    """P -> R over the axes' product group."""
+
+    over: tuple[int, ...]
+    collective = "all_reduce"
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.over
+
+    def describe(self) -> str:
+        return f"all-reduce ({reduction(self)}) over {self._names(self.over)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Step):
+    """P -> S over the axes' product group; the axes become the minor ones of `dim`."""
+
+    dim: int
+    over: tuple[int, ...]
+    collective = "reduce_scatter"
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.over
+
+    def describe(self) -> str:
+        return f"reduce-scatter ({reduction(self)}) onto dim {self.dim} over {self._names(self.over)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll(Step):
+    """The minor axes of one dim become the minor axes of another."""
+
+    source_dim: int
+    target_dim: int
+    over: tuple[int, ...]
+    collective = "all_to_all"
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.over
+
+    def describe(self) -> str:
+        return f"all-to-all dim {self.source_dim} -> dim {self.target_dim} over {self._names(self.over)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Step):
+    """Any layout to any other with the Partial axes kept: each rank sends every other what that one lacks.
+
+    On one mesh it runs over `over`, the axes whose part in the layout changes. Between two meshes `over` is empty and
+    all ranks of both take part.
+    """
+
+    over: tuple[int, ...]
+    collective = "all_to_all"
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.over
+
+    def describe(self) -> str:
+        where = f"over {self._names(self.over)}" if self.over else "between meshes"
+        return f"exchange {where}"
+
+
+def reduction(step: AllReduce | ReduceScatter) -> str:
+    """The reduction of a step. Sums and averages over several axes are one: "avg" only if all of them are."""
+    ops = {step.before.placements[a].reduce_op for a in step.over}  # pyright: ignore[reportAttributeAccessIssue]
+    return ops.pop() if len(ops) == 1 else "sum"
+
+
+def average_over(step: AllReduce | ReduceScatter) -> int:
+    """What a sum must be divided by: the sizes of the axes that are averages."""
+    count = 1
+    for axis in step.over:
+        if step.before.placements[axis].is_partial("avg"):
+            count *= step.before.mesh.shape[axis]
+    return count

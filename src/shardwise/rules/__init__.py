@@ -1,0 +1,1 @@
+"""Pure: what each operator allows on ONE mesh axis, in one notation and one registry."""

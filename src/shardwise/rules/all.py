@@ -1,0 +1,7 @@
+"""Every rule module, imported so that its rules stand in the registry."""
+
+from __future__ import annotations
+
+from shardwise.rules import pointwise
+
+__all__ = ["pointwise"]

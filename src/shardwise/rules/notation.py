@@ -1,0 +1,268 @@
+"""The rule language: an operator names the factors of its dims, in the manner of einsum; rows follow mechanically.
+
+    "mk,kn->mn"             m, n parallel; k contracted: shard both, the result is Partial(sum)
+    "... n -> ..."          dims that broadcast like a pointwise operator's; n is reduced
+    "a! b -> a! b"          a marked dim must be whole
+    "(i j) k -> i (j k)"    compound factors: i may be sharded, j only where i is not there
+    "1 n -> n"              a dim of size one
+
+Parsed once, frozen. `candidates` is the one engine that turns factors into the rows of one axis. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.errors import NotationError
+
+__all__ = ["Factors", "Pattern", "Row", "candidates", "parse"]
+
+REPLICATE = Replicate()
+Dim = str | None  # the factor of a dim; None for one that cannot be sharded together with anything
+
+
+class Row(NamedTuple):
+    """What an operator allows on one axis: a placement for each tensor operand and for each result."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a rule says about one call: the factor of every dim, and how Partial values pass.
+
+    Args:
+        operands: for each tensor operand the factor of each dim.
+        results: for each result the factor of each dim.
+        whole: factors that may not be sharded.
+        reduce: the reduction of a factor that no result has; "sum" where not given.
+        linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
+        additive: operands that are added to the contraction: on a contracted axis they are Partial too.
+        monotone: 1 for an operator that keeps order (min and max pass), -1 for one that reverses it.
+        keeps_zero: whether zeros stay zeros, so that a MaskPartial passes.
+        nonempty: factors of which no rank may be left with an empty shard.
+        even: factors that must be split into equal shards.
+        rows: further rows that do not fit the scheme.
+    """
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+    whole: frozenset[str] = frozenset()
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[tuple[int, ...], ...] = ()
+    additive: tuple[int, ...] = ()
+    monotone: int = 0
+    keeps_zero: bool = False
+    nonempty: frozenset[str] = frozenset()
+    even: frozenset[str] = frozenset()
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Every factor once, in the order of its first appearance."""
+        seen: dict[str, None] = {}
+        for dims in (*self.operands, *self.results):
+            seen.update((dim, None) for dim in dims if dim is not None)
+        return list(seen)
+
+
+class Pattern(NamedTuple):
+    """A parsed rule string. A dim is a tuple of factor names: several for a compound one, none for size one."""
+
+    operands: tuple[tuple[tuple[str, ...], ...], ...]
+    results: tuple[tuple[tuple[str, ...], ...], ...]
+    whole: frozenset[str]
+
+
+ELLIPSIS = ("...",)
+_TOKEN = re.compile(r"\s*(?:(?P<name>[a-zA-Z][0-9]*)|(?P<dots>\.\.\.)|(?P<mark>[!()1,]|->))")
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Pattern:
+    """The pattern that a rule string writes.
+
+    Example:
+        >>> parse("m k!, k! n -> m n").operands
+        ((('m',), ('k',)), (('k',), ('n',)))
+    """
+    sides: list[list[list[tuple[str, ...]]]] = [[[]]]
+    whole: set[str] = set()
+    group: list[str] | None = None
+    opened = at = 0
+    last: str | None = None
+    stripped = text.rstrip()
+    while at < len(stripped):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            position = at + len(text[at:]) - len(text[at:].lstrip())
+            raise NotationError.at(text, position, f"unexpected {text[position]!r} in a rule")
+        name, mark = found["name"], found["mark"]
+        start = found.end() - len(found[0].lstrip())
+        operand = sides[-1][-1]
+        if name:
+            if group is None:
+                operand.append((name,))
+            else:
+                group.append(name)
+        elif found["dots"]:
+            if ELLIPSIS in operand or group is not None:
+                raise NotationError.at(text, start, "'...' stands once in an operand, outside brackets")
+            operand.append(ELLIPSIS)
+        elif mark == "!":
+            if last is None:
+                raise NotationError.at(text, start, "'!' must follow the factor that it marks")
+            whole.add(last)
+        elif mark == "(":
+            if group is not None:
+                raise NotationError.at(text, start, "brackets do not nest")
+            group, opened = [], start
+        elif mark == ")":
+            if not group:
+                raise NotationError.at(text, start, "')' closes nothing" if group is None else "'()' names no factor; write 1")
+            operand.append(tuple(group))
+            group = None
+        elif group is not None:
+            raise NotationError.at(text, opened, "this bracket is not closed")
+        elif mark == "1":
+            operand.append(())
+        elif mark == ",":
+            sides[-1].append([])
+        elif len(sides) == 2:
+            raise NotationError.at(text, start, "'->' stands once in a rule")
+        else:
+            sides.append([[]])
+        last = name
+        at = found.end()
+    if group is not None:
+        raise NotationError.at(text, opened, "this bracket is not closed")
+    if len(sides) != 2:
+        raise NotationError.at(text, len(stripped), "expected '->' and the results")
+    operands, results = (tuple(tuple(dims) for dims in side) for side in sides)
+    return Pattern(operands, results, frozenset(whole))
+
+
+def factors_of(
+    pattern: Pattern, operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]], **more
+) -> Factors:
+    """The factors of a call with these shapes. Dims of size one broadcast: they take no factor of a larger size.
+
+    Example:
+        >>> factors_of(parse("mk,kn->mn"), [(2, 3), (3, 4)], [(2, 4)]).operands
+        (('m', 'k'), ('k', 'n'))
+    """
+    shapes = [*operand_shapes, *result_shapes]
+    sides = [*pattern.operands, *pattern.results]
+    if len(shapes) != len(sides):
+        raise NotationError(f"the rule names {len(sides)} tensors, the call has {len(shapes)}")
+    expanded = [_expand(dims, len(shape)) for dims, shape in zip(sides, shapes, strict=True)]
+    sizes: dict[str, int] = {}
+    for dims, shape in zip(expanded, shapes, strict=True):
+        for dim, size in zip(dims, shape, strict=True):
+            if len(dim) == 1:
+                sizes[dim[0]] = max(sizes.get(dim[0], 0), size)
+    named = [
+        tuple(_major(dim, size, sizes) for dim, size in zip(dims, shape, strict=True))
+        for dims, shape in zip(expanded, shapes, strict=True)
+    ]
+    split = len(operand_shapes)
+    return Factors(tuple(named[:split]), tuple(named[split:]), pattern.whole, **more)
+
+
+def _expand(dims: Sequence[tuple[str, ...]], ndim: int) -> list[tuple[str, ...]]:
+    """The dims with '...' replaced by as many numbered factors as the tensor has left, counted from the right."""
+    if ELLIPSIS not in dims:
+        if len(dims) != ndim:
+            raise NotationError(f"the rule names {len(dims)} dims, the tensor has {ndim}")
+        return list(dims)
+    at = list(dims).index(ELLIPSIS)
+    extra = ndim - (len(dims) - 1)
+    if extra < 0:
+        raise NotationError(f"the rule names at least {len(dims) - 1} dims, the tensor has {ndim}")
+    return [*dims[:at], *((f"...{i}",) for i in reversed(range(extra))), *dims[at + 1 :]]
+
+
+def _major(dim: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> Dim:
+    """The factor by which a dim may be sharded: the major one of a compound, none of a broadcast one."""
+    if not dim or (size == 1 and sizes.get(dim[0], 1) != 1):
+        return None
+    return dim[0]
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> list[Row]:
+    """The rows of one axis: each factor sharded in turn, what linearity and order allow, and all replicated.
+
+    Args:
+        factors: what the rule says.
+        given: how the operands lie on this axis now; strided layouts among them are offered too.
+
+    Example:
+        >>> mm = Factors((("m", "k"), ("k", "n")), (("m", "n"),), linear=((0,), (1,)))
+        >>> for row in candidates(mm): print(row.inputs, row.outputs)
+        (Shard(0), Replicate()) (Shard(0),)
+        (Shard(1), Shard(0)) (Partial(sum),)
+        (Replicate(), Shard(1)) (Shard(1),)
+        (Partial(sum), Replicate()) (Partial(sum),)
+        (Replicate(), Partial(sum)) (Partial(sum),)
+        (Replicate(), Replicate()) (Replicate(),)
+    """
+    rows = [row for name in factors.names for row in _sharded(factors, name, given or ())]
+    rows.extend(_partial(factors, given or ()))
+    rows.extend(factors.rows)
+    rows.append(Row((REPLICATE,) * len(factors.operands), (REPLICATE,) * len(factors.results)))
+    return rows
+
+
+def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
+    if name in factors.whole:
+        return
+    splits = {0}
+    for dims, placement in zip(factors.operands, given, strict=False):
+        if isinstance(placement, StridedShard) and placement.dim < len(dims) and dims[placement.dim] == name:
+            splits.add(placement.split_factor)
+    contracted = not any(name in dims for dims in factors.results)
+    reduction = Partial(factors.reduce.get(name, "sum"))
+    for rows in sorted(splits):
+        inputs = [_shard(dims, name, rows) for dims in factors.operands]
+        for operand in factors.additive if contracted else ():
+            if inputs[operand] is REPLICATE:
+                inputs[operand] = reduction
+        outputs = tuple(
+            _shard(dims, name, rows) if name in dims else reduction if contracted else REPLICATE
+            for dims in factors.results
+        )
+        if contracted or all(name in dims for dims in factors.results):
+            yield Row(tuple(inputs), outputs)
+
+
+def _shard(dims: Sequence[Dim], name: str, rows: int) -> Placement:
+    if name not in dims:
+        return REPLICATE
+    dim = dims.index(name)
+    return StridedShard(dim, rows) if rows else Shard(dim)
+
+
+def _partial(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:
+    operands, results = range(len(factors.operands)), len(factors.results)
+    ops = [p for p in dict.fromkeys(given) if isinstance(p, Partial)] or [Partial()]
+    for partial in ops:
+        if partial.linear:
+            for group in factors.linear:
+                inputs = tuple(partial if i in group else REPLICATE for i in operands)
+                # zeros added to zeros at other places are no mask any more
+                passed = Partial() if isinstance(partial, MaskPartial) and len(group) > 1 else partial
+                yield Row(inputs, (passed,) * results)
+            if isinstance(partial, MaskPartial) and factors.keeps_zero and len(factors.operands) == 1:
+                yield Row((partial,), (partial,) * results)
+        elif factors.monotone and partial.reduce_op in ("min", "max") and len(factors.operands) == 1:
+            flipped = {"min": "max", "max": "min"}[partial.reduce_op]
+            yield Row((partial,), (Partial(partial.reduce_op if factors.monotone > 0 else flipped),) * results)

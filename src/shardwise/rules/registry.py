@@ -1,0 +1,133 @@
+"""The one table from operator to rule: `@rule`, and `register_sharding` for users' operators.
+
+Pure: a rule looks at a `Call` (global shapes and plain values) and says what one axis allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.rules.notation import Factors, Pattern, factors_of, parse
+
+__all__ = ["Call", "Rule", "find_rule", "layout_rule", "pattern_rule", "rule"]
+
+Coordinate = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call as a rule sees it: arguments by name (tensors as `TensorMeta`), tensor operands and results in order."""
+
+    op: OpOverload
+    arguments: Mapping[str, Any]
+    operands: tuple[TensorMeta, ...]
+    results: tuple[TensorMeta, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument, or `default` where the operator has none of that name."""
+        return self.arguments.get(name, default)
+
+
+# What the operator must be called with on the rank at a coordinate, when its plain arguments depend on the layout.
+Localize = Callable[[Call, Sequence[DTensorSpec], Sequence[DTensorSpec], Coordinate], Mapping[str, Any]]
+# For operators whose layouts do not fall apart by axis (views): the specs wanted and the specs that result.
+Layouts = Callable[
+    [Call, Sequence[DTensorSpec]], tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]] | None
+]
+
+
+def _no_factors(call: Call) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an operator allows.
+
+    Args:
+        factors: the factors of a call, or None where the rule has nothing to say (the operator is then decomposed or
+            run replicated).
+        layouts: in place of factors, for operators whose axes cannot be looked at one by one.
+        localize: arguments to be replaced on each rank (sizes, offsets).
+        reads: arguments of kind Scalar or float that the rule reads: they are part of the dispatch key.
+    """
+
+    factors: Callable[[Call], Factors | None] = _no_factors
+    layouts: Layouts | None = None
+    localize: Localize | None = None
+    reads: frozenset[str] = frozenset()
+
+
+RULES: dict[OpOverload, Rule] = {}
+
+
+def rule(*ops: Any, localize: Localize | None = None, reads: Sequence[str] = ()) -> Callable:
+    """Declare the rule of some operators: a decorator of the function that gives a call's factors.
+
+    An operator packet (`aten.sum`) stands for all of its overloads.
+    """
+
+    def declare(factors: Callable[[Call], Factors | None]) -> Callable:
+        declare_rule(Rule(factors, None, localize, frozenset(reads)), *ops)
+        return factors
+
+    return declare
+
+
+def layout_rule(*ops: Any, localize: Localize | None = None) -> Callable:
+    """Declare a rule that looks at all axes at once."""
+
+    def declare(layouts: Layouts) -> Layouts:
+        declare_rule(Rule(layouts=layouts, localize=localize), *ops)
+        return layouts
+
+    return declare
+
+
+def declare_rule(made: Rule, *ops: Any) -> None:
+    """Enter a rule for some operators."""
+    for op in overloads(ops):
+        RULES[op] = made
+
+
+def pattern_rule(text: str, *ops: Any, localize: Localize | None = None, **more: Any) -> None:
+    """Declare the rule of some operators by a rule string."""
+    pattern = parse(text)
+    rule(*ops, localize=localize)(lambda call: pattern_factors(pattern, call, **more))
+
+
+def pattern_factors(pattern: Pattern, call: Call, **more: Any) -> Factors:
+    """The factors of a call by a pattern."""
+    return factors_of(pattern, [m.shape for m in call.operands], [m.shape for m in call.results], **more)
+
+
+def overloads(ops: Sequence[Any]) -> list[OpOverload]:
+    """Packets replaced by their overloads."""
+    found: list[OpOverload] = []
+    for op in ops:
+        if isinstance(op, OpOverloadPacket):
+            found.extend(getattr(op, name) for name in op.overloads())
+        else:
+            found.append(op)
+    return found
+
+
+# The rule of what torch tags as pointwise; set by rules/pointwise.
+default_pointwise: list[Rule] = []
+
+
+def find_rule(op: OpOverload) -> Rule | None:
+    """The rule of `op`: its own, or the pointwise one where torch says that it is pointwise."""
+    found = RULES.get(op)
+    if found is None and default_pointwise and torch.Tag.pointwise in op.tags:
+        return default_pointwise[0]
+    return found

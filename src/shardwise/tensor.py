@@ -1,0 +1,575 @@
+"""DTensor: one global tensor that lies over a mesh; from_local, to_local, redistribute, full_tensor and their gradients.
+
+What a move does to gradients is the table `GRADIENT_OF`. Operators are the dispatcher's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import dense_strides
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
+from shardwise.dispatch import CacheInfo, OpDispatcher
+from shardwise.errors import AgreementError, LayoutError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.world import as_mesh
+
+__all__ = ["DTensor", "cache_info"]
+
+# How the gradient of a tensor lies, for each way that the tensor itself may lie on an axis. The gradient of a value is
+# one value: where the tensor is a sum of what the ranks hold, each of them gets the same gradient.
+GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
+    Shard: lambda placement: placement,
+    StridedShard: lambda placement: placement,
+    Replicate: lambda placement: placement,
+    Partial: lambda placement: Replicate(),
+}
+
+
+def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
+    """How the gradient of a tensor of this spec lies."""
+    if not spec.partial_axes:
+        return spec
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
+
+
+class DTensor(torch.Tensor):
+    """A tensor that lies sharded, replicated or partial over a mesh of devices and behaves like one tensor.
+
+    Made by `distribute_tensor`, `DTensor.from_local` and the factories (`zeros`, `ones`, ...), not by calling the class.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        >>> x = sw.distribute_tensor(torch.arange(32.0).reshape(8, 4), mesh, [sw.Shard(0), sw.Replicate()])
+        >>> x.layout, x.redistribute(placements=[sw.Shard(1), sw.Shard(0)]).layout
+        ('f32[8,4] dp:S0 tp:R', 'f32[8,4] dp:S1 tp:S0')
+        >>> torch.equal(x.full_tensor(), torch.arange(32.0).reshape(8, 4))
+        True
+    """
+
+    __slots__ = ("_local_tensor", "_spec")
+    _local_tensor: torch.Tensor
+    _spec: DTensorSpec
+
+    @staticmethod
+    def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+        meta = spec.tensor_meta
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=meta.dtype,
+            device=local_tensor.device,
+            requires_grad=requires_grad,
+        )
+        self._local_tensor = local_tensor
+        self._spec = spec
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not kwargs:
+            kwargs = _NO_KWARGS
+            # the most frequent signatures, without building the key argument by argument
+            if len(args) == 2:
+                a, b = args
+                if a.__class__ is DTensor and b.__class__ is DTensor:
+                    run = _cache.get((func, a._spec, b._spec))
+                    if run is not None:
+                        return run(args, kwargs)
+            elif len(args) == 1 and args[0].__class__ is DTensor:
+                run = _cache.get((func, args[0]._spec))
+                if run is not None:
+                    return run(args, kwargs)
+        return _dispatcher.dispatch(func, args, kwargs)
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh it lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies along each axis of the mesh."""
+        return self._spec.placements
+
+    @property
+    def spec(self) -> DTensorSpec:
+        """Mesh, placements, shard order and metadata in one."""
+        return self._spec
+
+    @property
+    def layout(self) -> str:
+        """Its dtype, shape and layout in short notation."""
+        return repr(self._spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"DTensor({self._spec}, local={self._local_tensor!r}{grad})"
+
+    # ---------------------------------------------------------------- to and from locals
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any,
+        placements: Sequence[Any] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Any] | None = None,
+        shard_order: Sequence[Any] | None = None,
+    ) -> DTensor:
+        """The DTensor of which each rank holds `local_tensor`. Moves nothing.
+
+        Args:
+            local_tensor: this rank's part. On a virtual mesh a `RankTensor`, or a plain tensor that every rank holds.
+            device_mesh: the mesh.
+            placements: how the parts make up the whole; replicated by default.
+            run_check: compare shapes, dtype and placements over the ranks first; a disagreement is an error on all.
+            shape: the global shape; needed where shards are uneven, otherwise worked out from the local one.
+            stride: the global strides, with `shape`.
+            grad_placements: how the gradient of the parts lies, where it is not what the placements imply.
+            shard_order: which axis splits a dim first, where it is not the order of the mesh.
+
+        Example:
+            >>> import shardwise as sw
+            >>> mesh = sw.init_device_mesh("cpu", (4,))
+            >>> DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
+            torch.Size([8, 3])
+        """
+        mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
+        if mesh.fabric == "virtual" and not isinstance(local_tensor, RankTensor):
+            local_tensor = _OnEveryRank.apply(local_tensor, mesh)
+        key = (
+            mesh, None if placements is None else tuple(placements), local_tensor.shape, local_tensor.stride(),
+            local_tensor.dtype,
+        )  # fmt: skip
+        spec = _local_specs.get(key) if shape is None and shard_order is None else None
+        if spec is None:
+            spec = _spec_from_local(local_tensor, mesh, placements, shape, stride, shard_order)
+            _check_local(local_tensor, spec)
+            if shape is None and shard_order is None and mesh.fabric != "virtual":
+                if len(_local_specs) >= MAX_LOCAL_SPECS:
+                    _local_specs.clear()
+                _local_specs[key] = spec
+        if run_check:
+            _check_agreement(local_tensor, spec)
+        if torch.is_grad_enabled() and local_tensor.requires_grad:
+            return _FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements))
+        return _make(local_tensor, spec)
+
+    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """This rank's part, as autograd sees it.
+
+        Args:
+            grad_placements: how the gradient that comes back to the part makes up the whole gradient, where it is not
+                what the placements imply; for instance `Partial()` where replicas are put to different uses.
+
+        Example:
+            >>> import shardwise as sw
+            >>> sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).to_local().shape
+            torch.Size([2])
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _ToLocal.apply(self, _gradient_placements(self._spec, grad_placements))
+        return self._local_tensor
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        max_bytes: int | None = None,
+        shard_order: Sequence[Any] | None = None,
+    ) -> DTensor:
+        """The same tensor laid out otherwise, by the cheapest route.
+
+        Args:
+            device_mesh: the mesh to go to; its own by default.
+            placements: the layout to go to; replicated by default.
+            async_op: return at once; the wait happens at first use.
+            forward_dtype: convert to this dtype first, so that it is moved and comes out in it.
+            backward_dtype: convert the gradient to this dtype before it is moved back.
+            max_bytes: no state on the way may hold more than this on a rank.
+            shard_order: which axis splits a dim first, where it is not the order of the mesh.
+
+        Example:
+            >>> import shardwise as sw
+            >>> mesh = sw.init_device_mesh("cpu", (4,))
+            >>> x = sw.distribute_tensor(torch.arange(8), mesh, [sw.Shard(0)])
+            >>> x.redistribute(placements=[sw.Replicate()]).layout
+            'i64[8] R'
+        """
+        spec = self._spec
+        mesh = spec.mesh if device_mesh is None else as_mesh(device_mesh)
+        if placements is None:
+            placements = (Replicate(),) * mesh.ndim
+        meta = spec.tensor_meta
+        if forward_dtype is not None and forward_dtype is not meta.dtype:
+            meta = TensorMeta(meta.shape, meta.stride, forward_dtype)
+        key = (mesh, tuple(placements), meta) if shard_order is None else None
+        target = _targets.get(key) if key is not None else None
+        if target is None:
+            target = DTensorSpec(mesh, placements, meta, shard_order)
+            if key is not None:
+                if len(_targets) >= MAX_LOCAL_SPECS:
+                    _targets.clear()
+                _targets[key] = target
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Redistribute.apply(self, target, async_op, backward_dtype, max_bytes)
+        return _moved(self, target, async_op, max_bytes)
+
+    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank. On a virtual mesh, where all ranks are here, one plain tensor.
+
+        Args:
+            grad_placements: as in `to_local`.
+
+        Example:
+            >>> import shardwise as sw
+            >>> sw.ones(3, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).full_tensor()
+            tensor([1., 1., 1.])
+        """
+        mesh = self._spec.mesh
+        whole = self if self._spec.is_replicated else self.redistribute(placements=(Replicate(),) * mesh.ndim)
+        local = whole.to_local(grad_placements=grad_placements)
+        if isinstance(local, RankTensor) and mesh.size() == mesh.grid_size:
+            return _FirstRank.apply(local) if local.requires_grad else local.tensors[0].clone()
+        return local
+
+    # ---------------------------------------------------------------- protocols
+
+    def __tensor_flatten__(self) -> tuple[list[str], DTensorSpec]:
+        return ["_local_tensor"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], spec: DTensorSpec, outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        meta = spec.tensor_meta
+        if meta.shape != outer_size or meta.stride != tuple(outer_stride):
+            spec = spec.with_meta(TensorMeta(outer_size, outer_stride, meta.dtype))
+        return DTensor(inner["_local_tensor"], spec)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only DTensors made by the user (graph leaves) can be deep-copied; detach() it first"
+            )
+        with torch.no_grad():
+            copied = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        for name, value in self.__dict__.items():
+            setattr(copied, name, value)
+        return copied
+
+
+_NO_KWARGS: Mapping[str, Any] = {}
+_dispatcher = OpDispatcher(DTensor)
+_cache = _dispatcher.cache
+
+MAX_LOCAL_SPECS = 4096
+_local_specs: dict[tuple[Any, ...], DTensorSpec] = {}
+_targets: dict[tuple[Any, ...], DTensorSpec] = {}
+
+
+def cache_info() -> CacheInfo:
+    """How many signatures and routes are kept, and how often a new one had to be worked out.
+
+    Example:
+        >>> cache_info().entries <= cache_info().limit
+        True
+    """
+    return _dispatcher.info()
+
+
+def _make(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor of this local, fast."""
+    meta = spec.tensor_meta
+    made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
+        DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
+    )
+    made._local_tensor = local
+    made._spec = spec
+    return made
+
+
+def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+# ---------------------------------------------------------------- checks of from_local
+
+
+def _spec_from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    shard_order: Sequence[Any] | None,
+) -> DTensorSpec:
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    kept = checked_placements(placements, mesh, local.dim() if shape is None else len(shape))
+    if shape is None:
+        if stride is not None:
+            raise LayoutError("from_local: stride= needs shape= beside it")
+        sizes = list(local.shape)
+        for axis, placement in enumerate(kept):
+            if isinstance(placement, Shard | StridedShard):
+                sizes[placement.dim] *= mesh.shape[axis]
+        shape = sizes
+    if stride is None:
+        stride = dense_strides(shape, like=local.stride() if local.dim() == len(shape) else None)
+    return DTensorSpec(mesh, kept, TensorMeta(shape, stride, local.dtype), shard_order)
+
+
+def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Each part here must have the shape that the spec gives its rank."""
+    for coordinate, tensor in fabric_of(spec.mesh).parts(spec.mesh, local):
+        wanted = spec.local_shape(coordinate)
+        if tuple(tensor.shape) != wanted:
+            raise LayoutError(
+                f"from_local: the rank at {coordinate} of {spec.mesh} gave a local of shape {tuple(tensor.shape)}, but "
+                f"{spec} puts {wanted} there",
+                hint="give the global shape with shape=(...) where shards are uneven",
+            )
+
+
+def _check_agreement(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Every rank must mean the same tensor: shape, dtype, placements, and the same values where it is replicated."""
+    facts = (repr(spec), tuple(spec.tensor_meta.stride), [tuple(map(int, t.shape)) for t in _tensors_of(local)])
+    said = fabric_of(spec.mesh).agree(spec.mesh, facts, local)
+    named = [fact[:2] for fact in said]
+    if len(set(named)) > 1:
+        lines = "\n".join(f"    rank {rank}: {fact[0]}, local {fact[2]}" for rank, fact in enumerate(said))
+        raise AgreementError(
+            f"from_local: the ranks of {spec.mesh} do not mean the same tensor:\n{lines}",
+            hint="give every rank the same global shape= and placements",
+        )
+
+
+def _tensors_of(local: torch.Tensor) -> Sequence[torch.Tensor]:
+    return local.tensors if isinstance(local, RankTensor) else (local,)
+
+
+def _gradient_placements(spec: DTensorSpec, given: Sequence[Any] | None) -> DTensorSpec:
+    """The spec of a gradient: as the user says, or as the table has it."""
+    if given is None:
+        return gradient_spec(spec)
+    return DTensorSpec(spec.mesh, given, spec.tensor_meta)
+
+
+# ---------------------------------------------------------------- moving
+
+
+def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int | None) -> DTensor:
+    source = tensor._spec
+    if source.tensor_meta is not target.tensor_meta:
+        tensor = tensor.to(target.tensor_meta.dtype)
+        source = tensor._spec
+        target = target.with_meta(source.tensor_meta)
+    if source is target:
+        return tensor
+    bound = bound_route(source, target, max_bytes)
+    if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
+        return _pending(tensor._local_tensor, bound, target)
+    return _make(bound.run(tensor._local_tensor), target)
+
+
+def _redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
+    """`tensor` in the layout `target`, whatever its own; its dtype is kept."""
+    if tensor._spec.tensor_meta is not target.tensor_meta:
+        target = target.with_meta(tensor._spec.tensor_meta)
+    return _moved(tensor, target, False, None)
+
+
+class _PendingDTensor(DTensor):
+    """A DTensor whose last collective is still in flight. The first use waits, and it is an ordinary DTensor then."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _settle(self)._local_tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, _PendingDTensor):
+                _settle(leaf)
+        return DTensor.__torch_dispatch__(func, types, args, kwargs)
+
+
+_LOCAL = DTensor.__dict__["_local_tensor"]  # the slot, which the property of a pending tensor hides
+
+
+def _pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> DTensor:
+    meta = target.tensor_meta
+    made = torch.Tensor._make_wrapper_subclass(
+        _PendingDTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device
+    )
+    made._spec = target
+    _LOCAL.__set__(made, bound.start(local))  # until it is settled the slot holds the function that waits
+    return made
+
+
+def _settle(tensor: DTensor) -> DTensor:
+    if tensor.__class__ is _PendingDTensor:
+        finish = _LOCAL.__get__(tensor)
+        tensor.__class__ = DTensor
+        _LOCAL.__set__(tensor, finish())
+    return tensor
+
+
+# ---------------------------------------------------------------- gradients
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> DTensor:  # pyright: ignore
+        ctx.spec, ctx.gradient = spec, gradient
+        if any(not p.is_partial("sum") for p in spec.placements if isinstance(p, Partial)):
+            ctx.save_for_backward(local)
+        return _make(local.view_as(local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        local = _redistributed(grad, ctx.gradient)._local_tensor
+        if ctx.saved_tensors:
+            local = _share_of_gradient(ctx.saved_tensors[0], ctx.spec, local)
+        return local, None, None
+
+
+def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Tensor) -> torch.Tensor:
+    """What of the gradient of a reduced value belongs to the part that this rank gave to the reduction."""
+    for axis in spec.partial_axes:
+        op = spec.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
+        if op == "avg":
+            gradient = gradient / spec.mesh.shape[axis]
+    ops = {spec.placements[axis].reduce_op for axis in spec.partial_axes}  # pyright: ignore
+    if ops & {"min", "max"}:
+        value = bound_route(spec, gradient_spec(spec)).run(part)
+        chosen = (part == value).to(gradient.dtype)
+        sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
+        counted = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(gradient.dtype).tensor_meta, spec.dim_axes)
+        return gradient * chosen / bound_route(counted, gradient_spec(counted)).run(chosen)
+    if "product" in ops:
+        return gradient * _product_of_others(part, spec)
+    return gradient
+
+
+def _product_of_others(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The product of what the other ranks hold; right where some of it is zero."""
+    zero = part == 0
+    sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
+    counting = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(torch.int64).tensor_meta, spec.dim_axes)
+    zeros = bound_route(counting, gradient_spec(counting)).run(zero.to(torch.int64))
+    nonzero = torch.where(zero, torch.ones_like(part), part)
+    product = bound_route(spec, gradient_spec(spec)).run(nonzero)
+    others = zeros - zero.to(torch.int64)
+    return torch.where(others > 0, torch.zeros_like(part), product / nonzero)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore
+        ctx.spec, ctx.gradient = tensor._spec, gradient
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for axis in ctx.spec.partial_axes:
+            if ctx.spec.placements[axis].is_partial("avg"):
+                grad = grad * ctx.spec.mesh.shape[axis]
+        return _make(grad, ctx.gradient.with_dtype(grad.dtype)), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        tensor: DTensor,
+        target: DTensorSpec,
+        async_op: bool,
+        backward_dtype: torch.dtype | None,
+        max_bytes: int | None,
+    ) -> DTensor:
+        ctx.source, ctx.async_op, ctx.max_bytes = tensor._spec, async_op, max_bytes
+        ctx.backward_dtype = backward_dtype
+        moved = _moved(tensor, target, async_op, max_bytes)
+        return tensor.view_as(tensor) if moved is tensor else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        source = gradient_spec(ctx.source)
+        if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
+            grad = grad.to(ctx.backward_dtype)
+        target = source.with_meta(grad._spec.tensor_meta)
+        moved = _moved(grad, target, ctx.async_op, ctx.max_bytes)
+        if moved.dtype is not source.tensor_meta.dtype:
+            moved = moved.to(source.tensor_meta.dtype)
+        return moved, None, None, None, None
+
+
+class _OnEveryRank(torch.autograd.Function):
+    """A plain tensor as the local of every virtual rank: the same program made it on each."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:  # pyright: ignore
+        return RankTensor([tensor.detach().clone() for _ in mesh.grid_ranks])
+
+    @staticmethod
+    def backward(ctx: Any, grad: RankTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first = grad.tensors[0]
+        if any(not torch.equal(first, other) for other in grad.tensors[1:]):
+            raise AgreementError(
+                "a plain tensor stands for the local of every virtual rank, but their gradients differ",
+                hint="give from_local a RankTensor with one tensor for each rank",
+            )
+        return first, None
+
+
+class _FirstRank(torch.autograd.Function):
+    """The value that all virtual ranks agree on, as one plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, local: RankTensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.count = len(local.tensors)
+        return local.tensors[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return RankTensor([grad.clone() for _ in range(ctx.count)])

@@ -1,0 +1,1 @@
+"""The tests, in tiers by what they need: pure, virtual, gloo, peer, gpu."""

@@ -1,0 +1,1 @@
+"""Tests against torch.distributed.tensor, as an oracle."""

@@ -1,0 +1,126 @@
+"""Local shapes and global offsets against those of torch.distributed.tensor, which needs no process group for them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as peer_shape_and_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
+from shardwise.core.spec import DTensorSpec, TensorMeta
+
+Case = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], list[theirs.Placement]]
+
+CASES = 6000
+
+
+def spec_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: list[theirs.Placement]) -> DTensorSpec:
+    """Our spec from torch's own placement objects."""
+    ranks = torch.arange(torch.Size(mesh_shape).numel()).reshape(mesh_shape)
+    return DTensorSpec(DeviceMesh("cpu", ranks, fabric="virtual"), placements, TensorMeta(shape))
+
+
+def random_case(rng: random.Random, kind: str) -> Case:
+    mesh_shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(2 if kind == "nested" else 1, 3)))
+    ndim = rng.randint(1, 3)
+    if kind == "even":
+        step = torch.Size(mesh_shape).numel()
+        shape = tuple(step * rng.randint(0, 3) for _ in range(ndim))
+    else:
+        shape = tuple(rng.choice((0, 1, rng.randint(2, 12), rng.randint(2, 40))) for _ in range(ndim))
+    shard_dim = rng.randrange(ndim)
+    placements: list[theirs.Placement] = []
+    for _ in mesh_shape:
+        dim = shard_dim if kind == "nested" else rng.randrange(ndim)
+        others = (theirs.Replicate(), theirs.Partial())
+        placements.append(theirs.Shard(dim) if rng.random() < 0.8 else rng.choice(others))
+    return shape, mesh_shape, tuple(rng.randrange(n) for n in mesh_shape), placements
+
+
+def check(case: Case) -> bool:
+    """Compares one case; whether its block holds anything.
+
+    The offset of an empty block differs by convention and is not compared as a whole. Where a dim of the block is
+    empty, torch gives the size of the dim as its offset; ours is where the block would begin, which is the end of
+    what the axes before left: 5 rows over a 2 x 4 mesh, both Shard(0), at (0, 3) are no rows at 5 for torch, at 3 for
+    us. So nested empty blocks lie beside their neighbours, and offsets ascend with the coordinates.
+    """
+    shape, mesh_shape, coordinate, placements = case
+    peer_shape, peer_offset = peer_shape_and_offset(shape, mesh_shape, coordinate, placements)
+    spec = spec_of(shape, mesh_shape, placements)
+    assert spec.local_shape(coordinate) == peer_shape, case
+    offset = spec.global_offset(coordinate)
+    for dim, length in enumerate(peer_shape):
+        if length:
+            assert offset[dim] == peer_offset[dim], case
+        else:
+            assert 0 <= offset[dim] <= shape[dim], case
+            assert peer_offset[dim] == (shape[dim] if spec.dim_axes[dim] else 0), case
+    return 0 not in peer_shape
+
+
+@pytest.mark.parametrize("kind", ["even", "uneven", "nested"])
+def test_shapes_and_offsets_are_those_of_torch(kind: str) -> None:
+    rng = random.Random(f"layout {kind}")
+    full = sum(check(random_case(rng, kind)) for _ in range(CASES // 3))
+    assert CASES // 12 < full < CASES // 3  # both sorts of blocks came up
+
+
+def test_every_coordinate_of_small_nested_layouts() -> None:
+    for size in range(10):
+        for mesh_shape in ((1, 3), (2, 2), (2, 4), (4, 2), (3, 3)):
+            for i in range(mesh_shape[0]):
+                for j in range(mesh_shape[1]):
+                    check(((size,), mesh_shape, (i, j), [theirs.Shard(0), theirs.Shard(0)]))
+
+
+def test_offsets_of_empty_blocks_differ() -> None:
+    """What torch and we say, so that a change of either is noticed."""
+    shards: list[theirs.Placement] = [theirs.Shard(0), theirs.Shard(0)]
+    assert peer_shape_and_offset((5,), (2, 4), (0, 3), shards) == ((0,), (5,))
+    assert spec_of((5,), (2, 4), shards).block((0, 3))[:2] == ((0,), (3,))
+    one: list[theirs.Placement] = [theirs.Shard(0)]  # without nesting both give the size
+    assert peer_shape_and_offset((5,), (4,), (3,), one) == spec_of((5,), (4,), one).block((3,))[:2] == ((0,), (5,))
+
+
+def test_strided_shapes_and_offsets_are_those_of_torch() -> None:
+    rng = random.Random("layout strided")
+    for _ in range(1000):
+        mesh_shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 3)))
+        placements: list[theirs.Placement] = [
+            _StridedShard(0, split_factor=rng.randint(1, 4)) if rng.random() < 0.5 else theirs.Shard(0)
+            for _ in mesh_shape
+        ]
+        check(((rng.randint(0, 40),), mesh_shape, tuple(rng.randrange(n) for n in mesh_shape), placements))
+
+
+def test_an_order_is_the_strided_placement_that_torch_uses_for_it() -> None:
+    """Where all is even, tp before dp is what torch writes as a strided shard on dp and a plain one on tp."""
+    rng = random.Random("layout order")
+    for _ in range(300):
+        dp, tp = rng.randint(1, 4), rng.randint(1, 4)
+        shape, coordinate = (dp * tp * rng.randint(1, 4),), (rng.randrange(dp), rng.randrange(tp))
+        ranks = torch.arange(dp * tp).reshape(dp, tp)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"), fabric="virtual")
+        spec = DTensorSpec(mesh, [Shard(0), Shard(0)], TensorMeta(shape), [(0, ("tp", "dp"))])
+        peer = peer_shape_and_offset(shape, (dp, tp), coordinate, [_StridedShard(0, split_factor=tp), theirs.Shard(0)])
+        assert (spec.local_shape(coordinate), spec.global_offset(coordinate)) == peer
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (theirs.Shard(0), Shard(0)),
+        (theirs.Shard(-1), Shard(-1)),
+        (theirs.Replicate(), Replicate()),
+        (_StridedShard(1, split_factor=4), StridedShard(1, 4)),
+        *((theirs.Partial(op), Partial(op)) for op in ("sum", "avg", "min", "max", "product")),
+    ],
+)
+def test_placements_of_torch_translate(given: theirs.Placement, expected: Placement) -> None:
+    assert as_placement(given) is expected

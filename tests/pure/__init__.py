@@ -1,0 +1,1 @@
+"""Tests of data, rules and plans; no communication, no process."""

@@ -1,0 +1,1 @@
+"""Tests on many ranks inside one process."""
