@@ -51,8 +51,8 @@ def shapes(*, min_ndim: int = 0, max_ndim: int = 4, max_size: int = 9) -> Search
 
 
 def dtypes() -> SearchStrategy[torch.dtype]:
-    """The dtypes that have a short name."""
-    return st.sampled_from(list(DTYPE_NAMES))
+    """Dtypes, with a short name and without."""
+    return st.sampled_from([*DTYPE_NAMES, torch.uint16, torch.float8_e4m3fnuz])
 
 
 @composite

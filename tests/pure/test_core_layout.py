@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -15,6 +16,7 @@ from shardwise.core.layout import Block, Cut, Run, chunk, dense_strides, interse
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import LayoutError
 from tests.pure.strategies import LAYOUT_KINDS, shapes, specs
 
 layouts = specs(kinds=LAYOUT_KINDS)
@@ -126,7 +128,7 @@ def test_runs_are_tidy(spec: DTensorSpec) -> None:
         block = spec.block(coordinate)
         for size, offset, length, runs in zip(spec.shape, block.offset, block.shape, block.runs, strict=True):
             assert runs
-            assert offset == runs[0].start
+            assert offset == (runs[0].start if length else size)
             assert length == sum(run.length for run in runs)
             assert all(0 <= run.start <= run.start + run.length <= size for run in runs)
             assert len(runs) == 1 or all(run.length for run in runs)
@@ -150,17 +152,45 @@ def test_a_later_block_may_be_larger_after_a_strided_cut() -> None:
     assert [LATER_IS_LARGER.local_shape(c) for c in coordinates(LATER_IS_LARGER)] == [(2,), (2,), (3,), (0,)]
 
 
-@pytest.mark.xfail(reason="largest_local_shape takes coordinate zero, which is wrong for LATER_IS_LARGER")
 @example(LATER_IS_LARGER)
 @given(layouts)
 def test_no_block_exceeds_the_largest(spec: DTensorSpec) -> None:
     check_largest(spec)
 
 
+def test_the_largest_is_found_for_each_dim() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(8).reshape(2, 2, 2), fabric="virtual")
+    spec = DTensorSpec(mesh, [Shard(0), StridedShard(0, 3), Shard(1)], TensorMeta((7, 5)))
+    assert (spec.largest_local_shape, spec.local_bytes) == ((3, 3), 36)
+    assert spec.largest_local_shape is spec.largest_local_shape
+
+
+def test_the_largest_of_many_ranks_is_found_at_once() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(512 * 64).reshape(512, 64), fabric="virtual")
+    spec = DTensorSpec(mesh, [Shard(0), StridedShard(0, 4)], TensorMeta((10**6,)))
+    runs_of.cache_clear()
+    assert spec.largest_local_shape == (32,)
+    assert runs_of.cache_info().misses < 1000
+
+
 def check_largest(spec: DTensorSpec) -> None:
     local_shapes = [spec.local_shape(coordinate) for coordinate in coordinates(spec)]
     assert all(n <= most for shape in local_shapes for n, most in zip(shape, spec.largest_local_shape, strict=True))
     assert spec.local_bytes == max(map(math.prod, local_shapes)) * spec.tensor_meta.dtype.itemsize
+
+
+@pytest.mark.parametrize("coordinate", [(), (0,), (0, 0, 0), (2, 0), (0, -1), (7, 7)])
+def test_coordinates_that_are_not_there(coordinate: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match="has no coordinate") as caught:
+        LATER_IS_LARGER.block(coordinate)
+    assert caught.value.hint == "one number for each axis, less than the axis's size: (2, 2)"
+
+
+def test_coordinates_of_numpy() -> None:
+    spec = DTensorSpec(LATER_IS_LARGER.mesh, [Shard(0), Shard(0)], TensorMeta((13,)))
+    block = spec.block(np.array([1, 1]))
+    assert block is spec.block((1, 1))
+    assert type(block.offset[0]) is type(block.shape[0]) is int
 
 
 def test_partial_axes_hold_the_whole() -> None:

@@ -329,7 +329,7 @@ def checked_order(
     seen: set[int] = set()
     for dim, axes in given.items() if isinstance(given, dict) else given:
         chosen = tuple(mesh.axis(a) for a in axes)
-        at = normalize_dim(dim, ndim)
+        at = normalize_dim(operator.index(dim), ndim)
         have = () if at is None else order.get(at, ())
         if at is None or sorted(chosen) != sorted(have):
             split = f"the placements {list(placements)} split it by {[mesh.axis_name(a) for a in have]}"

@@ -149,6 +149,8 @@ class C10dFabric(Fabric):
         return lambda local: start(local)()
 
     def start(self, step: Step) -> Start:
+        if 0 in step.before.shape:
+            return self._nothing_to_send(step)
         if isinstance(step, Exchange):
             return self._exchange(step)
         coordinate = self.coordinate(step.before.mesh)
@@ -166,6 +168,13 @@ class C10dFabric(Fabric):
             case _:
                 bound = self.bind(step)
                 return lambda local: lambda: bound(local)
+
+    def _nothing_to_send(self, step: Step) -> Start:
+        """A tensor without elements: every rank knows, so none is called."""
+        coordinate = self.coordinate(step.after.mesh)
+        if coordinate is None:
+            return lambda local: lambda: local
+        return lambda local: lambda: empty_block(step.after, coordinate, local)
 
     def _group_blocks(self, step: AllGather | ReduceScatter, spec: DTensorSpec) -> tuple[Any, list[int], list[Any]]:
         """The group of a step, the order of its ranks by coordinate, and the block of `spec` that each has."""
@@ -204,7 +213,7 @@ class C10dFabric(Fabric):
         def start(local: torch.Tensor) -> Wait:
             if local.shape[dim] < widest:
                 local = _padded(local, dim, widest)
-            sent = _as_carried(local.contiguous())
+            sent = _as_carried(local.contiguous()).view(-1)
             buffer = sent.new_empty(n * sent.numel())
             work = group._allgather_base(buffer, sent)
 
