@@ -20,6 +20,7 @@ from shardwise.errors import (
 from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import init_device_mesh, virtual
+from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.tensor import DTensor, cache_info
@@ -46,6 +47,7 @@ __all__ = [
     "PlainTensorError",
     "RankTensor",
     "Replicate",
+    "ReplicationWarning",
     "Route",
     "Shard",
     "ShardOrder",
@@ -54,15 +56,18 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "UnsupportedError",
+    "allow_implicit",
     "cache_info",
     "current_cost_model",
     "distribute_tensor",
     "dry_run",
     "empty",
     "full",
+    "implicit_replication",
     "init_device_mesh",
     "ones",
     "set_cost_model",
+    "strict",
     "virtual",
     "zeros",
 ]

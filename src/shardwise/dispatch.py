@@ -8,7 +8,6 @@ only as what it unwraps and wraps.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +15,23 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
-from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.routes import BoundRoute, bound_route, cached_routes
 from shardwise.fabric.virtual import RankTensor
-from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, meta_tensor, replicated
+from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, meta_tensor, replicated, replicated_spec
 from shardwise.rules.registry import find_rule
 
 __all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
 
 MAX_ENTRIES = 16384
+VIRTUAL = "virtual"
+PLAIN = "plain"  # marks a torch.Tensor that is no DTensor in a key
+VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Coordinate = tuple[int, ...]
 
@@ -83,7 +86,8 @@ def _op_info(op: OpOverload) -> OpInfo:
 
 def _is_value(kind: str) -> bool:
     """Whether an argument of this type is a number to compute with, not one that shapes the result."""
-    return kind.removeprefix("Optional[").removeprefix("List[").rstrip("]") in ("number", "float", "Scalar")
+    # a Tensor argument may be given a Python number
+    return kind.removeprefix("Optional[").removeprefix("List[").rstrip("]") in ("number", "float", "Tensor")
 
 
 @functools.cache
@@ -217,9 +221,13 @@ class OpDispatcher:
         if kind is list or kind is tuple:
             return tuple(self._key_part(item, unread) for item in value)
         if isinstance(value, torch.Tensor):
-            return ("plain", TensorMeta.of(value))
+            return (PLAIN, TensorMeta.of(value), self._may_replicate(value))
         # 1 == 1.0 == True to a dictionary, but not to an operator
         return kind if unread else (kind, value)
+
+    def _may_replicate(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor among DTensors may be taken as the same on every rank."""
+        return tensor.numel() == 1 or modes.replicates_implicitly()
 
     # ---------------------------------------------------------------- a new signature
 
@@ -234,15 +242,15 @@ class OpDispatcher:
             return self._through_functional(info, functional_of(func), slots)
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
         metas = self._result_metas(info, slots, specs, args, kwargs)
-        sharding = self._propagate(info, schema, metas) if metas is not None else None
+        pinned = tuple(i for i, slot in enumerate(slots) if slot.name in info.writes)
+        sharding = ShardingPropagator().propagate(schema, metas, pinned) if metas is not None else None
         if info.writes:
-            return self._writing(info, slots, specs, sharding)
+            if sharding is None:
+                return self._through_functional(info, functional_of(func), slots)
+            return self._executor(info, slots, specs, sharding, pinned)
         if sharding is None:
             return self._without_rule(info, slots, specs, metas)
         return self._executor(info, slots, specs, sharding)
-
-    def _propagate(self, info: OpInfo, schema: OpSchema, metas: tuple[TensorMeta, ...]) -> OutputSharding | None:
-        return ShardingPropagator().propagate(schema, metas)
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
         meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.tensor_class)}
@@ -256,7 +264,7 @@ class OpDispatcher:
     def _spec_of(self, info: OpInfo, slot: Slot, tensor: Any, mesh: DeviceMesh) -> DTensorSpec:
         if isinstance(tensor, self.tensor_class):
             return tensor._spec
-        if tensor.numel() != 1:
+        if not self._may_replicate(tensor):
             raise PlainTensorError(
                 f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among DTensors, "
                 "and only you know how it is meant to lie on the mesh",
@@ -282,6 +290,8 @@ class OpDispatcher:
         kwargs: Mapping[str, Any],
     ) -> tuple[TensorMeta, ...] | None:
         """What the operator gives on one device, from meta tensors; None where that depends on the values."""
+        if not VALUE_DEPENDENT.isdisjoint(info.op.tags):
+            return None
         new_args, new_kwargs = list(args), dict(kwargs)
         for slot, spec in zip(slots, specs, strict=True):
             slot.put(new_args, new_kwargs, meta_tensor(spec.tensor_meta))
@@ -299,48 +309,57 @@ class OpDispatcher:
     # ---------------------------------------------------------------- executors
 
     def _executor(
-        self, info: OpInfo, slots: tuple[Slot, ...], specs: tuple[DTensorSpec, ...], sharding: OutputSharding
+        self,
+        info: OpInfo,
+        slots: tuple[Slot, ...],
+        specs: tuple[DTensorSpec, ...],
+        sharding: OutputSharding,
+        pinned: tuple[int, ...] = (),
     ) -> Executor:
         mesh = specs[0].mesh
-        routes = tuple(
-            None if have is want else bound_route(have, want)
-            for have, want in zip(specs, sharding.inputs, strict=True)
-        )
+        routes = _routes(specs, sharding.inputs)
         patches = self._patches(info, sharding, mesh)
-        single = len(sharding.outputs) == 1 and info.returns == ("Tensor",)
-        plain = all(slot.item is None and slot.index is not None for slot in slots)
-        moves = any(routes) or patches is not None
-        if plain and single and not moves and not isinstance(fabric_of(mesh), type(dry)):
+        local_op = sharding.rule.local_op
+        if not any(routes) and patches is None and local_op is None and not pinned and info.returns == ("Tensor",):
             simple = self._simple_executor(info, slots, sharding.outputs[0], mesh)
             if simple is not None:
                 return simple
-        return self._general_executor(info, slots, routes, patches, sharding.outputs, mesh)
+        return self._general_executor(info, slots, routes, patches, sharding.outputs, mesh, pinned, local_op)
 
     def _simple_executor(
         self, info: OpInfo, slots: tuple[Slot, ...], spec: DTensorSpec, mesh: DeviceMesh
     ) -> Executor | None:
-        """The short ones: operands first, nothing to move, one result."""
-        if [slot.index for slot in slots] != list(range(len(slots))) or len(slots) > 2:
+        """The short ones: one or two operands at the front, nothing to move, one result."""
+        front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
+        if not front or len(slots) > 2 or mesh.fabric == dry.name or not coordinates_here(mesh):
             return None
-        op, lockstep = info.op, mesh.fabric == "virtual"
-        wrap = self.wrapper(spec)
-        if not lockstep and fabric_of(mesh).parts(mesh, torch.empty(0)) == []:
-            return None
-        tensor_class = self.tensor_class
-        if len(slots) == 1 and not lockstep:
-            return lambda args, kwargs: wrap(op(args[0]._local_tensor, *args[1:], **kwargs))
-        if len(slots) == 2 and not lockstep:
+        op, wrap, tensor_class = info.op, self.wrapper(spec), self.tensor_class
 
-            def binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-                a, b, *rest = args
-                if a.__class__ is tensor_class:
-                    a = a._local_tensor
-                if b.__class__ is tensor_class:
-                    b = b._local_tensor
-                return wrap(op(a, b, *rest, **kwargs))
+        def unary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            return wrap(op(args[0]._local_tensor, *args[1:], **kwargs))
 
-            return binary
-        return None
+        def binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            a, b, *rest = args
+            if a.__class__ is tensor_class:
+                a = a._local_tensor
+            if b.__class__ is tensor_class:
+                b = b._local_tensor
+            return wrap(op(a, b, *rest, **kwargs))
+
+        def unary_lockstep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            rest = args[1:]
+            return wrap(RankTensor([op(a, *rest, **kwargs) for a in args[0]._local_tensor.tensors]))
+
+        def binary_lockstep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            a, b, *rest = args
+            a, b = getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b)
+            if a.__class__ is RankTensor and b.__class__ is RankTensor:
+                return wrap(RankTensor([op(x, y, *rest, **kwargs) for x, y in zip(a.tensors, b.tensors, strict=True)]))
+            return wrap(op(a, b, *rest, **kwargs))
+
+        if mesh.fabric == VIRTUAL:
+            return unary_lockstep if len(slots) == 1 else binary_lockstep
+        return unary if len(slots) == 1 else binary
 
     def _general_executor(
         self,
@@ -350,31 +369,49 @@ class OpDispatcher:
         patches: Mapping[Coordinate, Mapping[str, Any]] | None,
         outputs: tuple[DTensorSpec, ...] | None,
         mesh: DeviceMesh,
+        pinned: tuple[int, ...] = (),
+        local_op: Callable[..., Any] | None = None,
     ) -> Executor:
         op = info.op
         run_local = local_runner(info, slots, patches, mesh)
         wraps = None if outputs is None else [self.wrapper(spec) for spec in outputs]
-        announce = self._announcer(info, routes)
+        moving = [route.route for route in routes if route is not None and route.communicates]
+        lost = info.is_view and bool(any(routes))
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            if announce is not None:
-                announce()
+            if moving:
+                modes.check_strict(op, moving)
             locals_ = []
             for slot, route in zip(slots, routes, strict=True):
                 tensor = slot.get(args, kwargs)
-                local = getattr(tensor, "_local_tensor", tensor)
+                local = self._local_of(tensor, mesh)
                 locals_.append(local if route is None else route.run(local))
-            results = run_local(op, args, kwargs, locals_)
+            results = run_local(local_op or op, args, kwargs, locals_)
+            if pinned:
+                given = tuple(slots[i].get(args, kwargs) for i in pinned)
+                return None if not info.returns else given[0] if len(info.returns) == 1 else given
             if wraps is None:
                 return self._wrap_replicated(results, mesh)
             if isinstance(results, tuple | list):
-                return type(results)(wrap(result) for wrap, result in zip(wraps, results, strict=True))
-            return wraps[0](results)
+                wrapped = type(results)(wrap(result) for wrap, result in zip(wraps, results, strict=True))
+            else:
+                wrapped = wraps[0](results)
+            if lost:
+                self._remember_base(info, args, kwargs, wrapped)
+            return wrapped
 
         return run
 
-    def _announcer(self, info: OpInfo, routes: Sequence[BoundRoute | None]) -> Callable[[], None] | None:
-        return None
+    def _local_of(self, tensor: Any, mesh: DeviceMesh) -> torch.Tensor:
+        """The local of a DTensor; a plain tensor is every rank's."""
+        if isinstance(tensor, self.tensor_class):
+            return tensor._local_tensor
+        return fabric_of(mesh).build(mesh, lambda coordinate: tensor)
+
+    def _remember_base(self, info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
+        """Views that had to be copied are marked, so that a write to them is not lost."""
+        for view in views if isinstance(views, tuple | list) else (views,):
+            view._copied_view_of = info.op
 
     def _patches(
         self, info: OpInfo, sharding: OutputSharding, mesh: DeviceMesh
@@ -399,53 +436,21 @@ class OpDispatcher:
         if info.op._can_decompose():
             return lambda args, kwargs: info.op.decompose(*args, **kwargs)
         mesh = specs[0].mesh
-        whole = [replicated(spec) for spec in specs]
-        routes = tuple(
-            None if have is want else bound_route(have, want) for have, want in zip(specs, whole, strict=True)
-        )
+        routes = _routes(specs, [replicated(spec) for spec in specs])
         outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
-        return self._general_executor(info, slots, routes, None, outputs, mesh)
+        run = self._general_executor(info, slots, routes, None, outputs, mesh)
+        moving = [route.route for route in routes if route is not None and route.communicates]
+        if not moving:
+            return run
+
+        def run_and_warn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            result = run(args, kwargs)
+            modes.warn_replicated(info.op, specs, moving)
+            return result
+
+        return run_and_warn
 
     # ---------------------------------------------------------------- operators that write
-
-    def _writing(
-        self,
-        info: OpInfo,
-        slots: tuple[Slot, ...],
-        specs: tuple[DTensorSpec, ...],
-        sharding: OutputSharding | None,
-    ) -> Executor:
-        """In place on the locals where the layout of what is written to need not change; else compute, then copy."""
-        written = [i for i, slot in enumerate(slots) if slot.name in info.writes]
-        stays = sharding is not None and all(sharding.inputs[i] is specs[i] for i in written)
-        if sharding is not None and stays and self._results_stay(info, specs, sharding, written):
-            mesh = specs[0].mesh
-            routes = tuple(
-                None if have is want else bound_route(have, want)
-                for have, want in zip(specs, sharding.inputs, strict=True)
-            )
-            run_local = local_runner(info, slots, self._patches(info, sharding, mesh), mesh)
-
-            def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-                locals_ = []
-                for slot, route in zip(slots, routes, strict=True):
-                    tensor = slot.get(args, kwargs)
-                    local = getattr(tensor, "_local_tensor", tensor)
-                    locals_.append(local if route is None else route.run(local))
-                run_local(info.op, args, kwargs, locals_)
-                given = [slots[i].get(args, kwargs) for i in written]
-                return None if not info.returns else given[0] if len(info.returns) == 1 else tuple(given)
-
-            return run
-        return self._through_functional(info, functional_of(info.op), slots)
-
-    def _results_stay(
-        self, info: OpInfo, specs: Sequence[DTensorSpec], sharding: OutputSharding, written: Sequence[int]
-    ) -> bool:
-        return not info.returns or all(
-            out.placements == specs[i].placements and out.shard_order == specs[i].shard_order
-            for out, i in zip(sharding.outputs, written, strict=False)
-        )
 
     def _through_functional(self, info: OpInfo, op: OpOverload | None, slots: tuple[Slot, ...]) -> Executor:
         """Compute a new tensor and copy it into the one that is written to, in that one's layout."""
@@ -509,21 +514,16 @@ class OpDispatcher:
 
     def info(self) -> CacheInfo:
         """How full the cache is."""
-        from shardwise.fabric.routes import cached_routes
-
         return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
 
 
-def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
-    """A tensor that is whole on every rank."""
-    from shardwise.core.placement import Replicate
-
-    return DTensorSpec.from_dim_axes(mesh, (Replicate(),) * mesh.ndim, meta, ((),) * len(meta.shape))
+def _routes(have: Sequence[DTensorSpec], want: Sequence[DTensorSpec]) -> tuple[BoundRoute | None, ...]:
+    return tuple(None if a is b else bound_route(a, b) for a, b in zip(have, want, strict=True))
 
 
 def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:
     """The coordinates of the ranks that run in this process."""
-    if mesh.fabric == "virtual":
+    if mesh.fabric == VIRTUAL:
         return [tuple(row) for row in mesh.coordinates.tolist()]
     return [coordinate for coordinate, _ in fabric_of(mesh).parts(mesh, torch.empty(0))]
 
@@ -536,8 +536,8 @@ def local_runner(
 ) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]:
     """How an operator is run on locals: once here, or once for each virtual rank."""
     here = coordinates_here(mesh)
-    lockstep = mesh.fabric == "virtual"
-    is_dry = mesh.fabric == "dry"
+    lockstep = mesh.fabric == VIRTUAL
+    is_dry = mesh.fabric == dry.name
 
     def fill(
         args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate
@@ -546,7 +546,7 @@ def local_runner(
         for slot, local in zip(slots, locals_, strict=True):
             slot.put(new_args, new_kwargs, local)
         for name, value in patches[coordinate].items() if patches is not None else ():
-            index = info.names.index(name)
+            index = info.names.index(name) if name in info.names else len(new_args)
             if index < len(new_args):
                 new_args[index] = value
             else:

@@ -211,7 +211,7 @@ class DTensorSpec(Interned):
         return self.block(coordinate).shape
 
     def global_offset(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
-        """Where the block of `coordinate` begins in the global tensor (its end, in a dim where the block is empty)."""
+        """Where the block of `coordinate` begins in the global tensor: the size of a dim in which it is empty."""
         return self.block(coordinate).offset
 
     def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:

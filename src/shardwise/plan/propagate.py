@@ -67,12 +67,15 @@ class ShardingPropagator:
     def __init__(self, cost_model: CostModel | None = None) -> None:
         self.cost_model = cost_model or current_cost_model()
 
-    def propagate(self, schema: OpSchema, results: tuple[TensorMeta, ...]) -> OutputSharding | None:
+    def propagate(
+        self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = ()
+    ) -> OutputSharding | None:
         """Where operands and results lie, or None where no rule speaks for the call.
 
         Args:
             schema: the call.
             results: shape, stride and dtype of each result, as the operator gives them on one device.
+            pinned: operands that are written to: they and the results must keep their layout.
         """
         rule = find_rule(schema.op)
         if rule is None:
@@ -80,23 +83,31 @@ class ShardingPropagator:
         call = schema.call(results)
         if rule.layouts is not None:
             laid_out = rule.layouts(call, schema.specs)
-            return None if laid_out is None else OutputSharding(*laid_out, call, rule)
+            if laid_out is None or any(laid_out[0][i] is not schema.specs[i] for i in pinned):
+                return None
+            return OutputSharding(*laid_out, call, rule)
         factors = rule.factors(call)
         if factors is None:
             return None
-        return self._by_factors(schema, call, rule, factors)
+        return self._by_factors(schema, call, rule, factors, pinned)
 
-    def _by_factors(self, schema: OpSchema, call: Call, rule: Rule, factors: Factors) -> OutputSharding:
+    def _by_factors(
+        self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...]
+    ) -> OutputSharding | None:
         """Rows for every axis; factors that turn out to leave a rank with a shard it cannot use are kept whole."""
         while True:
-            rows = self._choose(schema.specs, factors)
-            inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows)
+            rows = self._choose(schema.specs, factors, pinned)
+            if rows is None:
+                return None
+            inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
             unfit = _unfit(factors, inputs, order)
             if not unfit:
                 return OutputSharding(inputs, outputs, call, rule)
             factors = replace(factors, whole=factors.whole | unfit)
 
-    def _choose(self, specs: Sequence[DTensorSpec], factors: Factors) -> list[Row]:
+    def _choose(
+        self, specs: Sequence[DTensorSpec], factors: Factors, pinned: tuple[int, ...]
+    ) -> list[Row] | None:
         mesh = specs[0].mesh
         known: dict[tuple[Placement, ...], list[Row]] = {}
         chosen = []
@@ -104,7 +115,12 @@ class ShardingPropagator:
             given = tuple(spec.placements[axis] for spec in specs)
             rows = known.get(given)
             if rows is None:
-                rows = known[given] = candidates(factors, given)
+                rows = candidates(factors, given)
+                if pinned:
+                    rows = [row for row in rows if _keeps(row, given, pinned)]
+                    if not rows:
+                        return None
+                known[given] = rows
             exact = next((row for row in rows if row.inputs == given), None)
             chosen.append(exact or min(rows, key=lambda row: self._row_cost(specs, axis, given, row)))
         return chosen
@@ -126,6 +142,13 @@ class ShardingPropagator:
         return seconds, left
 
 
+def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> bool:
+    """Whether a row leaves what is written to where it lies."""
+    return all(row.inputs[i] is given[i] for i in pinned) and all(
+        out is given[i] for out, i in zip(row.outputs, pinned, strict=False)
+    )
+
+
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
     """Bytes that a rank receives when one axis of an operand changes."""
     if n == 1 or have is want or isinstance(have, Replicate) or (isinstance(have, MaskPartial) and want.is_partial("sum")):
@@ -138,11 +161,12 @@ def _received(have: Placement, want: Placement, n: int, held: int) -> float:
 
 
 def _lay_out(
-    specs: Sequence[DTensorSpec], results: Sequence[TensorMeta], factors: Factors, rows: Sequence[Row]
+    specs: Sequence[DTensorSpec], results: Sequence[TensorMeta], factors: Factors, rows: Sequence[Row],
+    pinned: tuple[int, ...] = (),
 ) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...], dict[str, tuple[int, ...]]]:
     """The specs that the chosen rows mean, with one order of axes for each factor."""
     mesh = specs[0].mesh
-    order = _factor_order(specs, factors, rows)
+    order = _factor_order(specs, factors, rows, pinned)
     inputs = tuple(
         _spec(mesh, spec.tensor_meta, dims, [row.inputs[i] for row in rows], order)
         for i, (spec, dims) in enumerate(zip(specs, factors.operands, strict=True))
@@ -177,7 +201,7 @@ def _rank_in(order: tuple[int, ...], axis: int) -> int:
 
 
 def _factor_order(
-    specs: Sequence[DTensorSpec], factors: Factors, rows: Sequence[Row]
+    specs: Sequence[DTensorSpec], factors: Factors, rows: Sequence[Row], pinned: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
     """For factors that several axes shard, which of them comes first: as the largest operand has it, new ones minor."""
     sharded: dict[str, list[int]] = {}
@@ -191,7 +215,7 @@ def _factor_order(
                 if name is not None and axis not in sharded.setdefault(name, []):
                     sharded[name].append(axis)
     order: dict[str, tuple[int, ...]] = {}
-    by_size = sorted(range(len(specs)), key=lambda i: -math.prod(specs[i].shape))
+    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -math.prod(specs[i].shape)))
     for name, axes in sharded.items():
         kept: list[int] = []
         if len(axes) > 1:
@@ -221,11 +245,14 @@ def _unfit(
     return frozenset(unfit)
 
 
+def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
+    """A tensor that is whole on every rank."""
+    return DTensorSpec.from_dim_axes(mesh, (REPLICATE,) * mesh.ndim, meta, ((),) * len(meta.shape))
+
+
 def replicated(spec: DTensorSpec) -> DTensorSpec:
     """The same tensor, whole on every rank."""
-    return DTensorSpec.from_dim_axes(
-        spec.mesh, (REPLICATE,) * spec.mesh.ndim, spec.tensor_meta, ((),) * len(spec.shape)
-    )
+    return replicated_spec(spec.mesh, spec.tensor_meta)
 
 
 def meta_tensor(meta: TensorMeta) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.core.layout import intersect
+from shardwise.core.layout import intersect, longest
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -39,6 +39,7 @@ class DistState(NamedTuple):
 
     dims: tuple[tuple[Split, ...], ...]
     partial: tuple[tuple[int, Partial], ...]
+    arrived: bool = False  # on the target's mesh, where that is another than the source's: the axes are those of it
 
     @classmethod
     def of(cls, spec: DTensorSpec) -> DistState:
@@ -209,7 +210,9 @@ class _Search:
         self.start = DistState.of(source)
         self.kept = self._kept_partials()
         self.missing_of: dict[DistState, float] = {}
-        self.leaf = DistState(self.goal.dims, tuple(self.kept.items()))  # where the last collective must lead
+        # where the last collective must lead
+        self.leaf = DistState(self.goal.dims, tuple(self.kept.items()), arrived=not self.same_mesh)
+        self.unreduced = self._without_fresh_partials()
         self.wanted_dim = (
             {split.axis: dim for dim, splits in enumerate(self.goal.dims) for split in splits} if self.same_mesh else {}
         )
@@ -231,6 +234,17 @@ class _Search:
             if axis in after and (after[axis] is placement or _absorbs(after[axis], placement))
         }
 
+    def _without_fresh_partials(self) -> DTensorSpec:
+        """The target before the axes that become Partial do so."""
+        fresh = [axis for axis, _ in self.goal.partial if axis not in self.kept]
+        if not fresh:
+            return self.target
+        placements = list(self.target.placements)
+        for axis in fresh:
+            placements[axis] = REPLICATE
+        target = self.target
+        return DTensorSpec.from_dim_axes(target.mesh, tuple(placements), target.tensor_meta, target.dim_axes)
+
     # ---------------------------------------------------------------- the search
 
     def run(self, max_bytes: int | None) -> list[tuple[DistState, _Move | None]] | None:
@@ -241,8 +255,12 @@ class _Search:
         order = itertools.count()
         # (estimate of the whole, seconds so far, collectives, peak, tie-break, state)
         queue = [(0.0, 0.0, 0, self.holds(first), next(order), first)]
-        best = {first: (0.0, 0, 0)}
-        came: dict[DistState, tuple[DistState | None, _Move | None]] = {first: (None, None)}
+        for early in self.early_slices(first):
+            estimate = self.seconds_left(early) + self.best_link.alpha
+            queue.append((estimate, 0.0, 0, self.holds(early), next(order), early))
+        best = {entry[-1]: (0.0, 0, 0) for entry in queue}
+        came: dict[DistState, tuple[DistState | None, _Move | None]] = {entry[-1]: (None, None) for entry in queue}
+        heapq.heapify(queue)
         settled: set[DistState] = set()
         bound = math.inf
         while queue:
@@ -292,14 +310,16 @@ class _Search:
     def smallest_bound(self) -> int:
         """The least `max_bytes` for which there is a route: found by raising the bound to what the states hold."""
         candidates = {max(self.holds(self.start), self.target.local_bytes)}
-        seen = {self.start}
-        queue = [self.start]
+        first = self.slice_to_goal(self.start)
+        seen = {first, self.leaf}
+        queue = [first]
         while queue:
             for move in self.moves(queue.pop()):
                 candidates.add(self.holds(move.state))
-                if move.state not in seen:
-                    seen.add(move.state)
-                    queue.append(move.state)
+                after = self.slice_to_goal(move.state)
+                if after not in seen:
+                    seen.add(after)
+                    queue.append(after)
         return next(bound for bound in sorted(candidates) if self.run(bound) is not None)
 
     # ---------------------------------------------------------------- states
@@ -319,9 +339,20 @@ class _Search:
         partial = tuple((axis, self.kept.get(axis, p)) for axis, p in state.partial)
         return DistState(tuple(dims), partial)
 
+    def early_slices(self, state: DistState) -> Iterator[DistState]:
+        """`state` with what is replicated sliced, so that less is reduced; a second collective must bring it back."""
+        used = {axis for axis, _ in state.partial}
+        if not used or used == set(self.kept):
+            return
+        used.update(split.axis for splits in state.dims for split in splits)
+        free = tuple(Split(axis) for axis, n in enumerate(self.sizes) if n > 1 and axis not in used)
+        for extra in {free, *((split,) for split in free)} - {()}:
+            for dim, splits in enumerate(state.dims):
+                yield DistState((*state.dims[:dim], (*splits, *extra), *state.dims[dim + 1 :]), state.partial)
+
     def holds(self, state: DistState) -> int:
         """The most bytes a rank holds in `state`."""
-        return self.elements(state) * self.itemsize
+        return self.target.local_bytes if state.arrived else self.elements(state) * self.itemsize
 
     def average_elements(self, state: DistState) -> float:
         """What a rank holds on average."""
@@ -332,9 +363,10 @@ class _Search:
         return math.prod(self._part(size, splits) for size, splits in zip(self.shape, state.dims, strict=True))
 
     def _part(self, size: int, splits: tuple[Split, ...]) -> int:
-        for axis, rows in splits:
-            parts = self.sizes[axis]
-            size = -(-size // parts) if not rows else _strided_part(size, rows, parts)
+        if any(split.rows for split in splits):
+            return longest(size, [(self.sizes[split.axis], split.rows or None) for split in splits])
+        for split in splits:
+            size = -(-size // self.sizes[split.axis])
         return size
 
     # ---------------------------------------------------------------- moves
@@ -384,19 +416,19 @@ class _Search:
                 yield _Move(scattered, ReduceScatter, (dim, order), received, seconds)
 
     def reduction_groups(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Which partial axes to reduce in one collective: all, those that the goal treats alike, or each where links differ."""
+        """Which partial axes to reduce in one collective: all, those that the goal treats alike, or each by itself."""
         alike: dict[int | None, tuple[int, ...]] = {}
         for axis in axes:
             wanted = self.wanted_dim.get(axis)
             alike[wanted] = (*alike.get(wanted, ()), axis)
-        groups = {axes, *alike.values()}
-        if not self.uniform:
-            groups.update((axis,) for axis in axes)
+        groups = {axes, *alike.values(), *((axis,) for axis in axes)}
         yield from sorted(groups, key=lambda group: (-len(group), group))
 
     def scatter_dims(self, state: DistState, axes: tuple[int, ...], n: int) -> Iterator[int]:
-        """The dims worth scattering onto: where the goal wants the axes, and the one that divides best."""
-        if not self.shape:
+        """The dims worth scattering onto: where the goal wants the axes, and the one that divides best. Any, where links
+        differ: what is cheap to bring from there depends on who else splits the dim."""
+        if not self.uniform or not self.shape:
+            yield from range(len(self.shape))
             return
         wanted = {self.wanted_dim[a] for a in axes if a in self.wanted_dim}
         local = [self._part(size, splits) for size, splits in zip(self.shape, state.dims, strict=True)]
@@ -447,7 +479,7 @@ class _Search:
         """Elements that a rank lacks for the goal, on average over the ranks: the least that must move."""
         found = self.missing_of.get(state)
         if found is None:
-            goal = self.target if not self.same_mesh else self.leaf.spec(self.source)
+            goal = self.leaf.spec(self.source) if self.same_mesh else self.unreduced
             found = _missing_elements(state.spec(self.source), goal)
             self.missing_of[state] = found
         return found
@@ -468,7 +500,7 @@ class _Search:
 
         for index, (state, move) in enumerate(path):
             if move is not None:
-                after = self.target if move.kind is Exchange and not self.same_mesh else move.state.spec(self.source)
+                after = self.unreduced if move.state.arrived else move.state.spec(self.source)
                 if index == len(path) - 1 and move.state == state == self.goal:
                     after = self.target
                 go(move.kind(at, after, *move.arguments), move.received, move.seconds)
@@ -481,19 +513,10 @@ class _Search:
 
     def _finish(self, at: DTensorSpec, go) -> None:
         """The local steps at the end: R -> P, and names that mean the same (axes of one rank, mask for sum)."""
-        fresh = [axis for axis, _ in self.goal.partial if axis not in self.kept]
-        if not fresh:
-            go(Slice(at, self.target))
-            return
-        placements = list(self.target.placements)
-        for axis in fresh:
-            placements[axis] = REPLICATE
-        relabelled = DTensorSpec.from_dim_axes(
-            self.target.mesh, tuple(placements), self.target.tensor_meta, self.target.dim_axes
-        )
-        if relabelled is not at:
-            go(Slice(at, relabelled))
-        go(Unreduce(relabelled, self.target))
+        if self.unreduced is not at:
+            go(Slice(at, self.unreduced))
+        if self.unreduced is not self.target:
+            go(Unreduce(self.unreduced, self.target))
 
 
 def _common(have: tuple[Split, ...], want: tuple[Split, ...]) -> int:
@@ -504,12 +527,6 @@ def _common(have: tuple[Split, ...], want: tuple[Split, ...]) -> int:
 def _absorbs(new: Partial, old: Partial) -> bool:
     """Whether `old` may simply be called `new`: a mask-partial is a sum."""
     return isinstance(old, MaskPartial) and new.reduce_op == "sum"
-
-
-def _strided_part(size: int, rows: int, parts: int) -> int:
-    step = -(-size // rows)
-    full, rest = divmod(size, step) if step else (0, 0)
-    return full * -(-step // parts) + -(-rest // parts)
 
 
 # ---------------------------------------------------------------- the least that must move

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.rules import pointwise
+from shardwise.rules import movement, pointwise, view
 
-__all__ = ["pointwise"]
+__all__ = ["movement", "pointwise", "view"]

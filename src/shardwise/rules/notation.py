@@ -45,6 +45,7 @@ class Factors:
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
         additive: operands that are added to the contraction: on a contracted axis they are Partial too.
         monotone: 1 for an operator that keeps order (min and max pass), -1 for one that reverses it.
+        moves: whether elements are only moved, so that every kind of Partial passes, all operands alike.
         keeps_zero: whether zeros stay zeros, so that a MaskPartial passes.
         nonempty: factors of which no rank may be left with an empty shard.
         even: factors that must be split into equal shards.
@@ -58,6 +59,7 @@ class Factors:
     linear: tuple[tuple[int, ...], ...] = ()
     additive: tuple[int, ...] = ()
     monotone: int = 0
+    moves: bool = False
     keeps_zero: bool = False
     nonempty: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
@@ -223,7 +225,7 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> li
 
 
 def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
-    if name in factors.whole:
+    if name in factors.whole or not any(name in dims for dims in factors.operands):
         return
     splits = {0}
     for dims, placement in zip(factors.operands, given, strict=False):
@@ -255,8 +257,12 @@ def _partial(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:
     operands, results = range(len(factors.operands)), len(factors.results)
     ops = [p for p in dict.fromkeys(given) if isinstance(p, Partial)] or [Partial()]
     for partial in ops:
-        if partial.linear:
+        if factors.moves:
+            yield Row((partial,) * len(factors.operands), (partial,) * results)
+        elif partial.linear:
             for group in factors.linear:
+                if max(group) >= len(factors.operands):  # a Python number stands where an operand could
+                    continue
                 inputs = tuple(partial if i in group else REPLICATE for i in operands)
                 # zeros added to zeros at other places are no mask any more
                 passed = Partial() if isinstance(partial, MaskPartial) and len(group) > 1 else partial

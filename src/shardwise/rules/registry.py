@@ -59,35 +59,44 @@ class Rule:
         layouts: in place of factors, for operators whose axes cannot be looked at one by one.
         localize: arguments to be replaced on each rank (sizes, offsets).
         reads: arguments of kind Scalar or float that the rule reads: they are part of the dispatch key.
+        local_op: what to run on the locals in place of the operator, with the same arguments.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
     layouts: Layouts | None = None
     localize: Localize | None = None
     reads: frozenset[str] = frozenset()
+    local_op: Callable[..., Any] | None = None
 
 
 RULES: dict[OpOverload, Rule] = {}
 
 
-def rule(*ops: Any, localize: Localize | None = None, reads: Sequence[str] = ()) -> Callable:
+def rule(
+    *ops: Any,
+    localize: Localize | None = None,
+    reads: Sequence[str] = (),
+    local_op: Callable[..., Any] | None = None,
+) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
     An operator packet (`aten.sum`) stands for all of its overloads.
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        declare_rule(Rule(factors, None, localize, frozenset(reads)), *ops)
+        declare_rule(Rule(factors, None, localize, frozenset(reads), local_op), *ops)
         return factors
 
     return declare
 
 
-def layout_rule(*ops: Any, localize: Localize | None = None) -> Callable:
+def layout_rule(
+    *ops: Any, localize: Localize | None = None, local_op: Callable[..., Any] | None = None
+) -> Callable:
     """Declare a rule that looks at all axes at once."""
 
     def declare(layouts: Layouts) -> Layouts:
-        declare_rule(Rule(layouts=layouts, localize=localize), *ops)
+        declare_rule(Rule(layouts=layouts, localize=localize, local_op=local_op), *ops)
         return layouts
 
     return declare

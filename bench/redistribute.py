@@ -1,0 +1,423 @@
+"""Moving between layouts: bytes, collectives and time, beside torch.distributed.tensor on the same pairs of layouts.
+
+Collectives are counted as they are issued, on either side by one dispatch mode that sees the calls to process groups
+(torch's fake backend stands in for the other ranks); the bytes follow from the shapes in the calls. Pairs are random,
+with a fixed seed. What "a rank" receives is the mean over all ranks.
+"""
+
+import contextlib
+import functools
+import gc
+import itertools
+import logging
+import math
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
+import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise
+from bench.timing import compare, compare_cold
+from shardwise.core.layout import intersect
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.plan.cost import CostModel, Link
+from shardwise.plan.route import DTensorRedistributePlanner
+
+MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2), (2, 2, 4))
+SIZES = (16, 17, 24, 32, 48, 64)
+PAIRS = 400
+LARGE = {1: (2**24,), 2: (4096, 4096), 3: (256, 256, 256)}  # 64 MiB of float32
+FOUR_AXES = ((2, 2, 2, 2), (2, 3, 2, 4), (4, 2, 4, 2), (4, 4, 4, 4))
+GLOO_RANKS = 4
+GLOO_PAIRS = (
+    ((4,), "S0", "R"),
+    ((4,), "S1", "R"),
+    ((4,), "S0", "S1"),
+    ((4,), "S1", "S0"),
+    ((4,), "R", "S0"),
+    ((4,), "R", "S1"),
+    ((4,), "P", "R"),
+    ((4,), "P", "S0"),
+    ((4,), "P", "S1"),
+    ((2, 2), "S0 S1", "S1 S0"),
+    ((2, 2), "S0 S1", "R R"),
+    ((2, 2), "S0 S0", "R S1"),
+    ((2, 2), "P S0", "S0 R"),
+    ((2, 2), "P P", "S0 S1"),
+)
+
+
+class Pair(NamedTuple):
+    """Two layouts of one tensor, in words that both libraries understand: `S0`, `R`, `P` for each axis of the mesh."""
+
+    mesh: tuple[int, ...]
+    shape: tuple[int, ...]
+    source: tuple[str, ...]
+    target: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.shape} on {self.mesh}: {' '.join(self.source)} -> {' '.join(self.target)}"
+
+
+def random_pairs(
+    count: int, meshes: Sequence[tuple[int, ...]], shapes: Callable[[random.Random], tuple[int, ...]], seed: int = 0
+) -> list[Pair]:
+    """Different random pairs; Partial only in the source."""
+    rng = random.Random(seed)
+    found: dict[Pair, None] = {}
+    while len(found) < count:
+        mesh, shape = rng.choice(meshes), shapes(rng)
+        words = ["R", *(f"S{dim}" for dim in range(len(shape)))]
+        source = tuple(rng.choice([*words, "P"]) for _ in mesh)
+        target = tuple(rng.choice(words) for _ in mesh)
+        if source != target:
+            found[Pair(mesh, shape, source, target)] = None
+    return list(found)
+
+
+def small_shape(rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.choice(SIZES) for _ in range(rng.randint(1, 3)))
+
+
+def large_shape(rng: random.Random) -> tuple[int, ...]:
+    return LARGE[rng.randint(1, 3)]
+
+
+def placements(library: Any, words: Sequence[str]) -> list[Any]:
+    """The placements of `library` (this one or torch's) for words."""
+    made = {"R": library.Replicate, "P": library.Partial}
+    return [made[word]() if word in made else library.Shard(int(word[1:])) for word in words]
+
+
+def specs(pair: Pair) -> tuple[DTensorSpec, DTensorSpec]:
+    """The pair on a mesh of this library, of whatever fabric surrounds."""
+    mesh = shardwise.init_device_mesh("cpu", pair.mesh)
+    source = DTensorSpec(mesh, placements(shardwise, pair.source), TensorMeta(pair.shape))
+    return source, source.with_placements(placements(shardwise, pair.target))
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of `size` ranks, of which this process is one and the others are pretended."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on its own routes
+    logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Case(NamedTuple):
+    """A pair as a call to each library, on tensors made beforehand."""
+
+    pair: Pair
+    ours: Callable[[], object]
+    torch: Callable[[], object]
+
+
+def cases(pairs: Sequence[Pair]) -> list[Case]:
+    """The pairs on the process group that is up."""
+    meshes = {shape: torch_tensor.init_device_mesh("cpu", shape) for shape in {pair.mesh for pair in pairs}}
+    made = []
+    for pair in pairs:
+        spec = specs(pair)[0]
+        local = torch.randn(spec.local_shape(spec.mesh.get_coordinate() or ()))
+        theirs = torch_tensor.DTensor.from_local(
+            local, meshes[pair.mesh], placements(torch_tensor, pair.source),
+            run_check=False, shape=torch.Size(pair.shape), stride=spec.tensor_meta.stride,
+        )  # fmt: skip
+        ours = shardwise.DTensor.from_local(local, spec.mesh, spec.placements, shape=pair.shape)
+        made.append(
+            Case(
+                pair,
+                functools.partial(ours.redistribute, placements=placements(shardwise, pair.target)),
+                functools.partial(theirs.redistribute, placements=placements(torch_tensor, pair.target)),
+            )
+        )
+    return made
+
+
+# ---------------------------------------------------------------- bytes and collectives
+
+
+class Calls(TorchDispatchMode):
+    """Counts the collectives that are issued inside, and the bytes that this rank receives in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.received = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _RECEIVED:
+            self.count += 1
+            self.received += _RECEIVED[name](args, result)
+        elif func.namespace in ("c10d", "_c10d_functional", "_dtensor") and name not in _SILENT:
+            raise NotImplementedError(f"bytes of {name} are not known")
+        return result
+
+
+def _members(group: Any) -> int:
+    return dist.ProcessGroup.unbox(group).size()
+
+
+def _all_reduced(tensor: torch.Tensor, members: int) -> float:
+    return 2 * (members - 1) / members * tensor.nbytes
+
+
+def _split_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> float:
+    """What comes from others in an all-to-all: all but the part from oneself."""
+    own = dist.get_group_rank(dist.ProcessGroup.unbox(group), dist.get_rank())
+    return (sum(splits) - splits[own]) * output.element_size()
+
+
+_RECEIVED: dict[str, Callable[[Any, Any], float]] = {
+    "c10d::_allgather_base_": lambda args, _: (_members(args[2]) - 1) * args[1].nbytes,
+    "c10d::allreduce_": lambda args, _: sum(_all_reduced(tensor, _members(args[1])) for tensor in args[0]),
+    "c10d::_reduce_scatter_base_": lambda args, _: (_members(args[2]) - 1) * args[0].nbytes,
+    "c10d::alltoall_base_": lambda args, _: _split_bytes(args[0], args[3], args[2]),
+    "_c10d_functional::all_gather_into_tensor": lambda args, _: (args[1] - 1) * args[0].nbytes,
+    "_c10d_functional::all_reduce": lambda args, _: _all_reduced(args[0], _resolved(args[2]).size()),
+    "_c10d_functional::reduce_scatter_tensor": lambda args, result: (args[2] - 1) * result.nbytes,
+}
+_SILENT = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+
+
+def _resolved(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
+class Moved(NamedTuple):
+    """What a pair costs a rank on average: collectives, and bytes received."""
+
+    collectives: float
+    received: float
+
+
+def counted(pairs: Sequence[Pair]) -> dict[Pair, tuple[Moved, Moved]]:
+    """For each pair, ours and torch's, averaged over the ranks."""
+    total: dict[Pair, tuple[list[Moved], list[Moved]]] = {pair: ([], []) for pair in pairs}
+    for size, group in itertools.groupby(sorted(pairs, key=lambda p: math.prod(p.mesh)), lambda p: math.prod(p.mesh)):
+        chosen = list(group)
+        for rank in range(size):
+            with fake_world(size, rank), torch.no_grad():
+                for case in cases(chosen):
+                    for sums, call in zip(total[case.pair], (case.ours, case.torch), strict=True):
+                        with Calls() as calls:
+                            call()
+                        sums.append(Moved(calls.count, calls.received))
+    return {pair: (_mean(ours), _mean(theirs)) for pair, (ours, theirs) in total.items()}
+
+
+def _mean(moved: Sequence[Moved]) -> Moved:
+    return Moved(*(statistics.fmean(column) for column in zip(*moved, strict=True)))
+
+
+def report_moved(moved: dict[Pair, tuple[Moved, Moved]]) -> None:
+    ours, theirs = ([side[i] for side in moved.values()] for i in (0, 1))
+    print(f"{len(moved)} random pairs on {', '.join('x'.join(map(str, mesh)) for mesh in MESHES)}; sums over the pairs")
+    print(f"  {'':24}  {'ours':>12}  {'torch':>12}  {'ratio':>6}  asked")
+    for what, asked in (("received", 0.25), ("collectives", 0.5)):
+        a, b = sum(getattr(m, what) for m in ours), sum(getattr(m, what) for m in theirs)
+        name = "bytes received by a rank" if what == "received" else what
+        print(f"  {name:24}  {a:12.0f}  {b:12.0f}  {a / b:6.3f}  {_verdict(a / b, asked)}")
+    over = [
+        (a.received - b.received, pair)
+        for pair, (a, b) in moved.items()
+        if a.received > b.received * (1 + 1e-9) and a.collectives >= b.collectives
+    ]
+    print(f"  pairs with more bytes than torch's and not fewer collectives: {len(over)}, asked 0")
+    if over:
+        excess, pair = max(over)
+        print(f"    the worst, by {excess:.0f} bytes: {pair}; ours {moved[pair][0]}, torch {moved[pair][1]}")
+
+
+def _verdict(value: float, limit: float) -> str:
+    return f"<= {limit:g}{'' if value <= limit else '  MISSED'}"
+
+
+# ---------------------------------------------------------------- the least that must move
+
+
+def least_bytes(source: DTensorSpec, target: DTensorSpec) -> float:
+    """The part of its new block that a rank does not hold already, averaged over the ranks."""
+    total = 0
+    for row in source.mesh.coordinates.tolist():
+        have, want = source.block(row), target.block(row)
+        overlaps = (sum(n for _, _, n in intersect(a, b)) for a, b in zip(have.runs, want.runs, strict=True))
+        total += math.prod(want.shape) - math.prod(overlaps)
+    return total / source.mesh.size() * source.tensor_meta.dtype.itemsize
+
+
+def report_least(moved: dict[Pair, tuple[Moved, Moved]]) -> None:
+    print("bytes over the least that must move (each rank's new block less what it holds), pairs without Partial")
+    small = [(pair, sides) for pair, sides in moved.items() if "P" not in pair.source]
+    with shardwise.virtual():
+        least = sum(least_bytes(*specs(pair)) for pair, _ in small)
+        for name, side in (("ours", 0), ("torch", 1)):
+            ratio = sum(sides[side].received for _, sides in small) / least
+            print(f"  {name:5}  {ratio:7.3f}  of {len(small)} small pairs above, as issued")
+        large = [pair for pair in random_pairs(PAIRS, MESHES, large_shape, seed=1) if "P" not in pair.source]
+        routes = [DTensorRedistributePlanner().plan(*specs(pair)) for pair in large]
+        least = sum(least_bytes(*specs(pair)) for pair in large)
+        ratio = sum(route.received for route in routes) / least
+        print(f"  ours   {ratio:7.3f}  of {len(large)} pairs of 64 MiB, as planned; asked {_verdict(ratio, 1.1)}")
+
+
+# ---------------------------------------------------------------- time in this process
+
+
+def report_warm() -> None:
+    with fake_world(8), torch.no_grad():
+        ours, theirs = shardwise.init_device_mesh("cpu", (8,)), torch_tensor.init_device_mesh("cpu", (8,))
+        local = torch.randn(4, 4)
+        a = shardwise.DTensor.from_local(local, ours, [shardwise.Shard(0)])
+        b = torch_tensor.DTensor.from_local(local, theirs, [torch_tensor.Shard(0)], run_check=False)
+        group = dist.group.WORLD
+        assert group is not None
+        timings = compare(
+            {
+                "ours": lambda: a.redistribute(ours, [shardwise.Replicate()]),
+                "process group call alone": lambda: group._allgather_base(torch.empty(32, 4), local).wait(),
+                "torch": lambda: b.redistribute(theirs, [torch_tensor.Replicate()]),
+            },
+            number=500,
+            title="redistribute S0 -> R, warm, 8 ranks, no_grad",
+        )
+        print(f"  asked {_verdict(timings['ours'].median / timings['torch'].median, 0.25)}")
+        timings = compare(
+            {
+                "ours": lambda: shardwise.DTensor.from_local(local, ours, [shardwise.Shard(0)]),
+                "torch": lambda: torch_tensor.DTensor.from_local(
+                    local, theirs, [torch_tensor.Shard(0)], run_check=False
+                ),
+            },
+            number=500,
+            title="from_local, warm",
+        )
+        print(f"  asked {_verdict(timings['ours'].median / timings['torch'].median, 0.5)}")
+
+
+def report_cold() -> None:
+    pairs = random_pairs(PAIRS, MESHES[:4], small_shape, seed=2)
+    with fake_world(8), torch.no_grad():
+        made = cases(pairs)
+        for side in ("ours", "torch"):  # process groups are made on first use: that is not what is measured here
+            for case in cases(random_pairs(60, MESHES[:4], small_shape, seed=3)):
+                getattr(case, side)()
+        timings = compare_cold(
+            {"ours": [case.ours for case in made], "torch": [case.torch for case in made]},
+            title="first redistribute of a pair: planning, binding, running",
+        )
+        print(f"  asked {_verdict(timings['ours'].median / timings['torch'].median, 0.5)}")
+        timings = compare_cold(
+            {"ours, second call": [case.ours for case in made], "torch, second call": [case.torch for case in made]},
+            title="the same pairs again",
+        )
+
+
+def report_planning(count: int = 3000) -> None:
+    print(f"planning alone, {count} random pairs on meshes of 4 axes each; milliseconds of this thread")
+    print(f"  {'':28}  {'median':>7}  {'p99':>7}  {'max':>7}  asked")
+    links = {str(axis): Link(10e-6 * (axis + 1), 1 / (1e9 * (4 - axis))) for axis in range(4)}
+    for name, model in (("links alike", CostModel()), ("a link of its own each axis", CostModel(axes=links))):
+        planner = DTensorRedistributePlanner(model)
+        taken: list[tuple[float, Pair]] = []
+        with shardwise.virtual():
+            for pair in random_pairs(count, FOUR_AXES, small_shape, seed=4):
+                source, target = specs(pair)
+                gc.disable()
+                start = time.thread_time_ns()
+                planner.plan(source, target)
+                taken.append(((time.thread_time_ns() - start) / 1e6, pair))
+                gc.enable()
+        taken.sort()
+        times = [ms for ms, _ in taken]
+        p99, worst = times[int(0.99 * len(times))], times[-1]
+        print(f"  {name:28}  {statistics.median(times):7.3f}  {p99:7.3f}  {worst:7.3f}  max {_verdict(worst, 20)} ms")
+        if worst > 20:
+            print(f"    the worst: {taken[-1][1]}")
+
+
+# ---------------------------------------------------------------- time on real processes
+
+
+def _gloo_worker(rank: int, folder: str, rounds: int) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=GLOO_RANKS)
+    lines = []
+    with torch.no_grad():
+        for mesh, source, target in GLOO_PAIRS:
+            (case,) = cases([Pair(mesh, LARGE[2], tuple(source.split()), tuple(target.split()))])
+            calls = (case.ours, case.torch)
+            taken = torch.tensor([_timed_rounds(calls, rounds)], dtype=torch.float64)[0]
+            dist.all_reduce(taken, dist.ReduceOp.MAX)  # a collective has taken as long as on the last rank
+            ours, theirs = taken.median(dim=0).values.tolist()
+            lines.append((f"{'x'.join(map(str, mesh))}: {source} -> {target}", ours, theirs))
+    if rank == 0:
+        _report_gloo(lines, rounds)
+    dist.destroy_process_group()
+
+
+def _timed_rounds(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Milliseconds of each call in each round, the calls in turn."""
+    taken = []
+    for index in range(-1, rounds):  # the first round fills caches
+        row = [0.0] * len(calls)
+        for side in sorted(range(len(calls)), key=lambda side: (side + index) % len(calls)):
+            dist.barrier()
+            start = time.perf_counter()
+            result = calls[side]()
+            row[side] = (time.perf_counter() - start) * 1e3
+            del result
+        if index >= 0:
+            taken.append(row)
+    return taken
+
+
+def _report_gloo(lines: Sequence[tuple[str, float, float]], rounds: int) -> None:
+    print(f"{GLOO_RANKS} gloo processes, float32[4096,4096], the slowest rank, median of {rounds} rounds; milliseconds")
+    print(f"  {'':24}  {'ours':>8}  {'torch':>8}  {'ratio':>6}  asked")
+    for name, ours, theirs in lines:
+        limit = 0.6 if name.endswith("S0 -> S1") else 1.1
+        print(f"  {name:24}  {ours:8.1f}  {theirs:8.1f}  {ours / theirs:6.2f}  {_verdict(ours / theirs, limit)}")
+
+
+def report_gloo(rounds: int = 11) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_gloo_worker, args=(str(Path(folder)), rounds), nprocs=GLOO_RANKS)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def main() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        moved = counted(random_pairs(PAIRS, MESHES, small_shape))
+        report_moved(moved)
+        report_least(moved)
+        report_warm()
+        report_cold()
+        report_planning()
+        report_gloo()
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""To and from torch.distributed.tensor: `from_torch` and `to_torch`, sharing the local tensor.
+
+The only module that knows torch's DTensor, and it loads it when first asked. Moves nothing in the forward direction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
+from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta, default_shard_order
+from shardwise.errors import LayoutError, PlainTensorError
+from shardwise.fabric.world import as_mesh, to_torch_mesh
+from shardwise.tensor import DTensor, _make, _redistributed, gradient_spec
+
+__all__ = ["from_torch", "to_torch"]
+
+
+def from_torch(tensor: torch.Tensor) -> DTensor:
+    """The DTensor that a `torch.distributed.tensor.DTensor` is, over the same local tensor. Moves and copies nothing.
+
+    Its mesh is adopted with its process groups. A `_StridedShard` by which torch says in which order axes split a dim
+    becomes the shard order. Gradients go back as torch's DTensor, laid out as `tensor` is (Partial as Replicate).
+
+    Args:
+        tensor: a DTensor of torch.
+
+    Example:
+        >>> from_torch(torch.ones(2))
+        Traceback (most recent call last):
+        ...
+        shardwise.errors.PlainTensorError: from_torch needs a torch.distributed.tensor.DTensor, got a Tensor
+          hint: for a plain tensor use distribute_tensor(...) or DTensor.from_local(...)
+    """
+    theirs: Any = tensor
+    if not isinstance(theirs, _torch_tensor().DTensor):
+        raise PlainTensorError(
+            f"from_torch needs a torch.distributed.tensor.DTensor, got a {type(tensor).__name__}",
+            hint="for a plain tensor use distribute_tensor(...) or DTensor.from_local(...)",
+        )
+    spec = _our_spec(theirs._spec)
+    if torch.is_grad_enabled() and theirs.requires_grad:
+        return _FromTorch.apply(theirs, spec)
+    return _make(_local_of(theirs), spec)
+
+
+def to_torch(tensor: DTensor) -> torch.Tensor:
+    """The `torch.distributed.tensor.DTensor` that a DTensor is, over the same local tensor. Moves and copies nothing.
+
+    Needs a mesh of processes. A shard order that is not that of the mesh becomes torch's `_StridedShard`, a
+    `MaskPartial` its `Partial("sum")`. Gradients come back as our DTensor, laid out as `tensor` is (Partial as
+    Replicate).
+
+    Args:
+        tensor: a DTensor on a mesh of processes.
+
+    Example:
+        >>> import shardwise as sw
+        >>> to_torch(sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,))))
+        Traceback (most recent call last):
+        ...
+        shardwise.errors.MeshError: DeviceMesh(cpu 2, virtual) has no torch counterpart: it is of the virtual fabric
+          hint: torch meshes need a process group: start the program with torchrun
+    """
+    if not isinstance(tensor, DTensor):
+        raise PlainTensorError(
+            f"to_torch needs a shardwise.DTensor, got a {type(tensor).__name__}",
+            hint="for a plain tensor use torch.distributed.tensor.distribute_tensor(...)",
+        )
+    mesh = to_torch_mesh(tensor._spec.mesh)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _ToTorch.apply(tensor, mesh)
+    return _their_tensor(tensor._local_tensor, tensor._spec, mesh)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+class _FromTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, theirs: torch.Tensor, spec: DTensorSpec) -> DTensor:  # pyright: ignore
+        ctx.spec, ctx.mesh = spec, theirs.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        local = _local_of(theirs)
+        return _make(local.view_as(local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        laid_out = _redistributed(grad, gradient_spec(ctx.spec))
+        return _their_tensor(laid_out._local_tensor, laid_out._spec, ctx.mesh), None
+
+
+class _ToTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, mesh: Any) -> torch.Tensor:  # pyright: ignore
+        ctx.spec = tensor._spec
+        local = tensor._local_tensor
+        return _their_tensor(local.view_as(local), tensor._spec, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _redistributed(from_torch(grad), gradient_spec(ctx.spec)), None
+
+
+# ---------------------------------------------------------------- torch's side
+
+_HOW = "use_strided_shard_as_shard_order"  # whether the strided shards of a spec of torch's stand for an order
+
+
+def _torch_tensor() -> Any:
+    import torch.distributed.tensor as theirs
+
+    return theirs
+
+
+def _local_of(theirs: Any) -> torch.Tensor:
+    local = theirs._local_tensor
+    # what torch left in flight must have arrived
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def _their_tensor(local: torch.Tensor, spec: DTensorSpec, mesh: Any) -> torch.Tensor:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec as TheirSpec
+    from torch.distributed.tensor._dtensor_spec import TensorMeta as TheirMeta
+
+    meta = spec.tensor_meta
+    options: dict[str, Any] = {"tensor_meta": TheirMeta(meta.shape, meta.stride, meta.dtype)}
+    if any(isinstance(p, StridedShard) for p in spec.placements) and _HOW in TheirSpec.__dataclass_fields__:
+        options[_HOW] = False  # what is strided here is strided, and stands for no order
+    theirs = TheirSpec(mesh, _their_placements(spec), **options)
+    return _torch_tensor().DTensor(local, theirs, requires_grad=False)
+
+
+# ---------------------------------------------------------------- layouts from torch
+
+
+def _our_spec(theirs: Any) -> DTensorSpec:
+    mesh = as_mesh(theirs.mesh)
+    meta = TensorMeta(theirs.tensor_meta.shape, theirs.tensor_meta.stride, theirs.tensor_meta.dtype)
+    placements = tuple(as_placement(p) for p in theirs.placements)
+    if getattr(theirs, _HOW, True):
+        return _ordered(mesh, placements, meta)
+    given = getattr(theirs, "shard_order", None)
+    order = None if given is None else [(entry.tensor_dim, entry.mesh_dims) for entry in given]
+    return DTensorSpec(mesh, placements, meta, order)
+
+
+def _ordered(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta) -> DTensorSpec:
+    """The spec in which strided shards that stand for an order of axes are that order."""
+    strided = DTensorSpec(mesh, placements, meta)
+    order = [entry for entry in map(strided_order, itertools.repeat(strided), range(strided.ndim)) if entry is not None]
+    if not order:
+        return strided
+    reordered = {entry.dim for entry in order}
+    plain = [Shard(p.dim) if isinstance(p, StridedShard) and p.dim in reordered else p for p in strided.placements]
+    spec = DTensorSpec(mesh, plain, meta, order)
+    if not same_blocks(spec, strided):
+        raise LayoutError(
+            f"torch's placements {list(strided.placements)} of {meta} over {mesh} have two meanings there: its "
+            "distribute_tensor cuts this uneven dim in one way and its redistribute in another",
+            hint="redistribute the torch tensor to Shard() and Replicate() first, or use sizes that divide evenly",
+        )
+    return spec
+
+
+def strided_order(spec: DTensorSpec, dim: int) -> ShardOrderEntry | None:
+    """The order of axes that the strided shards of a dim stand for, None if they stand for none.
+
+    An axis is strided by the sizes of those axes that come after it in the mesh but split the dim before it.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], fabric="virtual")
+        >>> strided_order(DTensorSpec(mesh, [StridedShard(0, 2), Shard(0)], TensorMeta((8,))), 0)
+        ShardOrderEntry(dim=0, axes=(1, 0))
+    """
+    order: list[int] = []
+    if not any(spec.rows(axis) for axis in spec.dim_axes[dim]):
+        return None
+    for axis in sorted(spec.dim_axes[dim], reverse=True):
+        before = itertools.accumulate((spec.mesh.shape[a] for a in order), initial=1, func=lambda n, size: n * size)
+        place = next((i for i, count in enumerate(before) if count == (spec.rows(axis) or 1)), None)
+        if place is None:
+            return None
+        order.insert(place, axis)
+    return ShardOrderEntry(dim, tuple(order))
+
+
+# ---------------------------------------------------------------- layouts to torch
+
+
+def _their_placements(spec: DTensorSpec) -> tuple[Any, ...]:
+    if spec.shard_order == default_shard_order(spec.placements):
+        return tuple(map(_their_placement, spec.placements))
+    strided = _without_order(spec)
+    if strided is None or not same_blocks(spec, strided):
+        raise LayoutError(
+            f"torch cannot say {spec} over {spec.mesh}: it writes an order of axes by strided shards, which mean "
+            "something else " + ("beside other strided shards" if strided is None else "where sizes do not divide"),
+            hint="redistribute to a layout without a shard order of its own first",
+        )
+    return tuple(map(_their_placement, strided.placements))
+
+
+@lru_cache(maxsize=1024)
+def _without_order(spec: DTensorSpec) -> DTensorSpec | None:
+    """The spec in the order of the mesh whose strided shards stand for the order of `spec`."""
+    placements = list(spec.placements)
+    for dim, axes in spec.shard_order:
+        for at, axis in enumerate(axes):
+            if isinstance(placements[axis], StridedShard):
+                return None
+            rows = math.prod(spec.mesh.shape[a] for a in axes[:at] if a > axis)
+            placements[axis] = Shard(dim) if rows == 1 else StridedShard(dim, rows)
+    return DTensorSpec(spec.mesh, placements, spec.tensor_meta)
+
+
+def _their_placement(placement: Placement) -> Any:
+    theirs = _torch_tensor()
+    match placement:
+        case Shard(dim=dim):
+            return theirs.Shard(dim)
+        case Replicate():
+            return theirs.Replicate()
+        case Partial(reduce_op=op):  # a mask-partial is a sum
+            return theirs.Partial(op)
+        case StridedShard(dim=dim, split_factor=rows):
+            from torch.distributed.tensor.placement_types import _StridedShard
+
+            return _StridedShard(dim, split_factor=rows)
+        case _:
+            raise LayoutError(f"torch has no placement like {placement!r}", hint="redistribute the tensor first")
+
+
+@lru_cache(maxsize=1024)
+def same_blocks(a: DTensorSpec, b: DTensorSpec) -> bool:
+    """Whether every rank holds the same part of every dim in two layouts on one mesh.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], fabric="virtual")
+        >>> spec = DTensorSpec(mesh, [Shard(0), Shard(0)], TensorMeta((8,)))
+        >>> same_blocks(spec, DTensorSpec(mesh, [Shard(0), Shard(0)], TensorMeta((8,)), [(0, (1, 0))]))
+        False
+    """
+    for dim, (ours, others) in enumerate(zip(a.dim_axes, b.dim_axes, strict=True)):
+        axes = sorted({*ours, *others})
+        for chosen in itertools.product(*(range(a.mesh.shape[axis]) for axis in axes)):
+            coordinate = [0] * a.mesh.ndim
+            for axis, index in zip(axes, chosen, strict=True):
+                coordinate[axis] = index
+            mine, other = a.block(coordinate), b.block(coordinate)
+            if mine.shape[dim] != other.shape[dim] or (mine.shape[dim] and mine.runs[dim] != other.runs[dim]):
+                return False
+    return True
+
+
+# The methods that people look for on the class; it stands below this layer and cannot name them itself.
+DTensor.from_torch = staticmethod(from_torch)  # pyright: ignore[reportAttributeAccessIssue]
+DTensor.to_torch = to_torch  # pyright: ignore[reportAttributeAccessIssue]

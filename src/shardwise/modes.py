@@ -1,0 +1,136 @@
+"""What the user allows: strict mode, implicit replication, and the warnings and errors about communication nobody asked for.
+
+Plain process-wide state, so that it holds in backward, which runs on other threads. Knows nothing of how operators run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.spec import DTensorSpec
+from shardwise.errors import ImplicitCommunicationError
+from shardwise.plan.route import Route
+
+__all__ = ["ReplicationWarning", "allow_implicit", "implicit_replication", "strict", "user_line"]
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+class ReplicationWarning(UserWarning):
+    """An operator without a rule was run on whole tensors on every rank."""
+
+
+class _Modes:
+    strict = 0
+    implicit_replication = 0
+    allowed: tuple[frozenset[str], ...] = ()
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Inside, any communication that was not asked for by `redistribute` or `full_tensor` is an error.
+
+    Example:
+        >>> import shardwise as sw
+        >>> x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+        >>> with sw.strict():
+        ...     y = x + x
+    """
+    _Modes.strict += 1
+    try:
+        yield
+    finally:
+        _Modes.strict -= 1
+
+
+@contextlib.contextmanager
+def allow_implicit(*ops: Any) -> Iterator[None]:
+    """Inside strict mode, let these operators communicate: `torch.ops.aten.sort`, "aten.sort", or all if none is named.
+
+    Example:
+        >>> with strict(), allow_implicit("aten.sort"):
+        ...     pass
+    """
+    before = _Modes.allowed
+    _Modes.allowed = (*before, frozenset(_name(op) for op in ops) or frozenset({"*"}))
+    try:
+        yield
+    finally:
+        _Modes.allowed = before
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, a plain torch.Tensor among DTensors is taken to be the same on every rank.
+
+    Example:
+        >>> import shardwise as sw
+        >>> x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+        >>> with implicit_replication():
+        ...     (x + torch.arange(4)).full_tensor()
+        tensor([1., 2., 3., 4.])
+    """
+    _Modes.implicit_replication += 1
+    try:
+        yield
+    finally:
+        _Modes.implicit_replication -= 1
+
+
+def replicates_implicitly() -> bool:
+    """Whether plain tensors are taken as replicated now."""
+    return _Modes.implicit_replication > 0
+
+
+def _name(op: Any) -> str:
+    parts = str(op).split(".")
+    return ".".join(parts[:2])  # the operator without its overload
+
+
+def user_line() -> str:
+    """The line of the user's own code that is running, as `file:line`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((_OURS, _TORCH, "<")):
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "backward"  # autograd's own thread has no line of the user's
+
+
+def check_strict(op: Any, routes: Sequence[Route]) -> None:
+    """In strict mode, refuse what an operator is about to move."""
+    if not _Modes.strict or any("*" in names or _name(op) in names for names in _Modes.allowed):
+        return
+    moves = "; ".join(f"{route.source} -> {route.target.layout}" for route in routes)
+    received = sum(route.received for route in routes)
+    raise ImplicitCommunicationError(
+        f"strict: {op} at {user_line()} would move {received:.0f} bytes to each rank: {moves}",
+        hint="redistribute the operand yourself, choose another layout, or wrap the call in allow_implicit()",
+    )
+
+
+def warn_replicated(op: Any, specs: Sequence[DTensorSpec], routes: Sequence[Route]) -> None:
+    """One warning for each operator and line of the user's that ran on whole tensors."""
+    line = user_line()
+    if (str(op), line) not in _warned:
+        _warned.add((str(op), line))
+        received = sum(route.received for route in routes)
+        layouts = ", ".join(map(str, specs))
+        warnings.warn(
+            f"{op} at {line} has no rule for {layouts}: it was run on whole tensors on every rank, "
+            f"which moved {received:.0f} bytes to each",
+            ReplicationWarning,
+            stacklevel=2,
+        )

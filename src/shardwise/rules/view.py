@@ -1,0 +1,203 @@
+"""Views that regroup dims: view, reshape, flatten, unflatten, on sharded, uneven and strided dims.
+
+A dim's index is a number in mixed radix, and an even split is one of its digits. A view regroups digits: a split
+goes to the dim that its digit falls into, as a `Shard` if the digit leads there and as a `StridedShard` if others do.
+What cannot be said this way is gathered first. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec
+from shardwise.rules.registry import Call, layout_rule
+
+aten = torch.ops.aten
+
+
+class Digit(NamedTuple):
+    """One split of a group of dims: `prefix` is how many values all more significant digits take together."""
+
+    axis: int
+    radix: int
+    prefix: int
+
+
+class Group(NamedTuple):
+    """Neighbouring dims of input and output that hold the same elements; dims of size one belong to none."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def groups_of(before: Sequence[int], after: Sequence[int]) -> list[Group]:
+    """The smallest groups of dims with equal products.
+
+    Example:
+        >>> groups_of((2, 3, 4), (6, 1, 2, 2))
+        [Group(inputs=(0, 1), outputs=(0,)), Group(inputs=(2,), outputs=(2, 3))]
+    """
+    ins = [d for d, size in enumerate(before) if size != 1]
+    outs = [d for d, size in enumerate(after) if size != 1]
+    groups = []
+    i = j = 0
+    while i < len(ins) and j < len(outs):
+        first_i, first_j = i, j
+        left, right = before[ins[i]], after[outs[j]]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left *= before[ins[i]]
+                i += 1
+            else:
+                right *= after[outs[j]]
+                j += 1
+        groups.append(Group(tuple(ins[first_i:i]), tuple(outs[first_j:j])))
+    return groups
+
+
+def _digits(spec: DTensorSpec, dims: Sequence[int], axes: Sequence[Sequence[int]]) -> Iterator[Digit | None]:
+    """The digits of the splits of a group, dim by dim, axis by axis; None for a split that is not even."""
+    outer = 1
+    for dim in dims:
+        left, prefix = spec.shape[dim], outer
+        for axis in axes[dim]:
+            n, rows = spec.mesh.shape[axis], spec.rows(axis) or 1
+            if n == 1:
+                yield Digit(axis, 1, prefix)
+                continue
+            if left % (rows * n):
+                yield None
+                return
+            yield Digit(axis, n, prefix * rows)
+            if rows > 1 and axis != axes[dim][-1]:  # what follows a strided split has no digit of its own
+                yield None
+                return
+            left, prefix = left // n, prefix * n
+        outer *= spec.shape[dim]
+
+
+def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int, int]]] | int:
+    """For each output size its splits (axis, rows), major first; or the axis of a digit that fits nowhere."""
+    placed: list[list[tuple[int, int]]] = [[] for _ in sizes]
+    taken = [1] * len(sizes)
+    for digit in sorted(digits, key=lambda d: d.prefix):
+        before = 1
+        for at, size in enumerate(sizes):
+            if digit.prefix < before * size or (digit.radix == 1 and at == len(sizes) - 1):
+                break
+            before *= size
+        else:
+            return digit.axis
+        if digit.prefix % before or (before * size) % (digit.prefix * digit.radix):
+            return digit.axis
+        within = digit.prefix // before
+        if within % taken[at]:
+            return digit.axis
+        rows = within // taken[at]
+        placed[at].append((digit.axis, 0 if rows == 1 else rows))
+        taken[at] *= digit.radix
+    return placed
+
+
+def map_group(spec: DTensorSpec, group: Group, after: Sequence[int], axes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]] | int:
+    """Where the splits of a group go; or the axis of one that must be gathered."""
+    split = [dim for dim in group.inputs if axes[dim]]
+    if not split:
+        return [[] for _ in group.outputs]
+    if len(group.inputs) == len(group.outputs) == 1:
+        return [[(axis, spec.rows(axis) or 0) for axis in axes[group.inputs[0]]]]
+    only = split[0] if len(split) == 1 and len(axes[split[0]]) == 1 else None
+    if only is not None:
+        uneven = _uneven(spec, group, after, only, axes[only][0])
+        if uneven is not None:
+            return uneven
+    digits = list(_digits(spec, group.inputs, axes))
+    if None in digits:
+        return [axis for dim in group.inputs for axis in axes[dim]][digits.index(None)]
+    return _place([d for d in digits if d is not None], [after[dim] for dim in group.outputs])
+
+
+def _uneven(spec: DTensorSpec, group: Group, after: Sequence[int], dim: int, axis: int) -> list[list[tuple[int, int]]] | None:
+    """A single split of the last dim of a group may be uneven: each row is split alike, before and after the view."""
+    if dim != group.inputs[-1]:
+        return None
+    rows = math.prod(spec.shape[d] for d in group.inputs[:-1]) * (spec.rows(axis) or 1)
+    if spec.shape[dim] % (spec.rows(axis) or 1):
+        return None
+    row_length = math.prod(spec.shape[d] for d in group.inputs) // rows
+    placed: list[list[tuple[int, int]]] = [[] for _ in group.outputs]
+    last = after[group.outputs[-1]]
+    if last % row_length:
+        return None
+    inner = last // row_length
+    placed[-1].append((axis, 0 if inner == 1 else inner))
+    return placed
+
+
+def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    """The axes that each input dim may keep, and the splits (axis, rows) of each output dim."""
+    axes = [list(dim_axes) for dim_axes in spec.dim_axes]
+    if 0 in spec.shape:
+        if tuple(after) == tuple(spec.shape):
+            return axes, [[(a, spec.rows(a) or 0) for a in dim_axes] for dim_axes in axes]
+        return [[] for _ in axes], [[] for _ in after]
+    placed: list[list[tuple[int, int]]] = [[] for _ in after]
+    for dim, size in enumerate(spec.shape):
+        if size == 1:
+            axes[dim] = []
+    for group in groups_of(spec.shape, after):
+        while True:
+            found = map_group(spec, group, after, axes)
+            if not isinstance(found, int):
+                break
+            for dim in group.inputs:
+                if found in axes[dim]:
+                    del axes[dim][axes[dim].index(found) :]
+        for dim, splits in zip(group.outputs, found, strict=True):
+            placed[dim] = splits
+    return axes, placed
+
+
+def _with_axes(spec: DTensorSpec, axes: Sequence[Sequence[int]]) -> DTensorSpec:
+    """`spec` with only these axes splitting its dims."""
+    kept = {axis for dim_axes in axes for axis in dim_axes}
+    placements: list[Placement] = [
+        p if not isinstance(p, Shard | StridedShard) or a in kept else Replicate()
+        for a, p in enumerate(spec.placements)
+    ]
+    return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), spec.tensor_meta, [tuple(a) for a in axes])
+
+
+def local_size(call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]) -> Mapping[str, Any]:
+    """The size argument on the rank at `coordinate`: the shape of its block of the result."""
+    return {"size": list(outputs[0].local_shape(coordinate))}
+
+
+def view_or_copy(local: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A view of the local where its memory allows one, else a copy."""
+    try:
+        return aten.view.default(local, size)
+    except RuntimeError:
+        return local.reshape(size)
+
+
+@layout_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, localize=local_size, local_op=view_or_copy)
+def view(call: Call, specs: Sequence[DTensorSpec]) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]:
+    """The layouts of a view: what it needs and what it gives."""
+    spec, result = specs[0], call.results[0]
+    axes, placed = regroup(spec, result.shape)
+    wanted = spec if [list(a) for a in spec.dim_axes] == axes else _with_axes(spec, axes)
+    placements: list[Placement] = [
+        Replicate() if isinstance(p, Shard | StridedShard) else p for p in wanted.placements
+    ]
+    for dim, splits in enumerate(placed):
+        for axis, rows in splits:
+            placements[axis] = StridedShard(dim, rows) if rows else Shard(dim)
+    order = [tuple(axis for axis, _ in splits) for splits in placed]
+    return (wanted,), (DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), result, order),)
