@@ -181,8 +181,9 @@ def _all_reduced(tensor: torch.Tensor, members: int) -> float:
 
 def _split_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> float:
     """What comes from others in an all-to-all: all but the part from oneself."""
-    own = dist.get_group_rank(dist.ProcessGroup.unbox(group), dist.get_rank())
-    return (sum(splits) - splits[own]) * output.element_size()
+    members = dist.ProcessGroup.unbox(group)
+    own = splits[members.rank()] if splits else output.numel() // members.size()
+    return (output.numel() - own) * output.element_size()
 
 
 _RECEIVED: dict[str, Callable[[Any, Any], float]] = {

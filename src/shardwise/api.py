@@ -134,8 +134,8 @@ def zeros(
 
     Example:
         >>> import shardwise as sw
-        >>> zeros(4, 2, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).layout
-        'f32[4,2] S0'
+        >>> zeros(4, 2, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).spec
+        f32[4,2] S0
     """
     return full(
         size, 0, dtype=dtype or torch.get_default_dtype(), requires_grad=requires_grad, device_mesh=device_mesh,

@@ -24,7 +24,7 @@ from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import BoundRoute, bound_route, cached_routes
 from shardwise.fabric.virtual import RankTensor
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, meta_tensor, replicated, replicated_spec
-from shardwise.rules.registry import find_rule
+from shardwise.rules.registry import DECOMPOSITIONS, find_rule
 
 __all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
 
@@ -248,9 +248,11 @@ class OpDispatcher:
             if sharding is None:
                 return self._through_functional(info, functional_of(func), slots)
             return self._executor(info, slots, specs, sharding, pinned)
-        if sharding is None:
-            return self._without_rule(info, slots, specs, metas)
-        return self._executor(info, slots, specs, sharding)
+        compute = DECOMPOSITIONS.get(func)
+        if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
+            return self._executor(info, slots, specs, sharding)
+        compute = compute or _torch_decomposition(func)
+        return self._without_rule(info, slots, specs, metas) if compute is None else _decomposed(compute)
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
         meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.tensor_class)}
@@ -432,9 +434,7 @@ class OpDispatcher:
         specs: tuple[DTensorSpec, ...],
         metas: tuple[TensorMeta, ...] | None,
     ) -> Executor:
-        """Decomposed if it can be; else every operand is made whole and the operator run on every rank."""
-        if info.op._can_decompose():
-            return lambda args, kwargs: info.op.decompose(*args, **kwargs)
+        """Every operand is made whole and the operator run on every rank."""
         mesh = specs[0].mesh
         routes = _routes(specs, [replicated(spec) for spec in specs])
         outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
@@ -515,6 +515,28 @@ class OpDispatcher:
     def info(self) -> CacheInfo:
         """How full the cache is."""
         return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
+
+
+def _communicates(have: Sequence[DTensorSpec], want: Sequence[DTensorSpec]) -> bool:
+    return any(route is not None and route.communicates for route in _routes(have, want))
+
+
+def _decomposed(compute: Callable[..., Any]) -> Executor:
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with modes.decomposing():
+            return compute(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def _torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """What torch itself offers for an operator without a rule."""
+    if op._can_decompose():
+        return op.decompose
+    import torch._decomp  # half a second, needed by few programs
+
+    return torch._decomp.decomposition_table.get(op)
 
 
 def _routes(have: Sequence[DTensorSpec], want: Sequence[DTensorSpec]) -> tuple[BoundRoute | None, ...]:

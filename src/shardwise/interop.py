@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta, default_shard_order
@@ -45,7 +46,7 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
             f"from_torch needs a torch.distributed.tensor.DTensor, got a {type(tensor).__name__}",
             hint="for a plain tensor use distribute_tensor(...) or DTensor.from_local(...)",
         )
-    spec = _our_spec(theirs._spec)
+    spec = _our_spec(theirs)
     if torch.is_grad_enabled() and theirs.requires_grad:
         return _FromTorch.apply(theirs, spec)
     return _make(_local_of(theirs), spec)
@@ -140,9 +141,14 @@ def _their_tensor(local: torch.Tensor, spec: DTensorSpec, mesh: Any) -> torch.Te
 # ---------------------------------------------------------------- layouts from torch
 
 
-def _our_spec(theirs: Any) -> DTensorSpec:
+def _our_spec(tensor: Any) -> DTensorSpec:
+    theirs = tensor._spec
     mesh = as_mesh(theirs.mesh)
-    meta = TensorMeta(theirs.tensor_meta.shape, theirs.tensor_meta.stride, theirs.tensor_meta.dtype)
+    shape, stride = theirs.tensor_meta.shape, theirs.tensor_meta.stride
+    local = tensor._local_tensor.stride()
+    if 0 in stride and 0 not in local and len(local) == len(shape):
+        stride = dense_strides(shape, like=local)  # it was expanded once, and has been moved since
+    meta = TensorMeta(shape, stride, theirs.tensor_meta.dtype)
     placements = tuple(as_placement(p) for p in theirs.placements)
     if getattr(theirs, _HOW, True):
         return _ordered(mesh, placements, meta)

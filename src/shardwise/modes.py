@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -90,7 +91,20 @@ def implicit_replication() -> Iterator[None]:
 
 def replicates_implicitly() -> bool:
     """Whether plain tensors are taken as replicated now."""
-    return _Modes.implicit_replication > 0
+    return _Modes.implicit_replication > 0 or getattr(_thread, "decomposing", 0) > 0
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def decomposing() -> Iterator[None]:
+    """While an operator is computed from others: plain tensors that are made on the way are the same on every rank."""
+    _thread.decomposing = getattr(_thread, "decomposing", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.decomposing -= 1
 
 
 def _name(op: Any) -> str:

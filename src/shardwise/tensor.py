@@ -50,8 +50,8 @@ class DTensor(torch.Tensor):
         >>> import shardwise as sw
         >>> mesh = sw.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         >>> x = sw.distribute_tensor(torch.arange(32.0).reshape(8, 4), mesh, [sw.Shard(0), sw.Replicate()])
-        >>> x.layout, x.redistribute(placements=[sw.Shard(1), sw.Shard(0)]).layout
-        ('f32[8,4] dp:S0 tp:R', 'f32[8,4] dp:S1 tp:S0')
+        >>> x.spec, x.redistribute(placements=[sw.Shard(1), sw.Shard(0)]).spec
+        (f32[8,4] dp:S0 tp:R, f32[8,4] dp:S1 tp:S0)
         >>> torch.equal(x.full_tensor(), torch.arange(32.0).reshape(8, 4))
         True
     """
@@ -113,13 +113,8 @@ class DTensor(torch.Tensor):
 
     @property
     def spec(self) -> DTensorSpec:
-        """Mesh, placements, shard order and metadata in one."""
+        """Mesh, placements, shard order and metadata in one; prints as `f32[8,32] dp:S0 tp:R`."""
         return self._spec
-
-    @property
-    def layout(self) -> str:
-        """Its dtype, shape and layout in short notation."""
-        return repr(self._spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -220,8 +215,8 @@ class DTensor(torch.Tensor):
             >>> import shardwise as sw
             >>> mesh = sw.init_device_mesh("cpu", (4,))
             >>> x = sw.distribute_tensor(torch.arange(8), mesh, [sw.Shard(0)])
-            >>> x.redistribute(placements=[sw.Replicate()]).layout
-            'i64[8] R'
+            >>> x.redistribute(placements=[sw.Replicate()]).spec
+            i64[8] R
         """
         spec = self._spec
         mesh = spec.mesh if device_mesh is None else as_mesh(device_mesh)

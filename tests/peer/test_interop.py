@@ -108,9 +108,7 @@ def strided_is_no_order() -> None:
     assert interop.from_torch(given).spec is ours.spec
     with pytest.raises(sw.LayoutError, match="beside other strided shards"):
         interop.to_torch(
-            sw.distribute_tensor(
-                values((8, 6)), mesh, [sw.StridedShard(0, 2), sw.Shard(0)], shard_order=[(0, (1, 0))]
-            )
+            sw.distribute_tensor(values((8, 6)), mesh, [sw.StridedShard(0, 2), sw.Shard(0)], shard_order=[(0, (1, 0))])
         )
     view = theirs.distribute_tensor(values((4, 4, 2)), interop.to_torch(ours).device_mesh, [R, S(1)]).view(16, 2)
     if any(isinstance(p, _StridedShard) for p in view.placements):
@@ -279,9 +277,7 @@ def test_every_order_of_three_axes_is_what_torch_makes_of_it(sizes: tuple[int, .
     meta = TensorMeta((48,))
     for axes in itertools.permutations(range(3)):
         spec = DTensorSpec(mesh, [sw.Shard(0)] * 3, meta, [(0, axes)])
-        peer = TheirSpec._convert_shard_order_to_StridedShard(
-            (ShardOrderEntry(0, axes),), (S(0), S(0), S(0)), Sizes()
-        )
+        peer = TheirSpec._convert_shard_order_to_StridedShard((ShardOrderEntry(0, axes),), (S(0), S(0), S(0)), Sizes())
         assert interop._their_placements(spec) == peer
         assert interop._ordered(mesh, tuple(map(interop.as_placement, peer)), meta) is spec
 

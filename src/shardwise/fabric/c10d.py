@@ -5,22 +5,33 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.core.layout import Block, dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError
 from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
-from shardwise.fabric.pieces import Box, choose_sender, distinct_blocks, divide_average, empty_block, local_step, overlap
+from shardwise.fabric.pieces import (
+    Box,
+    average_divider,
+    choose_sender,
+    distinct_blocks,
+    empty_block,
+    fill_from,
+    local_step,
+    overlap,
+)
+from shardwise.plan.route import Route
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, reduction
 
 __all__ = ["C10dFabric"]
 
+T = TypeVar("T")
 Wait = Callable[[], torch.Tensor]
 Start = Callable[[torch.Tensor], Wait]
 
@@ -139,6 +150,14 @@ class C10dFabric(Fabric):
 
     # ---------------------------------------------------------------- steps
 
+    def bind_route(self, route: Route) -> BoundStep:
+        bind = super().bind_route
+        return _of_this_world(lambda: bind(route))
+
+    def start_route(self, route: Route) -> Start:
+        bind = super().start_route
+        return _of_this_world(lambda: bind(route))
+
     def bind(self, step: Step) -> BoundStep:
         coordinate = self.coordinate(step.before.mesh)
         if coordinate is not None:
@@ -164,7 +183,7 @@ class C10dFabric(Fabric):
             case ReduceScatter():
                 return self._reduce_scatter(step, coordinate)
             case AllToAll():
-                return self._exchange(Exchange(step.before, step.after, step.over))
+                return self._all_to_all(step) or self._exchange(Exchange(step.before, step.after, step.over))
             case _:
                 bound = self.bind(step)
                 return lambda local: lambda: bound(local)
@@ -176,7 +195,9 @@ class C10dFabric(Fabric):
             return lambda local: lambda: local
         return lambda local: lambda: empty_block(step.after, coordinate, local)
 
-    def _group_blocks(self, step: AllGather | ReduceScatter, spec: DTensorSpec) -> tuple[Any, list[int], list[Any]]:
+    def _group_blocks(
+        self, step: AllGather | AllToAll | ReduceScatter, spec: DTensorSpec
+    ) -> tuple[Any, list[int], list[Block]]:
         """The group of a step, the order of its ranks by coordinate, and the block of `spec` that each has."""
         members = self._members(step.before.mesh, step.over)
         ranks = [step.before.mesh.grid_ranks[i] for i in members]
@@ -191,54 +212,56 @@ class C10dFabric(Fabric):
         sizes = [block.shape[dim] for block in blocks]
         widest = max(sizes)
         goal = step.after.block(coordinate)
-        plain = all(len(block.runs[dim]) == 1 for block in (*blocks, goal)) and order == list(range(n))
+        in_order = all(len(block.runs[dim]) == 1 for block in (*blocks, goal)) and order == list(range(n))
+        even = in_order and sizes == [widest] * n
         whole = list(blocks[0].shape)
         whole[dim] = widest
 
-        def assemble(buffer: torch.Tensor) -> torch.Tensor:
-            parts = buffer.view(n, *whole)
-            if plain and sizes == [widest] * n:
-                if dim == 0:
-                    return buffer.view(n * widest, *whole[1:])
-                return parts.movedim(0, dim).reshape(*whole[:dim], n * widest, *whole[dim + 1 :])
+        def assemble(parts: torch.Tensor) -> torch.Tensor:
+            if even:
+                return parts.movedim(0, dim).reshape(goal.shape)
             pieces = [parts[order[i]].narrow(dim, 0, sizes[i]) for i in range(n)]
-            if plain:
+            if in_order:
                 return torch.cat(pieces, dim)
-            out = buffer.new_empty(goal.shape)
+            out = parts.new_empty(goal.shape)
             for block, piece in zip(blocks, pieces, strict=True):
-                for box in overlap(block, goal):
-                    out[box.target].copy_(piece[box.source])
+                fill_from(out, piece, overlap(block, goal))
             return out
 
         def start(local: torch.Tensor) -> Wait:
             if local.shape[dim] < widest:
                 local = _padded(local, dim, widest)
-            sent = _as_carried(local.contiguous()).view(-1)
-            buffer = sent.new_empty(n * sent.numel())
-            work = group._allgather_base(buffer, sent)
+            local = local.contiguous()
+            buffer = local.new_empty((n, *whole))
+            work = group._allgather_base(_as_carried(buffer).view(-1), _as_carried(local).view(-1))
 
             def wait() -> torch.Tensor:
                 work.wait()
-                return assemble(_as_dtype(buffer, local.dtype))
+                return assemble(buffer)
 
             return wait
 
-        return start
+        def start_in_place(local: torch.Tensor) -> Wait:
+            local = local.contiguous()
+            out = local.new_empty(goal.shape)
+            return _after(group._allgather_base(_as_carried(out), _as_carried(local)), out)
+
+        return start_in_place if even and dim == 0 else start
 
     def _all_reduce(self, step: AllReduce) -> Start:
         group = self.group(step.before.mesh, step.over)
-        op = _REDUCE_OPS[reduction(step)]
+        options = dist.AllreduceOptions()
+        options.reduceOp = _REDUCE_OPS[reduction(step)]
+        finish = average_divider(step)
 
         def start(local: torch.Tensor) -> Wait:
             wide = _WIDENED.get(local.dtype)
             buffer = local.clone(memory_format=torch.contiguous_format) if wide is None else local.to(wide).contiguous()
-            options = dist.AllreduceOptions()
-            options.reduceOp = op
             work = group.allreduce([buffer], options)
 
             def wait() -> torch.Tensor:
                 work.wait()
-                total = divide_average(step, buffer)
+                total = buffer if finish is None else finish(buffer)
                 return total if wide is None else total.to(local.dtype)
 
             return wait
@@ -256,33 +279,55 @@ class C10dFabric(Fabric):
         even = sizes == [widest] * n and order == list(range(n)) and len(source.runs[dim]) == 1
         boxes = [overlap(source, block) for block in blocks]
         mine = step.after.local_shape(coordinate)[dim]
-        op = _REDUCE_OPS[reduction(step)]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _REDUCE_OPS[reduction(step)]
+        finish = average_divider(step)
 
         def pack(local: torch.Tensor) -> torch.Tensor:
-            if even and dim == 0:
-                return local.contiguous()
             if even:
-                return local.unflatten(dim, (n, widest)).movedim(dim, 0).contiguous()
+                return _split_in_front(local, dim, n)
             packed = local.new_zeros((n, *whole))
             for i, parts in enumerate(boxes):
-                for box in parts:
-                    packed[order[i]][box.target].copy_(local[box.source])
+                fill_from(packed[order[i]], local, parts)
             return packed
 
         def start(local: torch.Tensor) -> Wait:
             wide = _WIDENED.get(local.dtype)
             packed = pack(local if wide is None else local.to(wide))
             buffer = packed.new_empty(whole)
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = op
             work = group._reduce_scatter_base(buffer.view(-1), packed.view(-1), options)
 
             def wait() -> torch.Tensor:
                 work.wait()
-                total = divide_average(step, buffer)
+                total = buffer if finish is None else finish(buffer)
                 if mine != widest:
                     total = total.narrow(dim, 0, mine).clone()
                 return total if wide is None else total.to(local.dtype)
+
+            return wait
+
+        return start
+
+    def _all_to_all(self, step: AllToAll) -> Start | None:
+        """Where all parts are of one size, in order and row-major; None where the general exchange must do it."""
+        group, order, blocks = self._group_blocks(step, step.before)
+        n, source_dim, target_dim = len(blocks), step.source_dim, step.target_dim
+        shape = list(blocks[0].shape)
+        alike = all(list(block.shape) == shape and all(len(runs) == 1 for runs in block.runs) for block in blocks)
+        row_major = step.after.tensor_meta.stride == dense_strides(step.after.shape)
+        if not alike or not row_major or order != list(range(n)) or shape[target_dim] % n:
+            return None
+        shape[target_dim] //= n
+        goal = [size * n if dim == source_dim else size for dim, size in enumerate(shape)]
+
+        def start(local: torch.Tensor) -> Wait:
+            packed = _split_in_front(local, target_dim, n)
+            buffer = torch.empty_like(packed)
+            work = group.alltoall_base(_as_carried(buffer).view(-1), _as_carried(packed).view(-1), [], [])
+
+            def wait() -> torch.Tensor:
+                work.wait()
+                return buffer.movedim(0, source_dim).reshape(goal)
 
             return wait
 
@@ -297,12 +342,13 @@ class C10dFabric(Fabric):
         group = self.group_of(ranks)
         in_group = {rank: i for i, rank in enumerate(sorted(ranks))}
         mine_before, mine_after = before.mesh.coordinate_of(me), after.mesh.coordinate_of(me)
+        all_holders = self._holders(before, ranks)
 
         sends: list[list[Box]] = [[] for _ in ranks]
         keeps: list[Box] = []
         if mine_before is not None:
             block = before.block(mine_before)
-            holders = next(who for held, who in self._holders(before, ranks) if held is block or held == block)
+            holders = next(who for held, who in all_holders if held is block or held == block)
             for rank in ranks:
                 coordinate = after.mesh.coordinate_of(rank)
                 if coordinate is not None and choose_sender(rank, holders) == me:
@@ -311,23 +357,25 @@ class C10dFabric(Fabric):
         receives: list[list[Box]] = [[] for _ in ranks]
         if mine_after is not None:
             target = after.block(mine_after)
-            for held, who in self._holders(before, ranks):
+            for held, who in all_holders:
                 sender = choose_sender(me, who)
                 if sender != me:
                     receives[in_group[sender]].extend(overlap(held, target))
 
         sent_sizes = [sum(box.numel for box in boxes) for boxes in sends]
         got_sizes = [sum(box.numel for box in boxes) for boxes in receives]
-        sent_boxes = [box for boxes in sends for box in boxes]
-        got_boxes = [box for boxes in receives for box in boxes]
-        got_lengths = [box.numel for box in got_boxes]
+        if any(got_sizes) and not any(sent_sizes):
+            # torch's fake backend takes no empty input, so one element goes from this rank to itself
+            sent_sizes[in_group[me]] = got_sizes[in_group[me]] = 1
+        sent, sent_boxes = sum(sent_sizes), _placed(sends, sent_sizes)
+        got, got_boxes = sum(got_sizes), _placed(receives, got_sizes)
 
         def start(local: torch.Tensor) -> Wait:
-            flat = [local[box.source].reshape(-1) for box in sent_boxes]
-            packed = torch.cat(flat) if flat else local.new_empty(0)
-            buffer = packed.new_empty(sum(got_sizes))
+            packed, buffer = local.new_empty(sent), local.new_empty(got)
+            for box, at, length in sent_boxes:
+                packed.narrow(0, at, length).view(box.shape).copy_(local[box.source])
             carried = _as_carried(buffer)
-            scale = carried.element_size() and buffer.element_size() // carried.element_size()
+            scale = buffer.element_size() // carried.element_size()
             work = group.alltoall_base(
                 carried, _as_carried(packed), [n * scale for n in got_sizes], [n * scale for n in sent_sizes]
             )
@@ -337,10 +385,9 @@ class C10dFabric(Fabric):
                 if mine_after is None:
                     return local.new_empty(0)
                 out = empty_block(after, mine_after, local)
-                for box in keeps:
-                    out[box.target].copy_(local[box.source])
-                for box, part in zip(got_boxes, buffer.split(got_lengths), strict=True):
-                    out[box.target].copy_(part.view(box.shape))
+                fill_from(out, local, keeps)
+                for box, at, length in got_boxes:
+                    out[box.target].copy_(buffer.narrow(0, at, length).view(box.shape))
                 return out
 
             return wait
@@ -382,8 +429,47 @@ def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
-def _as_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return buffer if buffer.dtype is dtype else buffer.view(dtype)
+def _after(work: Any, result: torch.Tensor) -> Wait:
+    """Waits for `work`, which fills `result`."""
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return result
+
+    return wait
+
+
+def _of_this_world(make: Callable[[], Callable[[torch.Tensor], T]]) -> Callable[[torch.Tensor], T]:
+    """What `make` makes, and makes anew in another world: ranks and groups are those of a world."""
+    world, made = dist.group.WORLD, make()
+
+    def run(local: torch.Tensor) -> T:
+        nonlocal world, made
+        if dist.group.WORLD is not world:
+            world, made = dist.group.WORLD, make()
+        return made(local)
+
+    return run
+
+
+def _split_in_front(local: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
+    """`local` as a dense row of `parts`, into which `dim` is split evenly."""
+    if dim == 0:
+        return local.contiguous().view(parts, -1, *local.shape[1:])
+    return local.unflatten(dim, (parts, -1)).movedim(dim, 0).contiguous()
+
+
+def _placed(boxes: Sequence[Sequence[Box]], sizes: Sequence[int]) -> list[tuple[Box, int, int]]:
+    """Each box with its place and length in a flat buffer in which the ranks have parts of `sizes`."""
+    placed = []
+    begin = 0
+    for of_rank, size in zip(boxes, sizes, strict=True):
+        at = begin
+        for box in of_rank:
+            placed.append((box, at, box.numel))
+            at += box.numel
+        begin += size
+    return placed
 
 
 def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:

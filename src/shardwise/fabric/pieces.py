@@ -170,9 +170,18 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 def divide_average(step: AllReduce | ReduceScatter, total: torch.Tensor) -> torch.Tensor:
     """A sum made into the average that the step asks for."""
+    divide = average_divider(step)
+    return total if divide is None else divide(total)
+
+
+def average_divider(step: AllReduce | ReduceScatter) -> Local | None:
+    """What makes a sum into the average that the step asks for, in place; None if it asks for none."""
     count = average_over(step)
     if count == 1:
-        return total
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(count)
-    return total.div_(count, rounding_mode="floor")
+        return None
+
+    def divide(total: torch.Tensor) -> torch.Tensor:
+        exact = total.is_floating_point() or total.is_complex()
+        return total.div_(count) if exact else total.div_(count, rounding_mode="floor")
+
+    return divide

@@ -24,18 +24,21 @@ MAX_ROUTES = 8192
 observers: list[Callable[[Route], None]] = []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class BoundRoute:
     """A route and the callable that carries it out on a local."""
 
     route: Route
     run: BoundStep
     communicates: bool
+    _begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
     def start(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin, leaving the last collective in flight; what comes back waits and finishes."""
         _notify(self.route)
-        return fabric_of(self.route.source.mesh).start_route(self.route)(local)
+        if self._begin is None:
+            self._begin = fabric_of(self.route.source.mesh).start_route(self.route)
+        return self._begin(local)
 
 
 _bound: dict[tuple[Any, ...], BoundRoute] = {}

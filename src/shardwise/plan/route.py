@@ -340,9 +340,10 @@ class _Search:
         return DistState(tuple(dims), partial)
 
     def early_slices(self, state: DistState) -> Iterator[DistState]:
-        """`state` with what is replicated sliced, so that less is reduced; a second collective must bring it back."""
+        """`state` with what is replicated sliced, so that less is reduced, or less crosses the slower links; a second
+        collective must bring it back."""
         used = {axis for axis, _ in state.partial}
-        if not used or used == set(self.kept):
+        if used <= set(self.kept) and (self.uniform or not self.same_mesh):
             return
         used.update(split.axis for splits in state.dims for split in splits)
         free = tuple(Split(axis) for axis, n in enumerate(self.sizes) if n > 1 and axis not in used)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors, Pattern, factors_of, parse
 
-__all__ = ["Call", "Rule", "find_rule", "layout_rule", "pattern_rule", "rule"]
+__all__ = ["Call", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
 
 Coordinate = tuple[int, ...]
 
@@ -128,6 +128,21 @@ def overloads(ops: Sequence[Any]) -> list[OpOverload]:
         else:
             found.append(op)
     return found
+
+
+# How to compute an operator from others, on DTensors: taken where its rule would have to communicate, or it has none.
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
+
+
+def decomposition(*ops: Any) -> Callable:
+    """Declare how some operators are computed from others; gets the operator's own arguments, with DTensors in them."""
+
+    def declare(compute: Callable[..., Any]) -> Callable:
+        for op in overloads(ops):
+            DECOMPOSITIONS[op] = compute
+        return compute
+
+    return declare
 
 
 # The rule of what torch tags as pointwise; set by rules/pointwise.
