@@ -8,6 +8,7 @@ only as what it unwraps and wraps.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,6 @@ __all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
 
 MAX_ENTRIES = 16384
 VIRTUAL = "virtual"
-PLAIN = "plain"  # marks a torch.Tensor that is no DTensor in a key
 VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Coordinate = tuple[int, ...]
@@ -156,6 +156,37 @@ def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any])
                     yield Slot(index, name, item), one
 
 
+# ---------------------------------------------------------------- plain tensors among DTensors
+
+PLAIN, USERS = "plain", "a user's plain tensor"  # marks in a key
+
+
+def _plain_key(tensor: torch.Tensor, made_inside: bool) -> tuple[Any, ...]:
+    """The key of a plain tensor. Small ones, and those that an operator made on its way, are the same on every rank."""
+    same = made_inside or tensor.numel() == 1 or modes.replicates_implicitly()
+    return (PLAIN if same else USERS, TensorMeta.of(tensor))
+
+
+def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
+    """Whether a tensor has just come out of a composite operator in C++: then only this call holds its Python object.
+
+    A user's tensor is held by a variable, a container or the interpreter's stack as well. `ours` is how many references
+    the caller has: the argument list, its own variable, this parameter. Three more are the call's own.
+    """
+    if sys.getrefcount(tensor) > ours + 3:
+        return False
+    base = tensor._base
+    return base is None or sys.getrefcount(base) <= 2
+
+
+def _flat(key: Any) -> Iterator[Any]:
+    for part in key:
+        if part.__class__ is tuple:
+            yield from _flat(part)
+        else:
+            yield part
+
+
 # ---------------------------------------------------------------- the dispatcher
 
 
@@ -194,7 +225,7 @@ class OpDispatcher:
         self, key: tuple[Any, ...], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Executor:
         """Work out the executor of a new signature and keep it."""
-        run = self.resolve(func, args, kwargs)
+        run = self.resolve(key, func, args, kwargs)
         self.misses += 1
         if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
             for old in list(self.cache)[: MAX_ENTRIES // 4]:
@@ -207,8 +238,14 @@ class OpDispatcher:
         info = _op_info(func)
         parts: list[Any] = [func]
         names = info.names
-        for i, arg in enumerate(args):
-            parts.append(arg._spec if arg.__class__ is self.tensor_class else self._key_part(arg, names[i] in info.unread))
+        for i in range(len(args)):  # not enumerate, which would hold the argument too
+            arg = args[i]
+            if arg.__class__ is self.tensor_class:
+                parts.append(arg._spec)
+            elif isinstance(arg, torch.Tensor):
+                parts.append(_plain_key(arg, _nobody_else_holds(arg, 3)))
+            else:
+                parts.append(self._key_part(arg, names[i] in info.unread))
         for name in kwargs:
             parts.append(name)
             parts.append(self._key_part(kwargs[name], name in info.unread))
@@ -219,25 +256,32 @@ class OpDispatcher:
         if kind is self.tensor_class:
             return value._spec
         if kind is list or kind is tuple:
-            return tuple(self._key_part(item, unread) for item in value)
+            return tuple(
+                _plain_key(item, _nobody_else_holds(item, 2))
+                if isinstance(item, torch.Tensor) and item.__class__ is not self.tensor_class
+                else self._key_part(item, unread)
+                for item in value
+            )
         if isinstance(value, torch.Tensor):
-            return (PLAIN, TensorMeta.of(value), self._may_replicate(value))
+            return _plain_key(value, False)
         # 1 == 1.0 == True to a dictionary, but not to an operator
         return kind if unread else (kind, value)
 
-    def _may_replicate(self, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor among DTensors may be taken as the same on every rank."""
-        return tensor.numel() == 1 or modes.replicates_implicitly()
-
     # ---------------------------------------------------------------- a new signature
 
-    def resolve(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
+    def resolve(
+        self, key: tuple[Any, ...], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executor:
         """The executor of a call's signature."""
         info = OpInfo.of(func)
         found = list(tensor_slots(info, args, kwargs))
         mesh = self._common_mesh(info, [tensor for _, tensor in found])
         slots = tuple(slot for slot, _ in found)
-        specs = tuple(self._spec_of(info, slot, tensor, mesh) for slot, tensor in found)
+        self._check_plain(info, found, key)
+        specs = tuple(
+            tensor._spec if isinstance(tensor, self.tensor_class) else replicated_spec(mesh, TensorMeta.of(tensor))
+            for _, tensor in found
+        )
         if info.outs:
             return self._through_functional(info, functional_of(func), slots)
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
@@ -252,7 +296,7 @@ class OpDispatcher:
         if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
             return self._executor(info, slots, specs, sharding)
         compute = compute or _torch_decomposition(func)
-        return self._without_rule(info, slots, specs, metas) if compute is None else _decomposed(compute)
+        return self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(compute, mesh)
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
         meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.tensor_class)}
@@ -263,17 +307,18 @@ class OpDispatcher:
             )
         return next(iter(meshes))
 
-    def _spec_of(self, info: OpInfo, slot: Slot, tensor: Any, mesh: DeviceMesh) -> DTensorSpec:
-        if isinstance(tensor, self.tensor_class):
-            return tensor._spec
-        if not self._may_replicate(tensor):
-            raise PlainTensorError(
-                f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among DTensors, "
-                "and only you know how it is meant to lie on the mesh",
-                hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
-                "DTensor.from_local(tensor, mesh, placements) if each rank holds a part",
-            )
-        return replicated_spec(mesh, TensorMeta.of(tensor))
+    def _check_plain(self, info: OpInfo, found: Sequence[tuple[Slot, Any]], key: tuple[Any, ...]) -> None:
+        """Refuse a plain tensor among DTensors that only the user could place."""
+        if not any(part is USERS for part in _flat(key)):
+            return
+        for slot, tensor in found:
+            if not isinstance(tensor, self.tensor_class) and tensor.numel() != 1:
+                raise PlainTensorError(
+                    f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among "
+                    "DTensors, and only you know how it is meant to lie on the mesh",
+                    hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
+                    "DTensor.from_local(tensor, mesh, placements) if each rank holds a part",
+                )
 
     def _with_specs(
         self, info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], specs: Mapping[Slot, DTensorSpec]
@@ -303,7 +348,7 @@ class OpDispatcher:
             results = info.op(*new_args, **new_kwargs)
         except NotImplementedError:
             return None
-        tensors = results if isinstance(results, tuple | list) else (results,)
+        tensors = results if isinstance(results, tuple | list) else () if results is None else (results,)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return None
         return tuple(TensorMeta.of(tensor) for tensor in tensors)
@@ -395,7 +440,7 @@ class OpDispatcher:
             if wraps is None:
                 return self._wrap_replicated(results, mesh)
             if isinstance(results, tuple | list):
-                wrapped = type(results)(wrap(result) for wrap, result in zip(wraps, results, strict=True))
+                wrapped = _like(results, (wrap(result) for wrap, result in zip(wraps, results, strict=True)))
             else:
                 wrapped = wraps[0](results)
             if lost:
@@ -426,6 +471,24 @@ class OpDispatcher:
             coordinate: localize(sharding.call, sharding.inputs, sharding.outputs, coordinate)
             for coordinate in coordinates_here(mesh)
         }
+
+    def _decomposed(self, compute: Callable[..., Any], mesh: DeviceMesh) -> Executor:
+        """Computed from other operators; plain tensors that come out were made on the way, alike on every rank."""
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with modes.decomposing():
+                results = compute(*args, **kwargs)
+            return self._wrap_plain(results, mesh)
+
+        return run
+
+    def _wrap_plain(self, results: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(results, tuple | list):
+            return _like(results, (self._wrap_plain(result, mesh) for result in results))
+        if isinstance(results, torch.Tensor) and not isinstance(results, self.tensor_class):
+            local = fabric_of(mesh).build(mesh, lambda coordinate: results.clone())
+            return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(local)
+        return results
 
     def _without_rule(
         self,
@@ -507,7 +570,7 @@ class OpDispatcher:
     def _wrap_replicated(self, results: Any, mesh: DeviceMesh) -> Any:
         """Results of an operator that ran on whole tensors everywhere, whose shapes are known only now."""
         if isinstance(results, tuple | list):
-            return type(results)(self._wrap_replicated(result, mesh) for result in results)
+            return _like(results, (self._wrap_replicated(result, mesh) for result in results))
         if not isinstance(results, torch.Tensor):
             return results
         return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(results)
@@ -517,16 +580,13 @@ class OpDispatcher:
         return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
 
 
+def _like(results: Any, items: Iterator[Any]) -> Any:
+    """A list for a list, a tuple for any kind of tuple."""
+    return list(items) if isinstance(results, list) else tuple(items)
+
+
 def _communicates(have: Sequence[DTensorSpec], want: Sequence[DTensorSpec]) -> bool:
     return any(route is not None and route.communicates for route in _routes(have, want))
-
-
-def _decomposed(compute: Callable[..., Any]) -> Executor:
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with modes.decomposing():
-            return compute(*args, **kwargs)
-
-    return run
 
 
 @functools.cache
@@ -608,5 +668,5 @@ def _together(results: list[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return RankTensor(results)
     if isinstance(first, tuple | list):
-        return type(first)(_together([result[i] for result in results]) for i in range(len(first)))
+        return _like(first, (_together([result[i] for result in results]) for i in range(len(first))))
     return first

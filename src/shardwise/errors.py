@@ -69,7 +69,7 @@ def _rebuild_bound(problem: str, hint: str | None, smallest: int) -> MemoryBound
     return MemoryBoundError(problem, hint=hint, smallest=smallest)
 
 
-class PlainTensorError(ShardwiseError, TypeError):
+class PlainTensorError(ShardwiseError, RuntimeError):
     """A plain torch.Tensor met a DTensor where only the user can say how it is laid out."""
 
 

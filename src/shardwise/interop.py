@@ -86,7 +86,7 @@ def to_torch(tensor: DTensor) -> torch.Tensor:
 
 class _FromTorch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, theirs: torch.Tensor, spec: DTensorSpec) -> DTensor:  # pyright: ignore
+    def forward(ctx: Any, theirs: torch.Tensor, spec: DTensorSpec) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.spec, ctx.mesh = spec, theirs.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         local = _local_of(theirs)
         return _make(local.view_as(local), spec)
@@ -99,7 +99,7 @@ class _FromTorch(torch.autograd.Function):
 
 class _ToTorch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, mesh: Any) -> torch.Tensor:  # pyright: ignore
+    def forward(ctx: Any, tensor: DTensor, mesh: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.spec = tensor._spec
         local = tensor._local_tensor
         return _their_tensor(local.view_as(local), tensor._spec, mesh)

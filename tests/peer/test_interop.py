@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import subprocess
 import sys
 from typing import Any
@@ -92,7 +94,7 @@ def order_both_ways() -> None:
     assert torch.equal(given.full_tensor(), values((8, 6)))
     back = interop.from_torch(given)
     assert back.spec is ours.spec
-    assert back.layout == "f32[8,6] dp:S0 tp:S0 order 0:tp>dp"
+    assert repr(back.spec) == "f32[8,6] dp:S0 tp:S0 order 0:tp>dp"
     assert given.device_mesh.mesh_dim_names == ("dp", "tp")
 
 
@@ -130,7 +132,7 @@ def explicit_order() -> None:
     meta = TheirMeta(torch.Size((8,)), (1,), torch.float32)
     spec = TheirSpec(mesh, (S(0), S(0)), meta, shard_order=(ShardOrderEntry(0, (1, 0)),))
     made = theirs.DTensor(torch.zeros(2), spec, requires_grad=False)
-    assert interop.from_torch(made).layout == "f32[8] S0 S0 order 0:1>0"
+    assert repr(interop.from_torch(made).spec) == "f32[8] S0 S0 order 0:1>0"
 
 
 def test_an_order_that_torch_holds_in_its_field(gloo4: ProcessPool) -> None:
@@ -233,7 +235,7 @@ def two_meanings() -> None:
     given = theirs.DTensor.from_local(
         torch.zeros(2), mesh, [_StridedShard(0, split_factor=2), S(0)], run_check=False, shape=(8,), stride=(1,)
     )
-    assert interop.from_torch(given).layout == "f32[8] S0 S0 order 0:1>0"
+    assert repr(interop.from_torch(given).spec) == "f32[8] S0 S0 order 0:1>0"
     ours = sw.init_device_mesh("cpu", (4,))
     with pytest.raises(sw.PlainTensorError, match=r"needs a torch\.distributed\.tensor\.DTensor, got a DTensor"):
         interop.from_torch(sw.zeros(4, device_mesh=ours))
@@ -264,8 +266,6 @@ def test_an_uneven_order_with_two_meanings_is_refused() -> None:
 @pytest.mark.parametrize("sizes", [(2, 3, 4), (4, 3, 2), (2, 2, 2)])
 def test_every_order_of_three_axes_is_what_torch_makes_of_it(sizes: tuple[int, ...]) -> None:
     """Both directions against torch's own conversion, which needs nothing of a mesh but its sizes."""
-    import itertools
-
     from torch.distributed.tensor._dtensor_spec import DTensorSpec as TheirSpec
     from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
@@ -293,5 +293,7 @@ def test_a_mesh_without_processes_is_refused(make: Any) -> None:
 
 def test_importing_the_adapter_does_not_import_torch_distributed_tensor() -> None:
     program = "import sys, shardwise.interop; print('torch.distributed.tensor' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", program]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert answer.stdout.strip() == "False"

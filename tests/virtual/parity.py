@@ -4,6 +4,7 @@ Knows nothing of any particular operator.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,26 +16,50 @@ import shardwise as sw
 from shardwise.fabric import routes
 
 MESHES = ((4,), (2, 2), (2, 3))
+# What each rank of an axis holds of a Partial(sum), as multiples of the value: powers of two, so that nothing is rounded,
+# of both signs, so that nothing but a linear operator gives the right sum.
+SHARES = {1: (1,), 2: (2, -1), 3: (2, -2, 1), 4: (2, -1, -2, 2)}
+
+
+class Diverged(AssertionError):
+    """Ranks that must hold the same hold different values."""
+
+
+class Inconsistent(AssertionError):
+    """What the ranks hold is not what the DTensor says."""
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def plain_layouts(shapes: Sequence[Sequence[int]], axes: int, partial: bool = True) -> Iterator[list[list[Any]]]:
+    """The layouts that any operator must take: all replicated, each tensor sharded on each dim, partial, all alike."""
+    replicated = [sw.Replicate()] * axes
+    yield [replicated for _ in shapes]
+    for i, shape in enumerate(shapes):
+        for dim, axis in itertools.product(range(len(shape)), range(axes)):
+            one = [sw.Shard(dim) if a == axis else sw.Replicate() for a in range(axes)]
+            yield [one if j == i else replicated for j in range(len(shapes))]
+        if partial:
+            yield [[sw.Partial()] * axes if j == i else replicated for j in range(len(shapes))]
+    for dim in range(max([0, *map(len, shapes)])):
+        yield [[sw.Shard(min(dim, len(s) - 1))] * axes if s else replicated for s in map(tuple, shapes)]
+
+
+def random_layout(
+    shapes: Sequence[Sequence[int]], axes: int, rng: random.Random, partial: bool = True
+) -> list[list[Any]]:
+    """Any placement for each tensor and axis."""
+    return [[_any(shape, rng, partial) for _ in range(axes)] for shape in shapes]
 
 
 def layouts(
     shapes: Sequence[Sequence[int]], axes: int, rng: random.Random, limit: int, partial: bool = True
 ) -> Iterator[list[list[Any]]]:
-    """Placements for tensors of these shapes: all replicated, each sharded on each dim, all alike, partial, random ones."""
-    replicated = [sw.Replicate()] * axes
-    yield [replicated for _ in shapes]
-    found: list[list[list[Any]]] = []
-    for i, shape in enumerate(shapes):
-        for dim, axis in itertools.product(range(len(shape)), range(axes)):
-            one = [sw.Shard(dim) if a == axis else sw.Replicate() for a in range(axes)]
-            found.append([one if j == i else replicated for j in range(len(shapes))])
-        if partial:
-            found.append([[sw.Partial()] * axes if j == i else replicated for j in range(len(shapes))])
-    for dim in range(max([0, *map(len, shapes)])):
-        alike = [[sw.Shard(min(dim, len(s) - 1))] * axes if s else replicated for s in map(tuple, shapes)]
-        found.append(alike)
-    for _ in range(limit):
-        found.append([[_any(shape, rng, partial) for _ in range(axes)] for shape in shapes])
+    """Placements for tensors of these shapes: all replicated, then `limit` of the plain ones and random ones."""
+    replicated, *found = plain_layouts(shapes, axes, partial)
+    yield replicated
+    found.extend(random_layout(shapes, axes, rng, partial) for _ in range(limit))
     rng.shuffle(found)
     yield from found[:limit]
 
@@ -44,30 +69,90 @@ def _any(shape: Sequence[int], rng: random.Random, partial: bool) -> Any:
     return rng.choice(choices + ([sw.Partial()] if partial else []))
 
 
-def bytes_moved(fn: Callable[[], Any]) -> tuple[Any, int, float]:
-    """What `fn` gives, and how many collectives and bytes it issued."""
-    seen: list[Any] = []
-    routes.observers.append(seen.append)
-    try:
-        result = fn()
-    finally:
-        routes.observers.remove(seen.append)
-    return result, sum(route.collectives for route in seen), sum(route.received for route in seen)
+# ---------------------------------------------------------------- to DTensors and back
+
+
+def distribute(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> sw.DTensor:
+    """A DTensor of this value; what is Partial(sum) is really spread over the ranks, exactly."""
+    placements = _legal(tensor, placements)
+    summed = [axis for axis, p in enumerate(placements) if isinstance(p, sw.Partial) and p.reduce_op == "sum"]
+    if not summed:
+        return sw.distribute_tensor(tensor, mesh, placements)
+    whole_here = [sw.Replicate() if axis in summed else p for axis, p in enumerate(placements)]
+    held = sw.distribute_tensor(tensor, mesh, whole_here)
+    shares = [
+        _share(local, math.prod(SHARES[mesh.shape[a]][at[a]] for a in summed), all(at[a] == 0 for a in summed))
+        for local, at in zip(held.to_local().tensors, mesh.coordinates.tolist(), strict=True)
+    ]
+    return sw.DTensor.from_local(sw.RankTensor(shares), mesh, placements, shape=held.shape, stride=held.stride())
+
+
+def _share(local: torch.Tensor, times: int, first: bool) -> torch.Tensor:
+    """A rank's multiple of a value; what is not finite, or would not be, is all with the first rank."""
+    if not (local.is_floating_point() or local.is_complex()):
+        return local * times
+    return torch.where((local * 16).isfinite(), local * times, local if first else torch.zeros_like(local))
+
+
+def _legal(tensor: torch.Tensor, placements: Sequence[Any]) -> list[Any]:
+    """Without Partial(sum) for bool, which has no sum."""
+    return [sw.Replicate() if isinstance(p, sw.Partial) and tensor.dtype is torch.bool else p for p in placements]
 
 
 def whole(value: Any) -> Any:
-    """Every DTensor in a structure made a plain tensor; and every virtual rank must agree on replicated ones."""
+    """Every DTensor in a structure made a plain tensor; every rank must hold what the spec says, and replicas agree."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, sw.DTensor):
-            local = leaf.detach().redistribute(placements=[sw.Replicate()] * leaf.device_mesh.ndim).to_local()
-            for other in local.tensors[1:]:
-                assert torch.equal(torch.nan_to_num(local.tensors[0]), torch.nan_to_num(other)), "ranks diverge"
-            assert local.tensors[0].shape == leaf.shape, f"{tuple(local.tensors[0].shape)} is not {tuple(leaf.shape)}"
-            return local.tensors[0]
-        return leaf
+        if not isinstance(leaf, sw.DTensor):
+            return leaf
+        with torch.no_grad():
+            leaf = leaf.detach()
+            check_locals(leaf)
+            local = leaf.redistribute(placements=[sw.Replicate()] * leaf.device_mesh.ndim).to_local()
+        first = local.tensors[0]
+        for rank, other in enumerate(local.tensors):
+            if not same_bits(first, other):
+                raise Diverged(f"ranks diverge: {leaf.spec}: rank 0 has {first}, rank {rank} has {other}")
+        return first
 
     return tree_map(one, value, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+
+
+def check_locals(tensor: Any) -> None:
+    """Each rank's part has the shape and dtype that the spec says."""
+    spec = tensor.spec
+    for local, at in zip(tensor._local_tensor.tensors, spec.mesh.coordinates.tolist(), strict=True):
+        if local.dtype is not spec.tensor_meta.dtype:
+            raise Inconsistent(f"{spec}: the local at {tuple(at)} is of {local.dtype}")
+        if tuple(local.shape) != tuple(spec.local_shape(tuple(at))):
+            raise Inconsistent(
+                f"{spec}: the local at {tuple(at)} has shape {tuple(local.shape)}, not {tuple(spec.local_shape(tuple(at)))}"
+            )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape and values, NaN equal to NaN."""
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = a == b
+    return bool((same | ((a != a) & (b != b))).all())
+
+
+def bytes_moved(fn: Callable[[], Any]) -> tuple[Any, int, float]:
+    """What `fn` gives, and how many collectives and bytes it issued."""
+    seen: list[Any] = []
+    listen = seen.append
+    routes.observers.append(listen)
+    try:
+        result = fn()
+    finally:
+        routes.observers.remove(listen)
+    return result, sum(route.collectives for route in seen), sum(route.received for route in seen)
+
+
+# ---------------------------------------------------------------- the comparison
 
 
 def assert_same(got: Any, wanted: Any, what: str, **tolerance: Any) -> None:
@@ -113,12 +198,7 @@ def assert_parity(
             new[i] = tensor
         new_args, new_kwargs = tree_unflatten(new, tree)
         result = fn(*new_args, **new_kwargs)
-        outputs = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not gradients or not outputs:
-            return result, []
-        loss = sum((_weighted(t) for t in outputs), start=torch.zeros((), dtype=torch.float64))
-        sources = [t for t in tensors if t.requires_grad]
-        return result, list(torch.autograd.grad(loss, sources, allow_unused=True))
+        return result, gradients_of(result, tensors) if gradients else []
 
     plain = [_leaf(leaves[i]) for i in at]
     wanted, wanted_grads = call(plain)
@@ -131,8 +211,7 @@ def assert_parity(
             try:
                 tensors = []
                 for i, placements in zip(at, chosen, strict=True):
-                    legal = _legal(leaves[i], placements)
-                    tensors.append(sw.distribute_tensor(_leaf(leaves[i]).detach(), mesh, legal))
+                    tensors.append(distribute(leaves[i].detach().clone(), mesh, placements))
                     tensors[-1].requires_grad_(_leaf(leaves[i]).requires_grad)
                 got, grads = call(tensors)
                 assert_same(whole(got), wanted, what)
@@ -142,14 +221,19 @@ def assert_parity(
                 raise
 
 
+def gradients_of(result: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of a scalar made of every result, by those of `tensors` that require them; none without any."""
+    outputs = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+    sources = [t for t in tensors if t.requires_grad]
+    if not outputs or not sources:
+        return []
+    loss = sum((_weighted(t) for t in outputs), start=torch.zeros((), dtype=torch.float64))
+    return list(torch.autograd.grad(loss, sources, allow_unused=True))
+
+
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
     return copied.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-
-
-def _legal(tensor: torch.Tensor, placements: Sequence[Any]) -> list[Any]:
-    """Without Partial(sum) for bool, which has no sum."""
-    return [sw.Replicate() if isinstance(p, sw.Partial) and tensor.dtype is torch.bool else p for p in placements]
 
 
 def _weighted(tensor: torch.Tensor) -> torch.Tensor:

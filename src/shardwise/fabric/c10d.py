@@ -454,9 +454,9 @@ def _of_this_world(make: Callable[[], Callable[[torch.Tensor], T]]) -> Callable[
 
 def _split_in_front(local: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     """`local` as a dense row of `parts`, into which `dim` is split evenly."""
-    if dim == 0:
-        return local.contiguous().view(parts, -1, *local.shape[1:])
-    return local.unflatten(dim, (parts, -1)).movedim(dim, 0).contiguous()
+    shape = local.shape
+    split = local.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+    return split.movedim(dim, 0).contiguous()
 
 
 def _placed(boxes: Sequence[Sequence[Box]], sizes: Sequence[int]) -> list[tuple[Box, int, int]]:

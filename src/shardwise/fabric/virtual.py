@@ -98,7 +98,8 @@ def _combine(results: list[Any], func: Any) -> Any:
     if isinstance(first, torch.Tensor):
         return RankTensor(results)
     if isinstance(first, tuple | list):
-        return type(first)(_combine([r[i] for r in results], func) for i in range(len(first)))
+        items = (_combine([r[i] for r in results], func) for i in range(len(first)))
+        return list(items) if isinstance(first, list) else tuple(items)
     if any(result != first and result == result for result in results[1:]):
         raise UnsupportedError(
             f"{func} gives a different plain value on each virtual rank ({results[:4]}...)",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.rules import movement, pointwise, view
+from shardwise.rules import matmul, movement, pointwise, view
 
-__all__ = ["movement", "pointwise", "view"]
+__all__ = ["matmul", "movement", "pointwise", "view"]

@@ -42,6 +42,7 @@ class Factors:
         results: for each result the factor of each dim.
         whole: factors that may not be sharded.
         reduce: the reduction of a factor that no result has; "sum" where not given.
+        summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
         additive: operands that are added to the contraction: on a contracted axis they are Partial too.
         monotone: 1 for an operator that keeps order (min and max pass), -1 for one that reverses it.
@@ -56,6 +57,7 @@ class Factors:
     results: tuple[tuple[Dim, ...], ...]
     whole: frozenset[str] = frozenset()
     reduce: Mapping[str, str] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     additive: tuple[int, ...] = ()
     monotone: int = 0
@@ -230,8 +232,9 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
     splits = {0}
     for dims, placement in zip(factors.operands, given, strict=False):
         if isinstance(placement, StridedShard) and placement.dim < len(dims) and dims[placement.dim] == name:
-            splits.add(placement.split_factor)
-    contracted = not any(name in dims for dims in factors.results)
+            if name not in factors.even:  # its rows may still be split unevenly
+                splits.add(placement.split_factor)
+    contracted = name in factors.summed or not any(name in dims for dims in factors.results)
     reduction = Partial(factors.reduce.get(name, "sum"))
     for rows in sorted(splits):
         inputs = [_shard(dims, name, rows) for dims in factors.operands]
@@ -264,8 +267,9 @@ def _partial(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:
                 if max(group) >= len(factors.operands):  # a Python number stands where an operand could
                     continue
                 inputs = tuple(partial if i in group else REPLICATE for i in operands)
-                # zeros added to zeros at other places are no mask any more
-                passed = Partial() if isinstance(partial, MaskPartial) and len(group) > 1 else partial
+                # a mask is one no more when elements are added to others, of the same operand or of another
+                masked = factors.keeps_zero and len(group) == 1
+                passed = Partial() if isinstance(partial, MaskPartial) and not masked else partial
                 yield Row(inputs, (passed,) * results)
             if isinstance(partial, MaskPartial) and factors.keeps_zero and len(factors.operands) == 1:
                 yield Row((partial,), (partial,) * results)

@@ -1,0 +1,77 @@
+"""Matrix products: einsum strings. What is added to a product must be Partial where the product is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.registry import Call, pattern_rule, rule
+
+aten = torch.ops.aten
+
+EACH_ALONE = ((0,), (1,))  # bilinear: a sum passes in one operand while the other is whole
+
+
+def aligned(shape: Sequence[int], names: Sequence[Dim], sizes: Sequence[int]) -> tuple[Dim, ...]:
+    """The factors of an operand that broadcasts to a tensor with these factors and sizes."""
+    missing = len(sizes) - len(shape)
+    return tuple(names[missing + d] if size == sizes[missing + d] else None for d, size in enumerate(shape))
+
+
+def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
+    """The rule of `self + first @ second`, where self broadcasts to the result."""
+
+    def factors(call: Call) -> Factors:
+        own = aligned(call["self"].shape, result, call.results[0].shape)
+        return Factors((own, tuple(first), tuple(second)), (tuple(result),), linear=((0, 1), (0, 2)), additive=(0,))
+
+    return factors
+
+
+for text, ops in {
+    "mk,kn->mn": (aten.mm.default, aten.mm.dtype, aten._int_mm.default),
+    "bmk,bkn->bmn": (aten.bmm.default, aten.bmm.dtype),
+    "mk,k->m": (aten.mv.default,),
+    "k,k->": (aten.dot.default, aten.vdot.default),
+    "m,n->mn": (aten.ger.default, aten.outer.default),
+}.items():
+    pattern_rule(text, *ops, linear=EACH_ALONE)
+
+for strings, ops in {
+    ("mk", "kn", "mn"): (aten.addmm.default, aten.addmm.dtype, aten.addmm_.default),
+    ("bmk", "bkn", "bmn"): (aten.baddbmm.default, aten.baddbmm.dtype, aten.baddbmm_.default),
+    ("bmk", "bkn", "mn"): (aten.addbmm.default, aten.addbmm_.default),
+    ("mk", "k", "m"): (aten.addmv.default, aten.addmv_.default),
+    ("m", "n", "mn"): (aten.addr.default, aten.addr_.default),
+}.items():
+    rule(*ops)(added(*strings))
+
+
+@rule(aten._addmm_activation.default)
+def addmm_activation(call: Call) -> Factors:
+    """A product with something added and a function of it all: the contraction must be whole."""
+    own = aligned(call["self"].shape, "mn", call.results[0].shape)
+    return Factors((own, ("m", "k"), ("k", "n")), (("m", "n"),), whole=frozenset("k"))
+
+
+@rule(aten._trilinear.default)
+def trilinear(call: Call) -> Factors:
+    """Three tensors with new dims of size one put in, multiplied, and some dims summed."""
+    operands, expands = call.operands, (call["expand1"], call["expand2"], call["expand3"])
+    ndim = len(operands[0].shape) + len(expands[0])
+    kept = [[d for d in range(ndim) if d not in expand] for expand in expands]
+    sizes = [max(m.shape[at.index(d)] for m, at in zip(operands, kept, strict=True) if d in at) for d in range(ndim)]
+    named = tuple(
+        tuple(f"d{d}" if size == sizes[d] else None for d, size in zip(at, m.shape, strict=True))
+        for m, at in zip(operands, kept, strict=True)
+    )
+    result = tuple(f"d{d}" for d in range(ndim) if d not in call["sumdim"])
+    return Factors(named, (result,), linear=((0,), (1,), (2,)))
+
+
+# ---------------------------------------------------------------- distances: not linear, the vectors must be whole
+
+pattern_rule("... m k!, ... n k! -> ... m n", aten._cdist_forward.default, aten._euclidean_dist.default)
+pattern_rule("... m n, ... m k!, ... n k!, ... m n -> ... m k!", aten._cdist_backward.default, linear=((0,),))

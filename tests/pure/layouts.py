@@ -1,0 +1,106 @@
+"""Pairs of layouts for hypothesis, and an oracle of who holds what: torch.chunk on index lists, nothing of `core.layout`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from tests.pure.strategies import KINDS, LAYOUT_KINDS, composite, placements, shard_orders, sizes
+
+
+@composite
+def mesh_shapes(draw: DrawFn, *, max_axes: int = 4, max_ranks: int = 16) -> tuple[int, ...]:
+    """Shapes of meshes of up to `max_ranks` ranks; axes of one rank among them."""
+    shape: list[int] = []
+    for _ in range(draw(st.integers(1, max_axes))):
+        shape.append(draw(st.integers(1, min(4, max_ranks // max(1, int(np.prod(shape)))))))
+    return tuple(shape)
+
+
+@composite
+def meshes_of(draw: DrawFn, *, max_axes: int = 4, max_ranks: int = 16) -> DeviceMesh:
+    """Virtual meshes over the ranks from zero on."""
+    shape = draw(mesh_shapes(max_axes=max_axes, max_ranks=max_ranks))
+    return DeviceMesh("cpu", np.arange(int(np.prod(shape))).reshape(shape), fabric="virtual")
+
+
+def small_shapes(max_ndim: int = 4, max_size: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes small enough to be compared element by element; zeros, ones and uneven sizes among them."""
+    return st.lists(sizes(max_size), min_size=0, max_size=max_ndim).map(tuple)
+
+
+@composite
+def spec_pairs(
+    draw: DrawFn,
+    *,
+    source_kinds: Sequence[str] = KINDS,
+    target_kinds: Sequence[str] = KINDS,
+    two_meshes: bool = False,
+    max_axes: int = 4,
+    max_ndim: int = 4,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[DTensorSpec, DTensorSpec]:
+    """Two layouts of one tensor such that the first can become the second."""
+    mesh = draw(meshes_of(max_axes=max_axes))
+    other = draw(meshes_of(max_axes=max_axes)) if two_meshes else mesh
+    meta = TensorMeta(draw(small_shapes(max_ndim)), dtype=dtype)
+    before = draw(placements(mesh.ndim, len(meta.shape), kinds=source_kinds))
+    after = draw(placements(other.ndim, len(meta.shape), kinds=target_kinds))
+    if mesh is other:
+        after = tuple(map(_reachable, before, after))
+    return (
+        DTensorSpec(mesh, before, meta, draw(shard_orders(before))),
+        DTensorSpec(other, after, meta, draw(shard_orders(after))),
+    )
+
+
+def _reachable(old: Placement, new: Placement) -> Placement:
+    """Nothing that is sharded becomes Partial."""
+    return Replicate() if isinstance(new, Partial) and isinstance(old, Shard | StridedShard) else new
+
+
+def plain_pairs(**options: object) -> st.SearchStrategy[tuple[DTensorSpec, DTensorSpec]]:
+    """Pairs without Partial."""
+    return spec_pairs(source_kinds=LAYOUT_KINDS, target_kinds=LAYOUT_KINDS, **options)
+
+
+# ---------------------------------------------------------------- who holds what
+
+
+def held(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[list[int], ...]:
+    """For each dim the global indices that the rank at `coordinate` holds, in the order it holds them."""
+    found = []
+    for dim, size in enumerate(spec.shape):
+        indices = torch.arange(size)
+        for axis in dict(spec.shard_order).get(dim, ()):
+            placement = spec.placements[axis]
+            rows = placement.split_factor if isinstance(placement, StridedShard) else 1
+            cut = [_chunk(row, spec.mesh.shape[axis], coordinate[axis]) for row in indices.chunk(rows)]
+            indices = torch.cat(cut)
+        found.append(indices.tolist())
+    return tuple(found)
+
+
+def _chunk(indices: torch.Tensor, parts: int, at: int) -> torch.Tensor:
+    chunks = indices.chunk(parts)
+    return chunks[at] if at < len(chunks) else indices[:0]
+
+
+def cells(spec: DTensorSpec, rank: int) -> set[tuple[int, ...]]:
+    """The elements of the global tensor that `rank` holds; none outside the mesh."""
+    coordinate = spec.mesh.coordinate_of(rank)
+    return set() if coordinate is None else set(itertools.product(*held(spec, coordinate)))
+
+
+def average_lack(source: DTensorSpec, target: DTensorSpec) -> float:
+    """Bytes that a rank of the target's mesh needs and does not hold, on average."""
+    lacking = [len(cells(target, rank) - cells(source, rank)) for rank in target.mesh.grid_ranks]
+    return sum(lacking) / len(lacking) * target.tensor_meta.dtype.itemsize
