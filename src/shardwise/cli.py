@@ -25,12 +25,23 @@ from shardwise.core.spec import DTensorSpec, dtype_name
 from shardwise.errors import NotationError, ShardwiseError
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost, plain_route
-from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Slice, Step, Unreduce, reduction
+from shardwise.plan.step import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    ReduceScatter,
+    Slice,
+    Step,
+    Unreduce,
+    reduction,
+)
 
 __all__ = ["main", "parse_bytes", "parse_change", "parse_mesh"]
 
 MOST_RANKS = 2**20
 WIDTH = 80  # of what is not a terminal
+WIDEST = 100  # on one that is wider
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,7 +265,7 @@ def in_words(step: Step) -> str:
         case Exchange():
             return "send each rank what it lacks"
         case Unreduce():
-            return "value on one rank, neutral on others"
+            return "keep the value on one rank"
         case Slice() if step.describe() != "relabel":
             return "keep a part of what is held"
         case _:
@@ -291,7 +302,7 @@ def print_plan(route: Route, plain: Route, max_bytes: int | None) -> None:
         page += [*_table("the route", route), ""]
         page += _comparison(route, plain, max_bytes)
     terminal = sys.stdout.isatty()
-    console = Console(highlight=False, width=None if terminal else WIDTH)
+    console = Console(highlight=False, width=min(Console().width, WIDEST) if terminal else WIDTH)
     if terminal:
         console.print(Group(*page))
         return

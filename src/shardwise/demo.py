@@ -95,7 +95,8 @@ def show_layouts(page: Page, mesh: sw.DeviceMesh) -> None:
     rows = []
     for placements in ([sw.Shard(0), sw.Replicate()], [sw.Shard(0), sw.Shard(1)], [sw.Partial(), sw.Shard(0)]):
         x = sw.distribute_tensor(whole, mesh, placements)
-        shapes = [f"{tuple(t.shape)}" for t in (x.to_local().tensors[rank] for rank in (0, 3, 7))]
+        local: Any = x.to_local()  # a RankTensor: the parts of all ranks
+        shapes = [f"{tuple(local.tensors[rank].shape)}" for rank in (0, 3, 7)]
         same = "yes" if torch.equal(x.full_tensor(), whole) else "NO"
         rows.append([repr(x.spec), *shapes, same])
     page.table(["layout", "rank 0", "rank 3", "rank 7", "full_tensor() is whole"], rows)
@@ -141,26 +142,21 @@ def show_gradients(page: Page, mesh: sw.DeviceMesh) -> None:
     """The same program on one device and on the mesh."""
     page.heading("4. Operators and gradients are those of one device")
     page.code(
-        "y = (x * w + x).redistribute(placements=[sw.Shard(1), sw.Replicate()])\n"
-        "(y * y).full_tensor().sum().backward()"
+        "y = (x * w + x).redistribute(placements=[sw.Shard(1), sw.Replicate()])\n(y * y).full_tensor().sum().backward()"
     )
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(64, 48, generator=generator) for _ in range(2)]
-    alone = [tensor.clone().requires_grad_() for tensor in whole]
-    y = alone[0] * alone[1] + alone[0]
-    (y * y).sum().backward()
+    one_x, one_w = (tensor.clone().requires_grad_() for tensor in whole)
+    one_y = one_x * one_w + one_x
+    (one_y * one_y).sum().backward()
 
-    layouts = ([sw.Shard(0), sw.Shard(1)], [sw.Replicate(), sw.Shard(1)])
-    x, w = (
-        sw.distribute_tensor(tensor, mesh, placements).requires_grad_()
-        for tensor, placements in zip(whole, layouts, strict=True)
-    )
+    # typed loosely: to a type checker what an operator gives is a Tensor
+    x: Any = sw.distribute_tensor(whole[0], mesh, [sw.Shard(0), sw.Shard(1)]).requires_grad_()
+    w: Any = sw.distribute_tensor(whole[1], mesh, [sw.Replicate(), sw.Shard(1)]).requires_grad_()
     y = (x * w + x).redistribute(placements=[sw.Shard(1), sw.Replicate()])
     (y * y).full_tensor().sum().backward()
     rows = []
-    for name, ours, one in (("x", x, alone[0]), ("w", w, alone[1])):
-        assert ours.grad is not None
-        assert one.grad is not None
+    for name, ours, one in (("x", x, one_x), ("w", w, one_w)):
         error = (ours.grad.full_tensor() - one.grad).abs().max().item()
         rows.append([name, repr(ours.spec), repr(ours.grad.spec), _difference(error)])
     page.table(["", "tensor", "its gradient", "largest difference"], rows, right=(3,))

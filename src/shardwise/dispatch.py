@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
 
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
@@ -51,6 +52,7 @@ class OpInfo:
     outs: tuple[str, ...]  # those of them that are keyword-only: out=
     is_view: bool
     returns: tuple[str, ...]  # the type of each result
+    returned: tuple[str | None, ...]  # for each result the written argument that it is, None for a new one
 
     @classmethod
     def of(cls, op: OpOverload) -> OpInfo:
@@ -81,7 +83,15 @@ def _op_info(op: OpOverload) -> OpInfo:
         outs=tuple(a.name for a in arguments if a.kwarg_only and a.name in writes),
         is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         returns=tuple(str(r.type) for r in schema.returns),
+        returned=tuple(_written_argument(r, arguments) for r in schema.returns),
     )
+
+
+def _written_argument(result: Any, arguments: Sequence[Any]) -> str | None:
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    wanted = result.alias_info.before_set
+    return next(a.name for a in arguments if a.alias_info is not None and a.alias_info.before_set == wanted)
 
 
 def _is_value(kind: str) -> bool:
@@ -95,15 +105,15 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     """The operator that gives a new tensor instead of writing to an argument: `add_.Tensor` -> `add.Tensor`."""
     info = OpInfo.of(op)
     namespace, _, name = op._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_") if not info.outs else name, None)
-    if packet is None:
-        return None
+    base = name if info.outs else name.removesuffix("_")
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in info.outs]
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
-        arguments = candidate._schema.arguments
-        if [(a.name, str(a.type)) for a in arguments] == wanted and not OpInfo.of(candidate).writes:
-            return candidate
+    for known in (base, f"{base}_functional"):
+        packet = getattr(getattr(torch.ops, namespace), known, None)
+        for overload in packet.overloads() if packet is not None else ():
+            candidate = getattr(packet, overload)
+            arguments = [(a.name, str(a.type)) for a in candidate._schema.arguments]
+            if arguments == wanted and not OpInfo.of(candidate).writes:
+                return candidate
     return None
 
 
@@ -282,16 +292,24 @@ class OpDispatcher:
             tensor._spec if isinstance(tensor, self.tensor_class) else replicated_spec(mesh, TensorMeta.of(tensor))
             for _, tensor in found
         )
-        if info.outs:
-            return self._through_functional(info, functional_of(func), slots)
+        functional = functional_of(func) if info.writes and None not in info.returned else None
+        if info.outs and functional is not None:
+            return self._through_functional(info, functional, slots)
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
         metas = self._result_metas(info, slots, specs, args, kwargs)
         pinned = tuple(i for i, slot in enumerate(slots) if slot.name in info.writes)
         sharding = ShardingPropagator().propagate(schema, metas, pinned) if metas is not None else None
         if info.writes:
-            if sharding is None:
-                return self._through_functional(info, functional_of(func), slots)
+            compute = DECOMPOSITIONS.get(func)
+            if compute is not None and (sharding is None or _communicates(specs, sharding.inputs)):
+                return self._decomposed(compute, mesh)
+            if sharding is None and functional is not None:
+                return self._through_functional(info, functional, slots)
+            if sharding is None or torch.Tag.nondeterministic_seeded in func.tags:
+                return self._through_copies(info, slots, specs, pinned)
             return self._executor(info, slots, specs, sharding, pinned)
+        if torch.Tag.nondeterministic_seeded in func.tags and metas is not None:
+            return self._drawing(info, slots, specs, metas)
         compute = DECOMPOSITIONS.get(func)
         if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
             return self._executor(info, slots, specs, sharding)
@@ -435,8 +453,7 @@ class OpDispatcher:
                 locals_.append(local if route is None else route.run(local))
             results = run_local(local_op or op, args, kwargs, locals_)
             if pinned:
-                given = tuple(slots[i].get(args, kwargs) for i in pinned)
-                return None if not info.returns else given[0] if len(info.returns) == 1 else given
+                return self._with_written(info, args, kwargs, results, wraps, mesh)
             if wraps is None:
                 return self._wrap_replicated(results, mesh)
             if isinstance(results, tuple | list):
@@ -448,6 +465,25 @@ class OpDispatcher:
             return wrapped
 
         return run
+
+    def _with_written(
+        self,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        results: Any,
+        wraps: Sequence[Callable[[torch.Tensor], torch.Tensor]] | None,
+        mesh: DeviceMesh,
+    ) -> Any:
+        """The results of an operator that writes: the very arguments that it wrote to, and the new ones wrapped."""
+        bound = info.bind(args, kwargs)
+        items = results if len(info.returns) > 1 else (results,)
+        fresh = iter(wraps or ())
+        given = tuple(
+            bound[name] if name is not None else next(fresh)(item) if wraps else self._wrap_replicated(item, mesh)
+            for name, item in zip(info.returned, items, strict=False)
+        )
+        return None if not given else given[0] if len(given) == 1 else given
 
     def _local_of(self, tensor: Any, mesh: DeviceMesh) -> torch.Tensor:
         """The local of a DTensor; a plain tensor is every rank's."""
@@ -471,6 +507,50 @@ class OpDispatcher:
             coordinate: localize(sharding.call, sharding.inputs, sharding.outputs, coordinate)
             for coordinate in coordinates_here(mesh)
         }
+
+    def _drawing(
+        self, info: OpInfo, slots: tuple[Slot, ...], specs: tuple[DTensorSpec, ...], metas: tuple[TensorMeta, ...]
+    ) -> Executor:
+        """A random operator: every rank draws the whole tensor, as one device would, and keeps its own part."""
+        mesh = specs[0].mesh
+        if specs[0].partial_axes and _draws_alone(info.op):
+            raise LayoutError(
+                f"{info.op} cannot draw into {specs[0]}: random numbers do not add up to random numbers",
+                hint="redistribute it to Replicate() or Shard() first",
+            )
+        wholes = [replicated_spec(mesh, meta) for meta in metas]
+        routes = _routes(specs, [replicated(spec) for spec in specs])
+        moving = [] if _draws_alone(info.op) else [r.route for r in routes if r is not None and r.communicates]
+        keeps = [
+            bound_route(spec, specs[0].with_meta(spec.tensor_meta))
+            if spec.shape == specs[0].shape and not specs[0].partial_axes and not specs[0].is_replicated
+            else None
+            for spec in wholes
+        ]
+        wraps = [
+            self.wrapper(whole if keep is None else keep.route.target) for whole, keep in zip(wholes, keeps, strict=True)
+        ]
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if moving:
+                modes.check_strict(info.op, moving)
+            new_args, new_kwargs = list(args), dict(kwargs)
+            for slot, spec, route in zip(slots, specs, routes, strict=True):
+                local = self._local_of(slot.get(args, kwargs), mesh)
+                if _draws_alone(info.op):
+                    whole = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
+                else:
+                    whole = fabric_of(mesh).parts(mesh, local if route is None else route.run(local))[0][1]
+                slot.put(new_args, new_kwargs, whole)
+            results = info.op(*new_args, **new_kwargs)
+            drawn = results if isinstance(results, tuple) else (results,)
+            wrapped = []
+            for result, keep, wrap in zip(drawn, keeps, wraps, strict=True):
+                local = fabric_of(mesh).build(mesh, lambda coordinate, r=result: r.clone())
+                wrapped.append(wrap(local if keep is None else keep.run(local)))
+            return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
+
+        return run
 
     def _decomposed(self, compute: Callable[..., Any], mesh: DeviceMesh) -> Executor:
         """Computed from other operators; plain tensors that come out were made on the way, alike on every rank."""
@@ -515,19 +595,45 @@ class OpDispatcher:
 
     # ---------------------------------------------------------------- operators that write
 
-    def _through_functional(self, info: OpInfo, op: OpOverload | None, slots: tuple[Slot, ...]) -> Executor:
+    def _through_copies(
+        self, info: OpInfo, slots: tuple[Slot, ...], specs: tuple[DTensorSpec, ...], pinned: tuple[int, ...]
+    ) -> Executor:
+        """Write to whole copies on every rank, then bring them back to where the tensors lie."""
+        mesh = specs[0].mesh
+        wholes = [replicated(spec) for spec in specs]
+        run = self._general_executor(info, slots, (None,) * len(slots), None, None, mesh, pinned)
+        wraps = [self.wrapper(spec) for spec in wholes]
+
+        def run_on_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            new_args, new_kwargs = list(args), dict(kwargs)
+            given, copies = [], []
+            for slot, spec, whole, wrap in zip(slots, specs, wholes, wraps, strict=True):
+                tensor = slot.get(args, kwargs)
+                local = self._local_of(tensor, mesh)
+                copy = wrap(local if spec is whole else bound_route(spec, whole).run(local))
+                slot.put(new_args, new_kwargs, copy)
+                given.append(tensor)
+                copies.append(copy)
+            results = run(tuple(new_args), new_kwargs)
+            for i in pinned:
+                if specs[i] is not wholes[i]:
+                    self.write(info, given[i], copies[i])
+            back = {id(copy): tensor for copy, tensor in zip(copies, given, strict=True)}
+            if isinstance(results, tuple):
+                return tuple(back.get(id(result), result) for result in results)
+            return back.get(id(results), results)
+
+        return run_on_copies
+
+    def _through_functional(self, info: OpInfo, op: OpOverload, slots: tuple[Slot, ...]) -> Executor:
         """Compute a new tensor and copy it into the one that is written to, in that one's layout."""
-        if op is None:
-            raise UnsupportedError(
-                f"{info.op} writes to its arguments in a way that is not supported on DTensors yet",
-                hint="use the form of it that returns a new tensor",
-            )
         written = [slot for slot in slots if slot.name in info.writes]
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             given = [slot.get(args, kwargs) for slot in written]
-            kept = {name: value for name, value in kwargs.items() if name not in info.outs}
-            results = op(*args, **kept)
+            # all by name: the two forms of an operator need not have the same defaults
+            kept = {name: value for name, value in info.bind(args, kwargs).items() if name not in info.outs}
+            results = op(**kept)
             for target, result in zip(given, results if isinstance(results, tuple) else (results,), strict=True):
                 self.write(info, target, result)
             return given[0] if len(given) == 1 else tuple(given)
@@ -580,6 +686,15 @@ class OpDispatcher:
         return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
 
 
+def _draws_alone(op: OpOverload) -> bool:
+    """Whether a random operator looks only at the shape of its operands, not at their values."""
+    name = op._schema.name.removeprefix("aten::").removesuffix("_functional")
+    alone = {"uniform", "normal", "exponential", "log_normal", "cauchy", "geometric", "random"}
+    if name == "bernoulli":
+        return op._overloadname == "p"
+    return (name in alone and op._overloadname in ("default", "from", "to", "")) or name.endswith("_like")
+
+
 def _like(results: Any, items: Iterator[Any]) -> Any:
     """A list for a list, a tuple for any kind of tuple."""
     return list(items) if isinstance(results, list) else tuple(items)
@@ -619,6 +734,7 @@ def local_runner(
     """How an operator is run on locals: once here, or once for each virtual rank."""
     here = coordinates_here(mesh)
     lockstep = mesh.fabric == VIRTUAL
+    draws = torch.Tag.nondeterministic_seeded in info.op.tags
     is_dry = mesh.fabric == dry.name
 
     def fill(
@@ -648,8 +764,23 @@ def local_runner(
                     dry.track(result)
         return results
 
+    def run_once(
+        op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor], columns: list[Any]
+    ) -> Any:
+        """Random numbers are drawn once, on operands that all ranks hold alike, and given to every rank."""
+        mine = [local if column is None else column[0] for local, column in zip(locals_, columns, strict=True)]
+        new_args, new_kwargs = fill(args, kwargs, mine, here[0])
+        result = op(*new_args, **new_kwargs)
+        for slot, column in zip(slots, columns, strict=True):
+            if slot.name in info.writes and column is not None:
+                for other in column[1:]:
+                    other.copy_(column[0])
+        return _together([tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result) for _ in here])
+
     def run_lockstep(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         columns = [local.tensors if isinstance(local, RankTensor) else None for local in locals_]
+        if draws:
+            return run_once(op, args, kwargs, locals_, columns)
         results = []
         for position, coordinate in enumerate(here):
             mine = [

@@ -1,4 +1,4 @@
-"""Pairs of layouts for hypothesis, and an oracle of who holds what: torch.chunk on index lists, nothing of `core.layout`."""
+"""Pairs of layouts for hypothesis, and an oracle of who holds what, by torch.chunk on lists of indices."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def spec_pairs(
     target_kinds: Sequence[str] = KINDS,
     two_meshes: bool = False,
     max_axes: int = 4,
+    max_ranks: int = 16,
     max_ndim: int = 4,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[DTensorSpec, DTensorSpec]:
     """Two layouts of one tensor such that the first can become the second."""
-    mesh = draw(meshes_of(max_axes=max_axes))
-    other = draw(meshes_of(max_axes=max_axes)) if two_meshes else mesh
+    mesh = draw(meshes_of(max_axes=max_axes, max_ranks=max_ranks))
+    other = draw(meshes_of(max_axes=max_axes, max_ranks=max_ranks)) if two_meshes else mesh
     meta = TensorMeta(draw(small_shapes(max_ndim)), dtype=dtype)
     before = draw(placements(mesh.ndim, len(meta.shape), kinds=source_kinds))
     after = draw(placements(other.ndim, len(meta.shape), kinds=target_kinds))

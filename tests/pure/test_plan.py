@@ -64,7 +64,7 @@ def test_steps_chain_and_cost_no_more_than_the_plain_way(pair: Pair) -> None:
 
 
 @settings(max_examples=60)
-@given(spec_pairs(two_meshes=True))
+@given(spec_pairs(two_meshes=True, max_ranks=8))
 def test_steps_chain_between_two_meshes(pair: Pair) -> None:
     route, plain = plan(*pair), plain_route(*pair)
     for made in (route, plain):
@@ -83,7 +83,7 @@ def test_without_partial_one_collective_moves_exactly_what_ranks_lack(pair: Pair
 
 
 @settings(max_examples=40)
-@given(plain_pairs(two_meshes=True, max_ndim=2))
+@given(plain_pairs(two_meshes=True, max_ranks=8, max_ndim=2))
 def test_between_two_meshes_the_exchange_moves_exactly_what_ranks_lack(pair: Pair) -> None:
     assert plan(*pair).received == pytest.approx(average_lack(*pair), rel=1e-12)
 

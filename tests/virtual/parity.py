@@ -16,8 +16,8 @@ import shardwise as sw
 from shardwise.fabric import routes
 
 MESHES = ((4,), (2, 2), (2, 3))
-# What each rank of an axis holds of a Partial(sum), as multiples of the value: powers of two, so that nothing is rounded,
-# of both signs, so that nothing but a linear operator gives the right sum.
+# What each rank of an axis holds of a Partial(sum), as multiples of the value: powers of two, so that nothing is
+# rounded, and of both signs, so that only a linear operator gives the right sum.
 SHARES = {1: (1,), 2: (2, -1), 3: (2, -2, 1), 4: (2, -1, -2, 2)}
 
 
@@ -122,12 +122,11 @@ def check_locals(tensor: Any) -> None:
     """Each rank's part has the shape and dtype that the spec says."""
     spec = tensor.spec
     for local, at in zip(tensor._local_tensor.tensors, spec.mesh.coordinates.tolist(), strict=True):
+        shape = tuple(spec.local_shape(tuple(at)))
         if local.dtype is not spec.tensor_meta.dtype:
             raise Inconsistent(f"{spec}: the local at {tuple(at)} is of {local.dtype}")
-        if tuple(local.shape) != tuple(spec.local_shape(tuple(at))):
-            raise Inconsistent(
-                f"{spec}: the local at {tuple(at)} has shape {tuple(local.shape)}, not {tuple(spec.local_shape(tuple(at)))}"
-            )
+        if tuple(local.shape) != shape:
+            raise Inconsistent(f"{spec}: the local at {tuple(at)} has shape {tuple(local.shape)}, not {shape}")
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -162,7 +161,7 @@ def assert_same(got: Any, wanted: Any, what: str, **tolerance: Any) -> None:
     assert len(got_leaves) == len(wanted_leaves), f"{what}: {len(got_leaves)} results instead of {len(wanted_leaves)}"
     for a, b in zip(got_leaves, wanted_leaves, strict=True):
         if isinstance(b, torch.Tensor):
-            torch.testing.assert_close(a, b, equal_nan=True, msg=lambda m: f"{what}: {m}", **tolerance)  # noqa: B023
+            torch.testing.assert_close(a, b, equal_nan=True, msg=lambda m: f"{what}: {m}", **tolerance)
         else:
             assert a == b or (a != a and b != b), f"{what}: {a} is not {b}"
 

@@ -63,10 +63,11 @@ def check_values_and_gradients(source: DTensorSpec, target: DTensorSpec) -> None
     given_ = x.clone().requires_grad_()
     before = distributed(given_, source)
     after = to(before, target)
-    assert (before.spec, after.spec) == (source, target)
-    if not target.partial_axes:
+    for made, asked in ((before.spec, source), (after.spec, target)):
+        assert (made.mesh, made.placements, made.shard_order) == (asked.mesh, asked.placements, asked.shard_order)
+    if not target.partial_axes and not any(p.is_partial("avg") for p in source.placements):
         with torch.no_grad():
-            assert_holds(after, x) if not any("avg" in p.short for p in source.placements) else None
+            assert_holds(after, x)
     whole = after.full_tensor()
     torch.testing.assert_close(whole, x, rtol=1e-14, atol=0)
     whole.backward(weight)
@@ -75,13 +76,13 @@ def check_values_and_gradients(source: DTensorSpec, target: DTensorSpec) -> None
 
 
 @settings(max_examples=1500)
-@given(spec_pairs())
+@given(spec_pairs(max_ranks=12))
 def test_values_and_gradients_on_one_mesh(pair: Pair) -> None:
     check_values_and_gradients(*pair)
 
 
-@settings(max_examples=400)
-@given(spec_pairs(two_meshes=True, max_ndim=3))
+@settings(max_examples=300)
+@given(spec_pairs(two_meshes=True, max_ranks=6, max_ndim=3))
 def test_values_and_gradients_between_two_meshes(pair: Pair) -> None:
     check_values_and_gradients(*pair)
 
@@ -375,9 +376,8 @@ def test_flattened_axes_are_one_axis() -> None:
     for order in (("dp", "tp"), ("tp", "dp")):
         tensor = sw.distribute_tensor(x, root.flatten(order), [Shard(0)])
         assert torch.equal(tensor.redistribute(placements=[Replicate()]).full_tensor(), x)
-        same = sw.distribute_tensor(x, root, [Shard(0), Shard(0)], shard_order=[(0, order)])
-        if order == ("dp", "tp"):  # six blocks of two at most, nested or not: 2 2 2 1 0 0 against 2 2 0, 2 1 0
-            assert [len(part) for part in same.to_local().tensors] == [2, 2, 0, 2, 1, 0]
+        lengths = [len(part) for part in tensor.to_local().tensors]
+        assert lengths == ([2, 2, 2, 1, 0, 0] if order == ("dp", "tp") else [2, 2, 0, 2, 1, 0])
 
 
 # ---------------------------------------------------------------- what is refused, before anything moves

@@ -161,11 +161,12 @@ _REDUCERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of equal-shaped tensors, in their order; sums of averages are divided by `divide_average`."""
-    combine = _REDUCERS[op]
+    # the average of truth values is rounded down, as that of integers: true where all are
+    combine = torch.logical_and if op == "avg" and tensors[0].dtype is torch.bool else _REDUCERS[op]
     total = combine(tensors[0], tensors[1])
     for tensor in tensors[2:]:
         total = combine(total, tensor)
-    return total.to(tensors[0].dtype)
+    return total
 
 
 def divide_average(step: AllReduce | ReduceScatter, total: torch.Tensor) -> torch.Tensor:
@@ -181,6 +182,8 @@ def average_divider(step: AllReduce | ReduceScatter) -> Local | None:
         return None
 
     def divide(total: torch.Tensor) -> torch.Tensor:
+        if total.dtype is torch.bool:
+            return total
         exact = total.is_floating_point() or total.is_complex()
         return total.div_(count) if exact else total.div_(count, rounding_mode="floor")
 

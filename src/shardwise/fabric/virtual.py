@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
@@ -74,6 +75,7 @@ class RankTensor(torch.Tensor):
 
 def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` on each rank's tensors; results that are tensors become a `RankTensor`, others must agree."""
+    own_size = func in _SIZED and _is_own_size(args[0], args[1])
     leaves, tree = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RankTensor)]
     counts = {len(leaves[i].tensors) for i in at}
@@ -85,12 +87,34 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         for i in at:
             mine[i] = leaves[i].tensors[rank]
         rank_args, rank_kwargs = tree_unflatten(mine, tree)
+        if own_size:
+            rank_args = _with_own_size(*rank_args)
         results.append(func(*rank_args, **rank_kwargs))
     # an in-place operator gives back the very tensor it wrote to: so must we
     for i in at:
         if all(result is tensor for result, tensor in zip(results, leaves[i].tensors, strict=True)):
             return leaves[i]
     return _combine(results, func)
+
+
+_aten = torch.ops.aten
+_SIZED = {
+    _aten.view.default, _aten._unsafe_view.default, _aten.expand.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
+}  # fmt: skip
+
+
+def _is_own_size(tensor: Any, size: Sequence[int]) -> bool:
+    """Whether `size` is the shape of an uneven `RankTensor`. That is the first rank's; each rank's own is meant."""
+    if not isinstance(tensor, RankTensor) or tuple(size) != tensor.shape:
+        return False
+    return any(part.shape != tensor.shape for part in tensor.tensors)
+
+
+def _with_own_size(tensor: torch.Tensor, size: Any, *rest: Any) -> list[Any]:
+    if rest and isinstance(rest[0], tuple | list):  # strides: the dims in memory as the first rank's
+        rest = (dense_strides(tensor.shape, like=rest[0]), *rest[1:])
+    return [tensor, tensor.shape, *rest]
 
 
 def _combine(results: list[Any], func: Any) -> Any:

@@ -10,7 +10,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,9 +47,9 @@ class DistState(NamedTuple):
         """The state of a spec. Axes of one rank play no part in it."""
         sizes = spec.mesh.shape
         dims = tuple(
-            tuple(Split(a, spec.rows(a) or 0) for a in axes if sizes[a] > 1) if axes else () for axes in spec.dim_axes
+            [tuple([Split(a, spec.rows(a) or 0) for a in axes if sizes[a] > 1]) if axes else () for axes in spec.dim_axes]
         )
-        partial = tuple((a, spec.placements[a]) for a in spec.partial_axes if sizes[a] > 1)
+        partial = tuple([(a, spec.placements[a]) for a in spec.partial_axes if sizes[a] > 1])
         return cls(dims, partial)  # pyright: ignore[reportArgumentType]
 
     def spec(self, like: DTensorSpec) -> DTensorSpec:
@@ -216,12 +217,18 @@ class _Search:
         self.wanted_dim = (
             {split.axis: dim for dim, splits in enumerate(self.goal.dims) for split in splits} if self.same_mesh else {}
         )
-        links = [model.link(self.mesh, (axis,)) for axis in range(self.mesh.ndim)] or [model.link(self.mesh, ())]
-        self.best_link = Link(min(link.alpha for link in links), min(link.beta for link in links))
-        self.uniform = all(link == links[0] for link in links)
-        self.goal_elements = math.prod(self.shape) / math.prod(
-            target.mesh.shape[split.axis] for splits in self.goal.dims for split in splits
-        )
+        self.links = [model.link(self.mesh, (axis,)) for axis in range(self.mesh.ndim)]
+        self.link_of: dict[tuple[int, ...], Link] = {}
+        self.uniform = not model.axes or all(link == self.links[0] for link in self.links)
+        self.best_link = self._best_link()
+        self.all_elements = math.prod(self.shape)
+        self.goal_elements = self.all_elements / self._parts(self.goal, target.mesh.shape)
+        self.shared_of: dict[tuple[int, tuple[Split, ...]], Any] = {}
+
+    def _best_link(self) -> Link:
+        if self.uniform:
+            return self.links[0] if self.links else self.model.link(self.mesh, ())
+        return Link(min(link.alpha for link in self.links), min(link.beta for link in self.links))
 
     def _kept_partials(self) -> dict[int, Partial]:
         """The axes that are Partial before and after: they take no part in anything."""
@@ -253,47 +260,75 @@ class _Search:
             return None
         first = self.slice_to_goal(self.start)
         order = itertools.count()
-        # (estimate of the whole, seconds so far, collectives, peak, tie-break, state)
-        queue = [(0.0, 0.0, 0, self.holds(first), next(order), first)]
-        for early in self.early_slices(first):
-            estimate = self.seconds_left(early) + self.best_link.alpha
-            queue.append((estimate, 0.0, 0, self.holds(early), next(order), early))
-        best = {entry[-1]: (0.0, 0, 0) for entry in queue}
-        came: dict[DistState, tuple[DistState | None, _Move | None]] = {entry[-1]: (None, None) for entry in queue}
-        heapq.heapify(queue)
-        settled: set[DistState] = set()
+        best: dict[DistState, tuple[float, int, int]] = {}  # seconds so far, collectives, peak
+        came: dict[DistState, tuple[DistState | None, _Move | None]] = {}
+        queue: list[tuple[float, float, int, int, int, DistState]] = []  # the estimate of the whole, best, tie-break
+        refined: set[DistState] = set()
         bound = math.inf
+
+        def reach(state: DistState, cost: tuple[float, int, int], left: float, before: Any, move: _Move | None) -> None:
+            best[state] = cost
+            came[state] = (before, move)
+            heapq.heappush(queue, (cost[0] + left, *cost, next(order), state))
+
+        reach(first, (0.0, 0, self.holds(first)), 0.0, None, None)
+        for early in self.early_slices(first):
+            left = self.seconds_left(early) + self.best_link.alpha
+            reach(early, (0.0, 0, self.holds(early)), left, None, None)
         while queue:
-            _, seconds, collectives, peak, _, state = heapq.heappop(queue)
-            if state in settled:
+            estimate, seconds, collectives, peak, _, state = heapq.heappop(queue)
+            if best[state] != (seconds, collectives, peak):  # a better way here was found since
                 continue
-            settled.add(state)
             if state == self.leaf:
                 return self._path(came, state)
+            if state not in refined:
+                refined.add(state)
+                closer = seconds + self.seconds_left_at_least(state)
+                if closer > estimate:
+                    if closer <= bound:
+                        heapq.heappush(queue, (closer, seconds, collectives, peak, next(order), state))
+                    continue
             for move in self.moves(state):
+                total = seconds + move.seconds
+                if total > bound:
+                    continue
                 holds = self.holds(move.state)
                 if max_bytes is not None and holds > max_bytes:
                     continue
                 after = self.slice_to_goal(move.state)
-                reached = (seconds + move.seconds, collectives + 1, max(peak, holds))
-                estimate = reached[0] + self.seconds_left(after)
-                if estimate > bound or (after in best and best[after] <= reached):
+                reached = (total, collectives + 1, max(peak, holds))
+                left = self.seconds_left(after)
+                if total + left > bound or (after in best and best[after] <= reached):
                     continue
-                best[after] = reached
-                came[after] = (state, move)
                 if after == self.leaf:
-                    bound = reached[0]
-                heapq.heappush(queue, (estimate, *reached, next(order), after))
+                    bound = total
+                reach(after, reached, left, state, move)
         return None
 
     def seconds_left(self, state: DistState) -> float:
         """Never more than the way from `state` to the goal really costs: one start-up, and what surely must move."""
         if state == self.leaf:
             return 0.0
-        n = math.prod(self.sizes[axis] for axis, _ in state.partial if axis not in self.kept)
-        held = self.average_elements(state)
-        must_move = held * (n - 1) / n + max(0.0, self.goal_elements - held / n)
-        return (self.best_link.alpha + must_move * self.itemsize * self.best_link.beta) * (1 - 1e-9)
+        held = self.all_elements / self._parts(state, self.sizes)
+        best = self.best_link
+        pending = [axis for axis, _ in state.partial if axis not in self.kept]
+        if not pending:
+            return (best.alpha + max(0.0, self.goal_elements - held) * self.itemsize * best.beta) * (1 - 1e-9)
+        # Each of them must be reduced, over its own link; the slowest last, when there is the least of it.
+        alpha = seconds = 0.0
+        for beta, axis in sorted([(self.links[axis].beta, axis) for axis in pending]):
+            n = self.sizes[axis]
+            seconds += held * (n - 1) / n * beta
+            held /= n
+            alpha = max(alpha, self.links[axis].alpha)
+        seconds += max(0.0, self.goal_elements - held) * best.beta
+        return (alpha + seconds * self.itemsize) * (1 - 1e-9)
+
+    def seconds_left_at_least(self, state: DistState) -> float:
+        """A closer estimate than `seconds_left`, which takes longer to work out: exactly what a rank lacks must move."""
+        if self.uniform or state == self.leaf or any(axis not in self.kept for axis, _ in state.partial):
+            return 0.0
+        return (self.best_link.alpha + self.missing(state) * self.itemsize * self.best_link.beta) * (1 - 1e-9)
 
     @staticmethod
     def _path(
@@ -328,15 +363,21 @@ class _Search:
         """`state` after every slice towards the goal that needs no communication; these never cost anything later."""
         if not self.same_mesh:
             return state
+        shorter = [
+            dim
+            for dim, (have, goal) in enumerate(zip(state.dims, self.goal.dims, strict=True))
+            if len(have) < len(goal) and goal[: len(have)] == have
+        ]
+        if not shorter and not self.kept:
+            return state
         used = {axis for axis, _ in state.partial}
-        used.update(split.axis for splits in state.dims for split in splits)
+        used.update([split.axis for splits in state.dims for split in splits])
         dims = list(state.dims)
-        for dim, goal in enumerate(self.goal.dims):
-            have = dims[dim]
-            if len(have) < len(goal) and goal[: len(have)] == have:
-                extra = list(itertools.takewhile(lambda split: split.axis not in used, goal[len(have) :]))
-                dims[dim] = (*have, *extra)
-        partial = tuple((axis, self.kept.get(axis, p)) for axis, p in state.partial)
+        for dim in shorter:
+            have, goal = dims[dim], self.goal.dims[dim]
+            extra = itertools.takewhile(lambda split: split.axis not in used, goal[len(have) :])
+            dims[dim] = (*have, *extra)
+        partial = tuple([(axis, self.kept.get(axis, p)) for axis, p in state.partial])
         return DistState(tuple(dims), partial)
 
     def early_slices(self, state: DistState) -> Iterator[DistState]:
@@ -355,20 +396,36 @@ class _Search:
         """The most bytes a rank holds in `state`."""
         return self.target.local_bytes if state.arrived else self.elements(state) * self.itemsize
 
-    def average_elements(self, state: DistState) -> float:
-        """What a rank holds on average."""
-        return math.prod(self.shape) / math.prod(self.sizes[split.axis] for splits in state.dims for split in splits)
-
     def elements(self, state: DistState) -> int:
         """The most elements a rank holds in `state`."""
-        return math.prod(self._part(size, splits) for size, splits in zip(self.shape, state.dims, strict=True))
+        elements = 1
+        for size, splits in zip(self.shape, state.dims, strict=True):
+            elements *= self._part(size, splits) if splits else size
+        return elements
 
     def _part(self, size: int, splits: tuple[Split, ...]) -> int:
-        if any(split.rows for split in splits):
-            return longest(size, [(self.sizes[split.axis], split.rows or None) for split in splits])
-        for split in splits:
-            size = -(-size // self.sizes[split.axis])
-        return size
+        left = size
+        for axis, rows in splits:
+            if rows:
+                return longest(size, [(self.sizes[split.axis], split.rows or None) for split in splits])
+            left = -(-left // self.sizes[axis])
+        return left
+
+    @staticmethod
+    def _parts(state: DistState, sizes: tuple[int, ...]) -> int:
+        """Into how many parts the tensor is split."""
+        parts = 1
+        for splits in state.dims:
+            for split in splits:
+                parts *= sizes[split.axis]
+        return parts
+
+    def seconds(self, axes: tuple[int, ...], received: float) -> float:
+        """What the model says of a collective."""
+        link = self.link_of.get(axes)
+        if link is None:
+            link = self.link_of[axes] = self.model.link(self.mesh, axes)
+        return link.alpha + received * link.beta
 
     # ---------------------------------------------------------------- moves
 
@@ -406,14 +463,14 @@ class _Search:
             n = group_size(self.mesh, axes)
             rest = tuple(entry for entry in state.partial if entry[0] not in axes)
             received = 2 * (n - 1) / n * held
-            seconds = self.model.seconds(self.mesh, axes, received)
+            seconds = self.seconds(axes, received)
             yield _Move(DistState(state.dims, rest), AllReduce, (axes,), received, seconds)
             for dim in self.scatter_dims(state, axes, n):
                 order = self._order_towards_goal(dim, axes)
                 splits = (*state.dims[dim], *(Split(a) for a in order))
                 scattered = DistState((*state.dims[:dim], splits, *state.dims[dim + 1 :]), rest)
                 received = (n - 1) * self.holds(scattered)
-                seconds = self.model.seconds(self.mesh, axes, received)
+                seconds = self.seconds(axes, received)
                 yield _Move(scattered, ReduceScatter, (dim, order), received, seconds)
 
     def reduction_groups(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -448,7 +505,7 @@ class _Search:
         axes = tuple(split.axis for split in splits[first:])
         after = DistState((*state.dims[:dim], splits[:first], *state.dims[dim + 1 :]), state.partial)
         received = (group_size(self.mesh, axes) - 1) * self.holds(state)
-        return _Move(after, AllGather, (dim, axes), received, self.model.seconds(self.mesh, axes, received))
+        return _Move(after, AllGather, (dim, axes), received, self.seconds(axes, received))
 
     def all_to_all(self, state: DistState, dim: int, first: int, other: int) -> _Move:
         """The axes of `dim` from the `first` on go over to the dim `other`."""
@@ -458,14 +515,14 @@ class _Search:
         dims = list(state.dims)
         dims[dim], dims[other] = dims[dim][:first], (*dims[other], *moved)
         received = (n - 1) / n * self.holds(state)
-        seconds = self.model.seconds(self.mesh, axes, received)
+        seconds = self.seconds(axes, received)
         return _Move(DistState(tuple(dims), state.partial), AllToAll, (dim, other, axes), received, seconds)
 
     def exchange(self, state: DistState) -> _Move:
         over = self.exchange_axes(state) if self.same_mesh else ()
         received = self.missing(state) * self.itemsize
         # Among equals a native collective is preferred: it is better tuned than a general exchange.
-        seconds = self.model.seconds(self.mesh, over, received) * (1 + 1e-9)
+        seconds = self.seconds(over, received) * (1 + 1e-9)
         return _Move(self.leaf, Exchange, (over,), received, seconds)
 
     def exchange_axes(self, state: DistState) -> tuple[int, ...]:
@@ -480,9 +537,31 @@ class _Search:
         """Elements that a rank lacks for the goal, on average over the ranks: the least that must move."""
         found = self.missing_of.get(state)
         if found is None:
+            found = self.missing_of[state] = self._missing(state)
+        return found
+
+    def _missing(self, state: DistState) -> float:
+        splits = [split for dims in (state.dims, self.goal.dims) for splits in dims for split in splits]
+        if not self.same_mesh or any(split.rows for split in splits):
             goal = self.leaf.spec(self.source) if self.same_mesh else self.unreduced
-            found = _missing_elements(state.spec(self.source), goal)
-            self.missing_of[state] = found
+            return _missing_by_blocks(state.spec(self.source), goal)
+        needed: Any = 1
+        shared: Any = 1
+        for dim in range(len(self.shape)):
+            needed = needed * self._shared(dim, self.goal.dims[dim])
+            shared = shared * self._shared(dim, state.dims[dim])
+        return float(np.mean(needed - shared))
+
+    def _shared(self, dim: int, splits: tuple[Split, ...]) -> Any:
+        """How many indices of its part of `dim` in the goal each rank holds, when `splits` split the dim."""
+        found = self.shared_of.get((dim, splits))
+        if found is None:
+            start, stop = _extents(self.mesh, self.shape[dim], tuple([split.axis for split in splits]))
+            goal_start, goal_stop = _extents(
+                self.mesh, self.shape[dim], tuple([split.axis for split in self.goal.dims[dim]])
+            )
+            both = np.minimum(stop, goal_stop) - np.maximum(start, goal_start)
+            found = self.shared_of[dim, splits] = np.maximum(both, 0)
         return found
 
     # ---------------------------------------------------------------- the route
@@ -533,37 +612,20 @@ def _absorbs(new: Partial, old: Partial) -> bool:
 # ---------------------------------------------------------------- the least that must move
 
 
-def _missing_elements(source: DTensorSpec, target: DTensorSpec) -> float:
-    """Elements of its target block that a rank does not hold, averaged over the ranks of the target mesh."""
-    strided = any(isinstance(p, StridedShard) for spec in (source, target) for p in spec.placements)
-    if strided or source.mesh is not target.mesh:
-        return _missing_by_blocks(source, target)
-    coordinates = source.mesh.coordinates
-    needed: np.ndarray | float = 1.0
-    shared: np.ndarray | float = 1.0
-    for dim, size in enumerate(source.shape):
-        a_start, a_length = _extents(size, source, dim, coordinates)
-        if source.dim_axes[dim] == target.dim_axes[dim]:
-            needed, shared = needed * a_length, shared * a_length
-            continue
-        b_start, b_length = _extents(size, target, dim, coordinates)
-        both = np.minimum(a_start + a_length, b_start + b_length) - np.maximum(a_start, b_start)
-        needed, shared = needed * b_length, shared * np.maximum(both, 0)
-    return float(np.mean(needed - shared))
-
-
-def _extents(size: int, spec: DTensorSpec, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray | int, np.ndarray | int]:
-    """Start and length of the run that each coordinate holds of a plainly sharded dim."""
-    start: np.ndarray | int = 0
-    length: np.ndarray | int = size
-    for axis in spec.dim_axes[dim]:
-        step = -(-length // spec.mesh.shape[axis])
-        begin = np.minimum(coordinates[:, axis] * step, length)
+@lru_cache(maxsize=4096)
+def _extents(mesh: DeviceMesh, size: int, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Where the run that each rank holds of a plainly sharded dim begins and ends."""
+    start: Any = 0
+    length: Any = size
+    for axis in axes:
+        step = -(-length // mesh.shape[axis])
+        begin = np.minimum(mesh.coordinates[:, axis] * step, length)
         start, length = start + begin, np.minimum(begin + step, length) - begin
-    return start, length
+    return start, start + length
 
 
 def _missing_by_blocks(source: DTensorSpec, target: DTensorSpec) -> float:
+    """Elements of its target block that a rank does not hold, averaged over the ranks of the target mesh."""
     total = 0
     ranks = target.mesh.grid_ranks
     for position, rank in enumerate(ranks):

@@ -1,0 +1,593 @@
+"""The validator: every operator of torch's own test database on many layouts against one device.
+
+    python -m tests.virtual.conformance [--sample SEED] [--only name ...] [--jobs 2] [--json FILE] [--write FILE]
+
+Values, gradients, shapes, dtypes, agreement of replicas, inputs left alone, in-place variants. Counts how each case
+ran: without communication, with it, by decomposition, by replication. Knows nothing of any particular operator, but of a few
+that their values cannot be compared.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+import shardwise as sw
+from shardwise import modes
+from shardwise.fabric import routes
+from tests.virtual.parity import (
+    MESHES,
+    Diverged,
+    distribute,
+    gradients_of,
+    plain_layouts,
+    random_layout,
+    same_bits,
+    whole,
+)
+
+# How a case that is right ran; each is worse than the one before.
+RAN = ("free", "rule", "decomposed", "replicated")
+# How a case may fail.
+FAILED = ("refused", "wrong", "diverged", "crashed", "hung", "random")
+SECONDS_PER_CASE = 20.0
+
+# Operators that leave their result uninitialized: only shape, dtype and layout are compared.
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How much of an operator is tried: samples of each dtype that are looked at, cases in all, seconds in all."""
+
+    samples: int
+    cases: int
+    seconds: float
+    seed: int | None = None
+
+
+FULL = Budget(samples=60, cases=200, seconds=240.0)
+
+
+def sampled(seed: int) -> Budget:
+    """A few cases of each operator, the same ones for a seed."""
+    return Budget(samples=12, cases=6, seconds=20.0, seed=seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: which sample of which dtype, out-of-place or in-place, on which mesh and in which layouts."""
+
+    op: str
+    dtype: str
+    sample: int
+    variant: str
+    mesh: tuple[int, ...]
+    placements: tuple[str, ...]
+    elements: int
+
+    def __str__(self) -> str:
+        called = f"{self.op}{'_' if self.variant == 'inplace' else ''}"
+        return f"{called} {self.dtype} sample {self.sample} mesh {self.mesh} [{'; '.join(self.placements)}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a case went: one of RAN or FAILED, what its gradients took, and what was wrong."""
+
+    case: Case
+    kind: str
+    backward: str = ""
+    message: str = ""
+
+
+# ---------------------------------------------------------------- what is tried
+
+
+@functools.cache
+def database() -> dict[str, Any]:
+    """Every OpInfo by its name, with its variant behind a dot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return {op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""): op for op in op_db}
+
+
+def dtypes_of(op: Any) -> list[torch.dtype]:
+    """float32, an integer and a complex dtype where there are such; any one otherwise."""
+    supported = op.supported_dtypes("cpu")
+    wanted = [
+        next((d for d in group if d in supported), None)
+        for group in (
+            (torch.float32, torch.float64, torch.bfloat16),
+            (torch.int64, torch.int32, torch.uint8),
+            (torch.complex64, torch.complex128),
+        )
+    ]
+    return [d for d in wanted if d is not None] or sorted(supported, key=str)[:1]
+
+
+class Sample:
+    """One sample of an OpInfo in one variant: how to call it on given tensors, and what that gives on one device."""
+
+    def __init__(self, op: Any, dtype: torch.dtype, index: int, sample: Any, variant: str) -> None:
+        self.op, self.dtype, self.index, self.variant = op, dtype, index, variant
+        self.process = sample.output_process_fn_grad
+        self.leaves, self.tree = tree_flatten((sample.input, sample.args, sample.kwargs))
+        self.at = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.leaves[i] for i in self.at]
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The operator on these tensors in place of the sample's own."""
+        new = list(self.leaves)
+        for i, tensor in zip(self.at, tensors, strict=True):
+            new[i] = tensor
+        first, args, kwargs = tree_unflatten(new, self.tree)
+        if self.variant == "inplace":
+            return self._in_place(first, args, kwargs)
+        return self.op.op(first, *args, **kwargs)
+
+    def _in_place(self, first: Any, args: Any, kwargs: Any) -> Any:
+        target = first.clone()
+        result = self.op.inplace_variant(target, *args, **kwargs)
+        if isinstance(result, torch.Tensor) and result is not target:
+            raise AssertionError("the in-place variant does not give back the tensor it wrote to")
+        return target
+
+    @functools.cached_property
+    def wanted(self) -> "Wanted | None":
+        """What one device gives; None where it refuses the call too."""
+        plain = [t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors]
+        before = [t.detach().clone() for t in plain]
+        try:
+            torch.manual_seed(0)
+            with Draws() as draws:
+                result = self.call(plain)
+        except Exception:
+            return None
+        try:
+            grads = gradients_of(self.process(result), plain)
+        except Exception:
+            grads = None
+        changed = tuple(not same_bits(t.detach(), b) for t, b in zip(plain, before, strict=True))
+        return Wanted(tree_map(_detached, result), grads, draws.seen, changed)
+
+
+class Draws(TorchDispatchMode):
+    """Whether anything that ran inside draws random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The results of one device, their gradients (None: it has none), whether it drew, which inputs it changed."""
+
+    result: Any
+    grads: list[Any] | None
+    drawn: bool
+    changed: tuple[bool, ...]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def samples_of(name: str, op: Any, budget: Budget) -> Iterator[Sample]:
+    """The samples of an operator that have tensors to distribute, out-of-place and in-place."""
+    for dtype in dtypes_of(op):
+        torch.manual_seed(0)
+        random.seed(0)
+        graded = bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
+        found = op.sample_inputs("cpu", dtype, requires_grad=graded)
+        for index, sample in enumerate(itertools.islice(found, budget.samples)):
+            for variant in ("op", "inplace") if op.inplace_variant is not None else ("op",):
+                made = Sample(op, dtype, index, sample, variant)
+                if made.at and all(_distributable(t) for t in made.tensors):
+                    yield made
+
+
+def _distributable(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and tensor.numel() < 50_000
+    )
+
+
+Plan = tuple[Sample, tuple[int, ...], list[list[Any]]]
+
+
+def plans(name: str, op: Any, budget: Budget) -> list[Plan]:
+    """The cases of an operator: all samples and layouts, thinned out evenly where they are too many."""
+    rng = random.Random(f"{budget.seed}:{name}")
+    samples = list(samples_of(name, op, budget))
+    if budget.seed is not None:
+        rng.shuffle(samples)
+        samples.sort(key=lambda s: dtypes_of(op).index(s.dtype) * 0.7 + rng.random() - (s.variant == "op") * 0.3)
+        samples = samples[: budget.cases]
+    columns: list[list[Plan]] = []
+    for sample in samples:
+        shapes = [t.shape for t in sample.tensors]
+        mine: list[Plan] = []
+        for mesh in MESHES:
+            mine += [(sample, mesh, layout) for layout in plain_layouts(shapes, len(mesh))]
+            mine += [(sample, mesh, random_layout(shapes, len(mesh), rng)) for _ in range(3)]
+        rng.shuffle(mine)
+        columns.append(mine)
+    chosen = [p for row in itertools.zip_longest(*columns) for p in row if p is not None][: budget.cases]
+    return sorted(chosen, key=lambda p: (str(p[0].dtype), p[0].index, p[0].variant, p[1]))
+
+
+# ---------------------------------------------------------------- one case
+
+
+class Watch:
+    """How a stretch of code ran: whether anything moved, was decomposed, was replicated."""
+
+    def __init__(self) -> None:
+        self.moved = self.decomposed = self.replicated = False
+
+    @property
+    def kind(self) -> str:
+        if self.replicated:
+            return "replicated"
+        return "free" if not self.moved else "decomposed" if self.decomposed else "rule"
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Watch]:
+    """Listen to routes, to decompositions and to warnings of replication."""
+    watch = Watch()
+    decomposing = modes.decomposing
+
+    def moved(route: Any) -> None:
+        watch.moved = True
+
+    def noted() -> Any:
+        watch.decomposed = True
+        return decomposing()
+
+    modes._warned.clear()
+    routes.observers.append(moved)
+    modes.decomposing = noted
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", sw.ReplicationWarning)
+            yield watch
+    finally:
+        modes.decomposing = decomposing
+        routes.observers.remove(moved)
+    watch.replicated = bool(caught)
+
+
+class Hung(BaseException):
+    """A case took too long. No Exception, so that nothing swallows it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `Hung` after some seconds; only in the main thread."""
+
+    def expire(*_: Any) -> None:
+        raise Hung(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_case(name: str, plan: Plan) -> Outcome | None:
+    """Carry out a case and compare; None where one device refuses it too."""
+    sample, shape, layout = plan
+    wanted = sample.wanted
+    if wanted is None:
+        return None
+    notes = tuple(",".join(str(p) for p in placements) for placements in layout)
+    elements = sum(t.numel() for t in sample.tensors)
+    dtype = str(sample.dtype).removeprefix("torch.")
+    case = Case(name, dtype, sample.index, sample.variant, shape, notes, elements)
+    try:
+        with time_limit(SECONDS_PER_CASE):
+            forward, backward = _compare(name, sample, wanted, shape, layout)
+        return Outcome(case, forward, backward)
+    except Hung as error:
+        return Outcome(case, "hung", message=str(error))
+    except Exception as error:
+        return Outcome(case, _failure(error, wanted), message=_told(error))
+
+
+def _failure(error: Exception, wanted: Wanted) -> str:
+    if isinstance(error, Diverged):
+        return "random" if wanted.drawn else "diverged"
+    if isinstance(error, AssertionError) and not _raised_in_library(error):
+        return "random" if wanted.drawn else "wrong"
+    return "refused" if isinstance(error, sw.ShardwiseError) else "crashed"
+
+
+def _raised_in_library(error: Exception) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "/shardwise/" in frames[-1].filename
+
+
+def _told(error: Exception) -> str:
+    """The error in two lines, with the last place in the library."""
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if "/shardwise/" in f.filename]
+    at = f" [{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}]" if ours else ""
+    text = " | ".join(line.strip() for line in str(error).strip().splitlines() if line.strip())
+    return f"{type(error).__name__}: {text[:400]}{at}"
+
+
+def _compare(
+    name: str, sample: Sample, wanted: Wanted, shape: tuple[int, ...], layout: list[list[Any]]
+) -> tuple[str, str]:
+    """How the forward and the backward pass of a case ran; raises where anything is not as on one device."""
+    mesh = sw.init_device_mesh("cpu", shape)
+    given = []
+    for tensor, placements in zip(sample.tensors, layout, strict=True):
+        made = distribute(tensor.detach().clone(), mesh, placements)
+        given.append(made.requires_grad_(tensor.requires_grad))
+    before = [[t.clone() for t in one._local_tensor.tensors] for one in given]
+    torch.manual_seed(0)
+    with watching() as forward:
+        result = sample.call(given)
+    for one, kept, changed in zip(given, before, wanted.changed, strict=True):
+        same = all(same_bits(a, b) for a, b in zip(one._local_tensor.tensors, kept, strict=True))
+        assert same or changed, f"the input {one.spec} was modified"
+    values = name not in UNINITIALIZED
+    _check("result", result, wanted.result, values)
+    if wanted.grads is None:
+        return forward.kind, ""
+    with watching() as backward:
+        grads = gradients_of(sample.process(result), given)
+    _check("gradient", grads, wanted.grads, values)
+    return forward.kind, backward.kind if grads else ""
+
+
+def _check(what: str, got: Any, wanted: Any, values: bool) -> None:
+    """Equal structure, kind of tensor, shape, dtype and, up to the rounding of reordered sums, values."""
+    mine, theirs = tree_flatten(got)[0], tree_flatten(wanted)[0]
+    assert len(mine) == len(theirs), f"{what}: {len(mine)} values instead of {len(theirs)}"
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        at = f"{what} {i}" if len(mine) > 1 else what
+        if not isinstance(b, torch.Tensor):
+            assert not isinstance(a, torch.Tensor) or (b is None and not a.any()), f"{at}: {a} instead of {b}"
+            assert isinstance(a, torch.Tensor) or a == b or (a != a and b != b), f"{at}: {a} is not {b}"
+            continue
+        if a is None:
+            assert not b.any(), f"{at}: None instead of {b}"
+            continue
+        assert not isinstance(a, sw.RankTensor), f"{at}: a bare local came out"
+        assert a.dtype == b.dtype, f"{at}: {a.dtype} is not {b.dtype}"
+        assert a.shape == b.shape, f"{at}: {tuple(a.shape)} is not {tuple(b.shape)}"
+        full = whole(a)
+        if values:
+            _close(full, b, f"{at} ({getattr(a, 'spec', 'plain')})")
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, at: str) -> None:
+    if b.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if not (b.is_floating_point() or b.is_complex()):
+        assert torch.equal(a, b), f"{at}: {a.tolist()} is not {b.tolist()}"
+        return
+    finite = b.detach().abs()[b.isfinite()]
+    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    rounding = 2e-2 if b.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    torch.testing.assert_close(
+        a, b, rtol=rounding, atol=rounding / 10 * scale, equal_nan=True, msg=lambda m: f"{at}: {m}"
+    )
+
+
+# ---------------------------------------------------------------- one operator, and all
+
+
+@dataclasses.dataclass
+class Report:
+    """What is known of an operator after its cases."""
+
+    op: str
+    ran: Counter[str] = dataclasses.field(default_factory=Counter)
+    backward: Counter[str] = dataclasses.field(default_factory=Counter)
+    failures: list[Outcome] = dataclasses.field(default_factory=list)
+    note: str = ""
+    seconds: float = 0.0
+
+    @property
+    def cases(self) -> int:
+        return self.ran.total() + len(self.failures)
+
+    @property
+    def smallest(self) -> Outcome | None:
+        """The failure that is easiest to look at."""
+        return min(self.failures, key=lambda f: (f.case.elements, len(f.case.mesh)), default=None)
+
+
+def check_operator(name: str, budget: Budget) -> Report:
+    """Try one operator."""
+    report = Report(name)
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            todo = plans(name, database()[name], budget)
+        except Exception as error:
+            report.note = f"no samples: {_told(error)}"
+            return report
+        for plan in todo:
+            outcome = run_case(name, plan)
+            if outcome is None:
+                continue
+            if outcome.kind in RAN:
+                report.ran[outcome.kind] += 1
+                report.backward[outcome.backward] += bool(outcome.backward)
+            else:
+                report.failures.append(outcome)
+            if time.monotonic() - started > budget.seconds:
+                report.note = "stopped early: out of time"
+                break
+    if not report.cases:
+        report.note = "takes no dense tensor"
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def check_all(names: Sequence[str], budget: Budget, jobs: int, told: Callable[[Report], None]) -> list[Report]:
+    """Try many operators in processes of their own; one that takes its process down is a crash of that operator."""
+    if jobs <= 1:
+        reports = [check_operator(name, budget) for name in names]
+        for report in reports:
+            told(report)
+        return reports
+    done: dict[str, Report] = {}
+    todo, size = list(names), jobs
+    while todo:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(size, mp_context=context, initializer=_one_thread) as pool:
+            futures = {pool.submit(check_operator, name, budget): name for name in todo}
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    done[futures[future]] = future.result()
+                    told(done[futures[future]])
+            except concurrent.futures.process.BrokenProcessPool:
+                pass
+        left = [name for name in todo if name not in done]
+        if left == todo and size == 1:  # the first of them did it
+            case = Case(left[0], "", 0, "op", (), (), 0)
+            done[left[0]] = Report(left[0], failures=[Outcome(case, "crashed", message="took the process down")])
+            told(done[left[0]])
+            left = left[1:]
+        size = 1 if left == todo else jobs
+        todo = left
+    return [done[name] for name in names]
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------- telling
+
+
+def line_of(report: Report) -> str:
+    """One line for an operator that fails."""
+    worst = report.smallest
+    assert worst is not None
+    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(f.kind for f in report.failures).items())
+    return f"{report.op}: {kinds} of {report.cases}; smallest: {worst.kind}: {worst.case}: {worst.message}"
+
+
+def summary(reports: Iterable[Report]) -> str:
+    """The counts of all operators and cases."""
+    reports = list(reports)
+    ran = sum((r.ran for r in reports), Counter())
+    failed = Counter(f.kind for r in reports for f in r.failures)
+    bad = [r for r in reports if r.failures]
+    idle = [r for r in reports if not r.cases]
+    cases = sum(r.cases for r in reports)
+    return (
+        f"{len(reports)} operators, {cases} cases in {sum(r.seconds for r in reports):.0f} s: {len(bad)} operators "
+        f"fail, {len(idle)} take no dense tensor\n"
+        f"right: {', '.join(f'{kind} {ran[kind]}' for kind in RAN)}\n"
+        f"failed: {', '.join(f'{kind} {failed[kind]}' for kind in FAILED)}"
+    )
+
+
+def table(reports: Iterable[Report]) -> str:
+    """docs/operators.md: for each operator how many of its cases ran in which way."""
+    head = (
+        "# Operators\n\n"
+        "Every operator of PyTorch's own test database, on virtual meshes of 4, 2x2 and 2x3 ranks, in layouts that\n"
+        "shard each tensor argument on each dim, leave it replicated or Partial: values and gradients compared with\n"
+        "one device. Made by `make conformance`. The columns say how many of 100 such layouts ran\n\n"
+        "- **free**: without any communication,\n"
+        "- **moving**: with communication chosen by the operator's rule,\n"
+        "- **decomposed**: as several smaller operators, some of which communicate,\n"
+        "- **replicated**: on whole tensors on every rank, with a ReplicationWarning,\n"
+        "- **failing**: not as on one device.\n\n"
+        "*backward* is the worst that the gradients needed.\n\n"
+        "| operator | cases | free | moving | decomposed | replicated | failing | backward |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---|\n"
+    )
+    words = {"free": "free", "rule": "moving", "decomposed": "decomposed", "replicated": "replicated"}
+    rows = []
+    idle = []
+    for report in sorted(reports, key=lambda r: r.op):
+        if not report.cases:
+            idle.append(report.op)
+            continue
+        shares = [
+            f"{100 * n / report.cases:.0f}" if n else "" for n in (*(report.ran[k] for k in RAN), len(report.failures))
+        ]
+        worst = next((words[kind] for kind in reversed(RAN) if report.backward[kind]), "")
+        rows.append(f"| `{report.op}` | {report.cases} | {' | '.join(shares)} | {worst} |")
+    tail = (
+        "\n\nWithout a dense tensor argument, so nothing to distribute: " + ", ".join(f"`{op}`" for op in idle) + ".\n"
+    )
+    return head + "\n".join(rows) + (tail if idle else "\n")
+
+
+def as_json(reports: Iterable[Report]) -> str:
+    """Everything, for other programs."""
+    return json.dumps([vars(r) | {"failures": [dataclasses.asdict(f) for f in r.failures]} for r in reports], indent=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.virtual.conformance", description=__doc__)
+    parser.add_argument("--sample", type=int, metavar="SEED", help="only a few cases of each operator")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these operators (all their variants)")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--cases", type=int, help="at most so many cases of each operator")
+    parser.add_argument("--write", type=Path, help="write the table of operators here")
+    parser.add_argument("--json", type=Path, help="write every count and failure here")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    budget = FULL if options.sample is None else sampled(options.sample)
+    if options.cases is not None:
+        budget = dataclasses.replace(budget, cases=options.cases)
+    names = [n for n in database() if not options.only or n in options.only or n.partition(".")[0] in options.only]
+
+    def told(report: Report) -> None:
+        if report.failures:
+            print(line_of(report), flush=True)
+
+    reports = check_all(names, budget, options.jobs if len(names) > 1 else 1, told)
+    print(summary(reports))
+    if options.write:
+        options.write.write_text(table(reports))
+    if options.json:
+        options.json.write_text(as_json(reports))
+    return int(any(report.failures for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
