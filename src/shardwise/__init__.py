@@ -20,6 +20,7 @@ from shardwise.errors import (
 from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import init_device_mesh, virtual
+from shardwise.interop import from_torch, to_torch
 from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
@@ -62,12 +63,14 @@ __all__ = [
     "distribute_tensor",
     "dry_run",
     "empty",
+    "from_torch",
     "full",
     "implicit_replication",
     "init_device_mesh",
     "ones",
     "set_cost_model",
     "strict",
+    "to_torch",
     "virtual",
     "zeros",
 ]

@@ -60,7 +60,7 @@ def distribute_tensor(
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
     spec = DTensorSpec(mesh, placements, TensorMeta(tensor.shape, _dense(tensor), tensor.dtype), shard_order)
     whole = _without_partial(spec)
-    source = tensor.detach()
+    source = tensor.detach().resolve_conj().resolve_neg()
     if mesh.fabric != "dry" and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
     local = fabric_of(mesh).scatter(mesh, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)

@@ -33,6 +33,11 @@ __all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
 MAX_ENTRIES = 16384
 VIRTUAL = "virtual"
 VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Inside __torch_dispatch__ torch does not see the conjugate and negative bits of a tensor: locals never carry them.
+PHYSICAL = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Coordinate = tuple[int, ...]
 
@@ -173,7 +178,7 @@ PLAIN, USERS = "plain", "a user's plain tensor"  # marks in a key
 
 def _plain_key(tensor: torch.Tensor, made_inside: bool) -> tuple[Any, ...]:
     """The key of a plain tensor. Small ones, and those that an operator made on its way, are the same on every rank."""
-    same = made_inside or tensor.numel() == 1 or modes.replicates_implicitly()
+    same = made_inside or tensor.numel() == 1 or modes.replicates_implicitly() or modes.made_by_torch(tensor)
     return (PLAIN if same else USERS, TensorMeta.of(tensor))
 
 
@@ -236,6 +241,11 @@ class OpDispatcher:
     ) -> Executor:
         """Work out the executor of a new signature and keep it."""
         run = self.resolve(key, func, args, kwargs)
+        info = OpInfo.of(func)
+        if info.is_view:
+            run = views_marked(run, info)
+        elif info.writes:
+            run = self._writes_pushed_back(run, info)
         self.misses += 1
         if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
             for old in list(self.cache)[: MAX_ENTRIES // 4]:
@@ -299,10 +309,12 @@ class OpDispatcher:
         metas = self._result_metas(info, slots, specs, args, kwargs)
         pinned = tuple(i for i, slot in enumerate(slots) if slot.name in info.writes)
         sharding = ShardingPropagator().propagate(schema, metas, pinned) if metas is not None else None
+        if torch.Tag.inplace_view in func.tags and functional is not None:
+            return self._reshaping_in_place(info, functional)
         if info.writes:
             compute = DECOMPOSITIONS.get(func)
             if compute is not None and (sharding is None or _communicates(specs, sharding.inputs)):
-                return self._decomposed(compute, mesh)
+                return self._decomposed(info, compute, mesh)
             if sharding is None and functional is not None:
                 return self._through_functional(info, functional, slots)
             if sharding is None or torch.Tag.nondeterministic_seeded in func.tags:
@@ -314,7 +326,7 @@ class OpDispatcher:
         if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
             return self._executor(info, slots, specs, sharding)
         compute = compute or _torch_decomposition(func)
-        return self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(compute, mesh)
+        return self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(info, compute, mesh)
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
         meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.tensor_class)}
@@ -384,7 +396,7 @@ class OpDispatcher:
         mesh = specs[0].mesh
         routes = _routes(specs, sharding.inputs)
         patches = self._patches(info, sharding, mesh)
-        local_op = sharding.rule.local_op
+        local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
         if not any(routes) and patches is None and local_op is None and not pinned and info.returns == ("Tensor",):
             simple = self._simple_executor(info, slots, sharding.outputs[0], mesh)
             if simple is not None:
@@ -441,7 +453,7 @@ class OpDispatcher:
         run_local = local_runner(info, slots, patches, mesh)
         wraps = None if outputs is None else [self.wrapper(spec) for spec in outputs]
         moving = [route.route for route in routes if route is not None and route.communicates]
-        lost = info.is_view and bool(any(routes))
+        lost = info.is_view and (bool(any(routes)) or op in PHYSICAL)
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if moving:
@@ -456,12 +468,14 @@ class OpDispatcher:
                 return self._with_written(info, args, kwargs, results, wraps, mesh)
             if wraps is None:
                 return self._wrap_replicated(results, mesh)
+            if results is None:
+                return None
             if isinstance(results, tuple | list):
                 wrapped = _like(results, (wrap(result) for wrap, result in zip(wraps, results, strict=True)))
             else:
                 wrapped = wraps[0](results)
             if lost:
-                self._remember_base(info, args, kwargs, wrapped)
+                mark_views(info, args, kwargs, wrapped)
             return wrapped
 
         return run
@@ -491,11 +505,6 @@ class OpDispatcher:
             return tensor._local_tensor
         return fabric_of(mesh).build(mesh, lambda coordinate: tensor)
 
-    def _remember_base(self, info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
-        """Views that had to be copied are marked, so that a write to them is not lost."""
-        for view in views if isinstance(views, tuple | list) else (views,):
-            view._copied_view_of = info.op
-
     def _patches(
         self, info: OpInfo, sharding: OutputSharding, mesh: DeviceMesh
     ) -> dict[Coordinate, Mapping[str, Any]] | None:
@@ -513,7 +522,7 @@ class OpDispatcher:
     ) -> Executor:
         """A random operator: every rank draws the whole tensor, as one device would, and keeps its own part."""
         mesh = specs[0].mesh
-        if specs[0].partial_axes and _draws_alone(info.op):
+        if specs[0].partial_axes and _draws_alone(info.op) and not info.op._schema.name.endswith("_like"):
             raise LayoutError(
                 f"{info.op} cannot draw into {specs[0]}: random numbers do not add up to random numbers",
                 hint="redistribute it to Replicate() or Shard() first",
@@ -552,13 +561,15 @@ class OpDispatcher:
 
         return run
 
-    def _decomposed(self, compute: Callable[..., Any], mesh: DeviceMesh) -> Executor:
+    def _decomposed(self, info: OpInfo, compute: Callable[..., Any], mesh: DeviceMesh) -> Executor:
         """Computed from other operators; plain tensors that come out were made on the way, alike on every rank."""
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             with modes.decomposing():
-                results = compute(*args, **kwargs)
-            return self._wrap_plain(results, mesh)
+                results = self._wrap_plain(compute(*args, **kwargs), mesh)
+            if info.is_view:
+                mark_views(info, args, kwargs, results)
+            return results
 
         return run
 
@@ -594,6 +605,19 @@ class OpDispatcher:
         return run_and_warn
 
     # ---------------------------------------------------------------- operators that write
+
+    def _reshaping_in_place(self, info: OpInfo, functional: OpOverload) -> Executor:
+        """`t_`, `squeeze_`, ...: the tensor itself becomes the view."""
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            view = functional(*args, **kwargs)
+            with torch._C._DisableTorchDispatch():  # the wrapper's own sizes and strides
+                info.op(*args, **kwargs)
+            args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
+            args[0]._copied_view = view._copied_view
+            return args[0]
+
+        return run
 
     def _through_copies(
         self, info: OpInfo, slots: tuple[Slot, ...], specs: tuple[DTensorSpec, ...], pinned: tuple[int, ...]
@@ -640,6 +664,41 @@ class OpDispatcher:
 
         return run
 
+    def _writes_pushed_back(self, run: Executor, info: OpInfo) -> Executor:
+        """A write to a view that had to be copied is carried over to the tensor it is a view of."""
+
+        def run_and_push(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            result = run(args, kwargs)
+            for name in info.writes:
+                index = info.names.index(name)
+                written = args[index] if index < len(args) else kwargs.get(name)
+                for tensor in written if isinstance(written, list | tuple) else (written,):
+                    if getattr(tensor, "_copied_view", None) is not None:
+                        self._push_back(info, tensor)
+            return result
+
+        return run_and_push
+
+    def _push_back(self, info: OpInfo, view: Any) -> None:
+        """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
+        made: CopiedView | None = view._copied_view
+        while made is not None:
+            base = made.args[0]
+            copy = self._whole_local(base)
+            if copy is base._local_tensor:
+                copy = copy.clone()
+            if made.op in PHYSICAL:
+                copy.copy_(PHYSICAL[made.op](self._whole_local(view)))
+            else:
+                again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
+                (again if made.item is None else again[made.item]).copy_(self._whole_local(view))
+            self.write(info, base, self.wrapper(replicated(base._spec))(copy))
+            view, made = base, base._copied_view
+
+    def _whole_local(self, tensor: Any) -> torch.Tensor:
+        whole = replicated(tensor._spec)
+        return tensor._local_tensor if whole is tensor._spec else bound_route(tensor._spec, whole).run(tensor._local_tensor)
+
     def write(self, info: OpInfo, target: Any, value: Any) -> None:
         """Copy a DTensor's value into another, keeping the other's layout."""
         have, want = value._spec, target._spec
@@ -684,6 +743,37 @@ class OpDispatcher:
     def info(self) -> CacheInfo:
         """How full the cache is."""
         return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedView:
+    """How a view came about that shares no memory with its base: the operator, its arguments, which of its results."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    item: int | None
+
+
+def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
+    """Mark views that had to be copied, so that a write to them is not lost."""
+    if isinstance(views, tuple | list):
+        for item, view in enumerate(views):
+            view._copied_view = CopiedView(info.op, args, kwargs, item)
+    else:
+        views._copied_view = CopiedView(info.op, args, kwargs, None)
+
+
+def views_marked(run: Executor, info: OpInfo) -> Executor:
+    """A view of a copied view is one too."""
+
+    def run_and_mark(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        views = run(args, kwargs)
+        if args and args[0]._copied_view is not None:
+            mark_views(info, args, kwargs, views)
+        return views
+
+    return run_and_mark
 
 
 def _draws_alone(op: OpOverload) -> bool:

@@ -6,6 +6,7 @@ Plain process-wide state, so that it holds in backward, which runs on other thre
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import ImplicitCommunicationError
@@ -121,6 +123,34 @@ def user_line() -> str:
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "backward"  # autograd's own thread has no line of the user's
+
+
+def made_by_torch(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor was made by one of torch's own functions written in Python (svd_lowrank, ...).
+
+    So it is when such a function is running and the user gave it no plain tensor of any size, in an argument or in a
+    module: then whatever plain tensor it uses is its own, and the same on every rank.
+    """
+    frame, outermost = sys._getframe(1), None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.startswith(_TORCH):
+            outermost = frame
+        elif outermost is not None or not filename.startswith((_OURS, "<")):
+            break
+        frame = frame.f_back
+    if outermost is None:
+        return False
+    code = outermost.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
+    given = [outermost.f_locals.get(name) for name in code.co_varnames[:count]]
+    return not any(map(_holds_plain, tree_leaves(given, is_leaf=lambda leaf: isinstance(leaf, torch.nn.Module))))
+
+
+def _holds_plain(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return any(map(_holds_plain, itertools.chain(value.parameters(), value.buffers())))
+    return isinstance(value, torch.Tensor) and not hasattr(value, "_spec") and value.numel() != 1
 
 
 def check_strict(op: Any, routes: Sequence[Route]) -> None:

@@ -59,6 +59,7 @@ class DTensor(torch.Tensor):
     __slots__ = ("_local_tensor", "_spec")
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
+    _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -88,9 +89,8 @@ class DTensor(torch.Tensor):
             kwargs = _NO_KWARGS
             # the most frequent signatures, without building the key argument by argument
             if len(args) == 2:
-                a, b = args
-                if a.__class__ is DTensor and b.__class__ is DTensor:
-                    run = _cache.get((func, a._spec, b._spec))
+                if args[0].__class__ is DTensor and args[1].__class__ is DTensor:
+                    run = _cache.get((func, args[0]._spec, args[1]._spec))
                     if run is not None:
                         return run(args, kwargs)
             elif len(args) == 1 and args[0].__class__ is DTensor:
@@ -153,6 +153,8 @@ class DTensor(torch.Tensor):
             torch.Size([8, 3])
         """
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
+        if local_tensor.is_conj() or local_tensor.is_neg():
+            local_tensor = local_tensor.resolve_conj().resolve_neg()
         if mesh.fabric == "virtual" and not isinstance(local_tensor, RankTensor):
             local_tensor = _OnEveryRank.apply(local_tensor, mesh)
         key = (

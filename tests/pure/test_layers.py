@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules",),
     ("plan",),
     ("fabric",),
+    ("modes",),
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),

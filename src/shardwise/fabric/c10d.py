@@ -143,9 +143,10 @@ class C10dFabric(Fabric):
         return received
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
+        if self.coordinate(mesh) is None:
+            return []
         said: list[Any] = [None] * mesh.size()
-        if self.coordinate(mesh) is not None:
-            dist.all_gather_object(said, facts, group=self.group(mesh, tuple(range(mesh.ndim))))
+        dist.all_gather_object(said, facts, group=self.group(mesh, tuple(range(mesh.ndim))))
         return said
 
     # ---------------------------------------------------------------- steps
@@ -371,6 +372,8 @@ class C10dFabric(Fabric):
         got, got_boxes = sum(got_sizes), _placed(receives, got_sizes)
 
         def start(local: torch.Tensor) -> Wait:
+            if mine_before is None:  # a rank outside held nothing, of no dtype in particular
+                local = local.new_empty(0, dtype=before.tensor_meta.dtype)
             packed, buffer = local.new_empty(sent), local.new_empty(got)
             for box, at, length in sent_boxes:
                 packed.narrow(0, at, length).view(box.shape).copy_(local[box.source])

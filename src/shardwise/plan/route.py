@@ -5,12 +5,12 @@ A shortest-path search over layouts (`DistState`) with the one cost model. Pure:
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -210,7 +210,7 @@ class _Search:
         self.goal = DistState.of(target)
         self.start = DistState.of(source)
         self.kept = self._kept_partials()
-        self.missing_of: dict[DistState, float] = {}
+        self.missing_of: dict[tuple[tuple[Split, ...], ...], float] = {}
         # where the last collective must lead
         self.leaf = DistState(self.goal.dims, tuple(self.kept.items()), arrived=not self.same_mesh)
         self.unreduced = self._without_fresh_partials()
@@ -223,7 +223,11 @@ class _Search:
         self.best_link = self._best_link()
         self.all_elements = math.prod(self.shape)
         self.goal_elements = self.all_elements / self._parts(self.goal, target.mesh.shape)
-        self.shared_of: dict[tuple[int, tuple[Split, ...]], Any] = {}
+        self.by_speed = sorted([(link.beta, axis) for axis, link in enumerate(self.links) if self.sizes[axis] > 1])
+        strided = any(split.rows for state in (self.start, self.goal) for splits in state.dims for split in splits)
+        self.plain = self.same_mesh and not strided and bool(self.shape)  # `missing` in closed form
+        self.needed: float | None = None
+        self.shared_of: dict[tuple[int, tuple[Split, ...]], np.ndarray] = {}
 
     def _best_link(self) -> Link:
         if self.uniform:
@@ -309,26 +313,46 @@ class _Search:
         """Never more than the way from `state` to the goal really costs: one start-up, and what surely must move."""
         if state == self.leaf:
             return 0.0
-        held = self.all_elements / self._parts(state, self.sizes)
-        best = self.best_link
-        pending = [axis for axis, _ in state.partial if axis not in self.kept]
-        if not pending:
-            return (best.alpha + max(0.0, self.goal_elements - held) * self.itemsize * best.beta) * (1 - 1e-9)
-        # Each of them must be reduced, over its own link; the slowest last, when there is the least of it.
-        alpha = seconds = 0.0
-        for beta, axis in sorted([(self.links[axis].beta, axis) for axis in pending]):
-            n = self.sizes[axis]
-            seconds += held * (n - 1) / n * beta
-            held /= n
-            alpha = max(alpha, self.links[axis].alpha)
-        seconds += max(0.0, self.goal_elements - held) * best.beta
-        return (alpha + seconds * self.itemsize) * (1 - 1e-9)
+        alpha, seconds, held = self._reduction_left(state)
+        seconds += max(0.0, self.goal_elements - held) * self.itemsize * self.best_link.beta
+        return (alpha + seconds) * (1 - 1e-9)
 
     def seconds_left_at_least(self, state: DistState) -> float:
-        """A closer estimate than `seconds_left`, which takes longer to work out: exactly what a rank lacks must move."""
-        if self.uniform or state == self.leaf or any(axis not in self.kept for axis, _ in state.partial):
+        """Like `seconds_left`, closer and slower to work out: what a rank lacks must come, over links it can come by.
+
+        What ranks that the fastest axes connect all lack must cross a slower axis, once for all of them; and so on.
+        """
+        if state == self.leaf or not self.plain:
             return 0.0
-        return (self.best_link.alpha + self.missing(state) * self.itemsize * self.best_link.beta) * (1 - 1e-9)
+        alpha, seconds, _ = self._reduction_left(state)
+        fast: list[int] = []
+        alike, reached = 1, 0.0
+        for beta, axis in self.by_speed:
+            if beta > reached:
+                seconds += (beta - reached) * self._missing_beyond(state, fast) / alike * self.itemsize
+                reached = beta
+            fast.append(axis)
+            if axis not in self.wanted_dim:
+                alike *= self.sizes[axis]
+        for have, want in zip(state.dims, self.goal.dims, strict=True):
+            for split in have[_common(have, want) :]:
+                alpha = max(alpha, self.links[split.axis].alpha)
+        return (alpha + seconds) * (1 - 1e-9)
+
+    def _reduction_left(self, state: DistState) -> tuple[float, float, float]:
+        """The least to reduce what is pending: start-up, seconds for its bytes, and the elements held then.
+
+        Each axis over its own link, the slowest last, when there is the least of it left.
+        """
+        held = self.all_elements / self._parts(state, self.sizes)
+        alpha, seconds = self.best_link.alpha, 0.0
+        for beta, axis in self.by_speed if state.partial else ():
+            if any(axis == pending and axis not in self.kept for pending, _ in state.partial):
+                n = self.sizes[axis]
+                seconds += held * (n - 1) / n * self.itemsize * beta
+                held /= n
+                alpha = max(alpha, self.links[axis].alpha)
+        return alpha, seconds, held
 
     @staticmethod
     def _path(
@@ -535,31 +559,36 @@ class _Search:
 
     def missing(self, state: DistState) -> float:
         """Elements that a rank lacks for the goal, on average over the ranks: the least that must move."""
-        found = self.missing_of.get(state)
+        found = self.missing_of.get(state.dims)
         if found is None:
-            found = self.missing_of[state] = self._missing(state)
+            found = self.missing_of[state.dims] = self._missing(state)
         return found
 
     def _missing(self, state: DistState) -> float:
-        splits = [split for dims in (state.dims, self.goal.dims) for splits in dims for split in splits]
-        if not self.same_mesh or any(split.rows for split in splits):
+        if not self.plain:
             goal = self.leaf.spec(self.source) if self.same_mesh else self.unreduced
             return _missing_by_blocks(state.spec(self.source), goal)
-        needed: Any = 1
-        shared: Any = 1
-        for dim in range(len(self.shape)):
-            needed = needed * self._shared(dim, self.goal.dims[dim])
-            shared = shared * self._shared(dim, state.dims[dim])
-        return float(np.mean(needed - shared))
+        if self.needed is None:
+            self.needed = self._held_of_goal(self.goal.dims)
+        return self.needed - self._held_of_goal(state.dims)
 
-    def _shared(self, dim: int, splits: tuple[Split, ...]) -> Any:
+    def _held_of_goal(self, dims: Sequence[tuple[Split, ...]]) -> float:
+        """How much of its block in the goal a rank holds, on average, when the dims are split so."""
+        shared = functools.reduce(np.multiply, [self._shared(dim, splits) for dim, splits in enumerate(dims)])
+        return float(shared.sum()) / self.mesh.grid_size
+
+    def _missing_beyond(self, state: DistState, fast: Sequence[int]) -> float:
+        """At least so much a rank still lacks when the axes `fast` have brought all they can."""
+        dims = (itertools.takewhile(lambda split: split.axis not in fast, splits) for splits in state.dims)
+        return self.missing(DistState(tuple(map(tuple, dims)), ()))
+
+    def _shared(self, dim: int, splits: tuple[Split, ...]) -> np.ndarray:
         """How many indices of its part of `dim` in the goal each rank holds, when `splits` split the dim."""
         found = self.shared_of.get((dim, splits))
         if found is None:
-            start, stop = _extents(self.mesh, self.shape[dim], tuple([split.axis for split in splits]))
-            goal_start, goal_stop = _extents(
-                self.mesh, self.shape[dim], tuple([split.axis for split in self.goal.dims[dim]])
-            )
+            size = self.shape[dim]
+            start, stop = _extents(self.mesh, size, tuple([split.axis for split in splits]))
+            goal_start, goal_stop = _extents(self.mesh, size, tuple([split.axis for split in self.goal.dims[dim]]))
             both = np.minimum(stop, goal_stop) - np.maximum(start, goal_start)
             found = self.shared_of[dim, splits] = np.maximum(both, 0)
         return found
@@ -584,7 +613,7 @@ class _Search:
                 if index == len(path) - 1 and move.state == state == self.goal:
                     after = self.target
                 go(move.kind(at, after, *move.arguments), move.received, move.seconds)
-            sliced = state.spec(self.source) if self.same_mesh else at
+            sliced = at if state.arrived else state.spec(self.source)
             if sliced is not at and (move is not None or state != self.start):
                 go(Slice(at, sliced))
         if at is not self.target:
@@ -612,11 +641,10 @@ def _absorbs(new: Partial, old: Partial) -> bool:
 # ---------------------------------------------------------------- the least that must move
 
 
-@lru_cache(maxsize=4096)
-def _extents(mesh: DeviceMesh, size: int, axes: tuple[int, ...]) -> tuple[Any, Any]:
+@functools.lru_cache(maxsize=4096)
+def _extents(mesh: DeviceMesh, size: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Where the run that each rank holds of a plainly sharded dim begins and ends."""
-    start: Any = 0
-    length: Any = size
+    start, length = np.zeros(mesh.grid_size, np.int64), np.full(mesh.grid_size, size)
     for axis in axes:
         step = -(-length // mesh.shape[axis])
         begin = np.minimum(mesh.coordinates[:, axis] * step, length)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.rules import matmul, movement, pointwise, view
+from shardwise.rules import attention, convolution, matmul, movement, pointwise, reduction, view
 
-__all__ = ["matmul", "movement", "pointwise", "view"]
+__all__ = ["attention", "convolution", "matmul", "movement", "pointwise", "reduction", "view"]

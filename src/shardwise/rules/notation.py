@@ -43,6 +43,7 @@ class Factors:
         whole: factors that may not be sharded.
         reduce: the reduction of a factor that no result has; "sum" where not given.
         summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
+        untouched: pairs (factor, result) of a result that does not depend on how the factor is sharded: it is replicated.
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
         additive: operands that are added to the contraction: on a contracted axis they are Partial too.
         monotone: 1 for an operator that keeps order (min and max pass), -1 for one that reverses it.
@@ -58,6 +59,7 @@ class Factors:
     whole: frozenset[str] = frozenset()
     reduce: Mapping[str, str] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()
+    untouched: frozenset[tuple[str, int]] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     additive: tuple[int, ...] = ()
     monotone: int = 0
@@ -234,7 +236,8 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
         if isinstance(placement, StridedShard) and placement.dim < len(dims) and dims[placement.dim] == name:
             if name not in factors.even:  # its rows may still be split unevenly
                 splits.add(placement.split_factor)
-    contracted = name in factors.summed or not any(name in dims for dims in factors.results)
+    depend = [dims for i, dims in enumerate(factors.results) if (name, i) not in factors.untouched]
+    contracted = name in factors.summed or not any(name in dims for dims in depend)
     reduction = Partial(factors.reduce.get(name, "sum"))
     for rows in sorted(splits):
         inputs = [_shard(dims, name, rows) for dims in factors.operands]
@@ -242,10 +245,10 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
             if inputs[operand] is REPLICATE:
                 inputs[operand] = reduction
         outputs = tuple(
-            _shard(dims, name, rows) if name in dims else reduction if contracted else REPLICATE
-            for dims in factors.results
+            _shard(dims, name, rows) if name in dims else REPLICATE if (name, i) in factors.untouched else reduction
+            for i, dims in enumerate(factors.results)
         )
-        if contracted or all(name in dims for dims in factors.results):
+        if contracted or all(name in dims for dims in depend):
             yield Row(tuple(inputs), outputs)
 
 

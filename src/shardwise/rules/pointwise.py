@@ -1,15 +1,22 @@
-"""Pointwise operators: every dim is a factor of its own; which of them let a Partial through is one table."""
+"""Pointwise operators: every dim is a factor of its own; which of them let a Partial through is one table.
+
+What torch tags as pointwise and stands in no table here lets none through. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise
+from shardwise.core.placement import MaskPartial, Partial, Replicate
+from shardwise.core.spec import TensorMeta
+from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise, overloads, rule
 
 aten = torch.ops.aten
+Groups = tuple[tuple[int, ...], ...]
 
 
 def broadcast(call: Call) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
@@ -18,36 +25,291 @@ def broadcast(call: Call) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim,
 
     def dims(own: Sequence[int]) -> tuple[Dim, ...]:
         missing = len(shape) - len(own)
-        return tuple(
-            None if size != shape[missing + d] else f"d{len(own) - d}" for d, size in enumerate(own)
-        )
+        if missing < 0:
+            return (None,) * len(own)
+        return tuple(None if size != shape[missing + d] else f"d{len(own) - d}" for d, size in enumerate(own))
 
     return tuple(dims(m.shape) for m in call.operands), tuple(dims(m.shape) for m in call.results)
 
 
-def pointwise(**facts) -> Rule:
+def pointwise(**facts: Any) -> Rule:
     """The rule of a pointwise operator with these facts about Partial values."""
     return Rule(lambda call: Factors(*broadcast(call), **facts))
 
 
 default_pointwise.append(pointwise())
 
-UNARY = ((0,),)
-TOGETHER = ((0, 1),)
-EACH_ALONE = ((0,), (1,))
 
-for rule, ops in {
-    # linear in the operands together: sums go through
-    pointwise(linear=TOGETHER): (
-        aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor, aten.copy_, aten.copy,
+# ---------------------------------------------------------------- which casts a Partial survives
+
+
+def keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether the parts of a sum may be cast before they are added: nothing is rounded away, nothing wraps."""
+    if before is after:
+        return True
+    if torch.bool in (before, after) or after.is_complex < before.is_complex:
+        return False
+    inexact_before = before.is_floating_point or before.is_complex
+    inexact_after = after.is_floating_point or after.is_complex
+    return inexact_before is inexact_after and _widens(before, after)
+
+
+def keeps_order(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast is monotone: into a dtype with at least the range."""
+    return _widens(before, after) and not after.is_complex
+
+
+def _widens(before: torch.dtype, after: torch.dtype) -> bool:
+    try:
+        return torch.promote_types(before, after) is after
+    except RuntimeError:  # eight-bit floats have no promotion
+        return False
+
+
+def sums_exactly(call: Call, group: Iterable[int]) -> bool:
+    """Whether the operands of a linear group enter the result without a cast that would not add up."""
+    dtype = call.results[0].dtype if call.results else call.operands[0].dtype
+    return all(keeps_sums(call.operands[i].dtype, dtype) for i in group if i < len(call.operands))
+
+
+# ---------------------------------------------------------------- rows that several modules need
+
+EXTREMA = (Partial("min"), Partial("max"))  # the same value on every rank is its reduction
+KINDS = (Partial("sum"), MaskPartial(), Partial("avg"), *EXTREMA, Partial("product"))
+
+
+def alike(operands: int, which: Iterable[int], results: int = 1, kinds: Sequence[Partial] = KINDS) -> tuple[Row, ...]:
+    """Rows in which the operands `which` are Partial of one kind, the others replicated, and the results of that kind."""
+    chosen = frozenset(which)
+    return tuple(
+        Row(tuple(kind if i in chosen else Replicate() for i in range(operands)), (kind,) * results) for kind in kinds
+    )
+
+
+# ---------------------------------------------------------------- the table
+
+
+def linear_rule(groups: Groups, keeps_zero: bool = False, monotone: int = 0) -> Rule:
+    """The rule of an operator that is linear in some groups of operands.
+
+    Args:
+        groups: the operands that may be Partial together.
+        keeps_zero: as in `Factors`.
+        monotone: as in `Factors`, for floating-point operands (negation of integers may wrap).
+    """
+
+    def factors(call: Call) -> Factors:
+        given = call.get("self", call.operands[0])
+        fit = tuple(g for g in groups if isinstance(given, TensorMeta) and sums_exactly(call, g))
+        floating = all(m.dtype.is_floating_point for m in (*call.operands, *call.results))
+        return Factors(*broadcast(call), linear=fit, keeps_zero=keeps_zero, monotone=monotone if floating else 0)
+
+    return Rule(factors)
+
+
+def with_inplace(*ops: Any) -> list[Any]:
+    """The operators and those of their in-place forms that torch has: `add.Tensor` and `add_.Tensor`."""
+    found = []
+    for op in overloads(ops):
+        found.append(op)
+        packet = getattr(aten, op._schema.name.removeprefix("aten::") + "_", None)
+        inplace = getattr(packet, op._overloadname, None) if packet is not None else None
+        if inplace is not None:
+            found.append(inplace)
+    return found
+
+
+FIRST: Groups = ((0,),)
+TOGETHER: Groups = ((0, 1),)
+EACH_ALONE: Groups = ((0,), (1,))
+
+# zero stays zero and each element stands alone, so a MaskPartial passes; otherwise not linear
+ZERO_KEEPING = (
+    aten.abs, aten.sqrt, aten.sin, aten.tan, aten.asin, aten.atan, aten.sinh, aten.asinh, aten.tanh, aten.atanh, aten.erf,
+    aten.expm1, aten.log1p, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round.default, aten.trunc, aten.frac,
+    aten.square, aten.relu, aten.relu6, aten.leaky_relu, aten.elu, aten.celu, aten.selu, aten.silu, aten.gelu, aten.mish,
+    aten.hardswish, aten.erfinv, aten.nan_to_num,
+)  # fmt: skip
+
+# defined everywhere and never falling (or never rising): min and max may be taken before or after. What gives NaN on part
+# of the line (sqrt, log, asin, ...) is not among them: a part may lie outside where the maximum does not
+RISING = (
+    aten.exp, aten.exp2, aten.expm1, aten.tanh, aten.sigmoid, aten.atan, aten.sinh, aten.asinh, aten.erf, aten.relu,
+    aten.relu6, aten.hardsigmoid, aten.hardtanh, aten.selu, aten.floor, aten.ceil, aten.trunc, aten.round.default, aten.sign,
+    aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
+)  # fmt: skip
+FALLING = (aten.erfc, aten.bitwise_not)
+
+LINEAR: dict[Rule, Sequence[Any]] = {
+    # in the operands together, so that both must be Partial
+    linear_rule(TOGETHER): (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.lerp, aten.complex),
+    # in each operand alone
+    linear_rule(EACH_ALONE, keeps_zero=True): (aten.mul.Tensor,),
+    # in the first
+    linear_rule(FIRST, keeps_zero=True): (
+        aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.conj_physical, aten._conj_physical,
+        aten._conj, aten._neg_view,
     ),
-    # linear in each operand alone
-    pointwise(linear=EACH_ALONE): (aten.mul.Tensor, aten.mul_.Tensor),
-    # linear in the first
-    pointwise(linear=UNARY, keeps_zero=True): (
-        aten.div.Tensor, aten.div_.Tensor, aten.mul.Scalar, aten.mul_.Scalar, aten.div.Scalar, aten.div_.Scalar,
-        aten.neg, aten.neg_, aten.clone, aten.detach, aten.alias, aten.view_as_real, aten.zeros_like,
-        aten.zero_, aten.contiguous, aten.real, aten.imag, aten.conj_physical, aten._conj,
+    linear_rule(FIRST, keeps_zero=True, monotone=1): (aten.positive, aten.deg2rad, aten.rad2deg),
+    linear_rule(FIRST, keeps_zero=True, monotone=-1): (aten.neg,),
+    # self + value * a * b
+    linear_rule(((0, 1), (0, 2))): (aten.addcmul,),
+    linear_rule(((0, 1),)): (aten.addcdiv,),
+    # the gradient that comes in is multiplied by something that does not depend on it
+    linear_rule(FIRST, keeps_zero=True): (
+        aten.tanh_backward.default, aten.sigmoid_backward.default, aten.gelu_backward.default, aten.silu_backward.default,
+        aten.threshold_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default,
+        aten.leaky_relu_backward.default, aten.hardtanh_backward.default, aten.hardswish_backward.default,
+        aten.hardsigmoid_backward.default, aten.softplus_backward.default, aten.softshrink_backward.default,
+        aten.hardshrink_backward.default, aten.mish_backward.default, aten.elu_backward.default,
+        aten.rrelu_with_noise_backward.default,
     ),
-}.items():  # fmt: skip
-    declare_rule(rule, *ops)
+}  # fmt: skip
+
+# pointwise operators that torch does not tag, or only in their functional form
+UNTAGGED = (
+    aten.abs_, aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_, aten.gelu_,
+    aten.mish_, aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_, aten.hardswish,
+    aten.hardswish_, aten.polar, aten._prelu_kernel,
+)  # fmt: skip
+
+
+def is_out(op: Any) -> bool:
+    """Whether an overload writes to an `out=` argument: those follow from the functional operator."""
+    return any(a.is_out for a in op._schema.arguments)
+
+
+def declare(made: Rule, ops: Iterable[Any]) -> None:
+    """Enter a rule for operators and their in-place forms."""
+    declare_rule(made, *(op for op in with_inplace(*ops) if not is_out(op)))
+
+
+def unary_facts() -> dict[Any, dict[str, Any]]:
+    """For each unary operator what the lists above say of it."""
+    facts: dict[Any, dict[str, Any]] = {}
+    for ops, said in ((ZERO_KEEPING, {"keeps_zero": True}), (RISING, {"monotone": 1}), (FALLING, {"monotone": -1})):
+        for op in with_inplace(*ops):
+            if not is_out(op):
+                facts.setdefault(op, {}).update(said)
+    return facts
+
+
+def unary_rule(keeps_zero: bool = False, monotone: int = 0) -> Rule:
+    """The rule of an operator with one operand; order has no meaning for complex numbers."""
+
+    def factors(call: Call) -> Factors:
+        ordered = not call.operands[0].dtype.is_complex and len(call.operands) == 1
+        return Factors(*broadcast(call), keeps_zero=keeps_zero, monotone=monotone if ordered else 0)
+
+    return Rule(factors)
+
+
+declare_rule(pointwise(), *(op for op in overloads(UNTAGGED) if not is_out(op)))
+for made, listed in LINEAR.items():
+    declare(made, listed)
+for one, said in unary_facts().items():
+    declare_rule(unary_rule(**said), one)
+
+
+# ---------------------------------------------------------------- those that read more than their operands' shapes
+
+
+def either(call: Call, chosen: Sequence[int], **more: Any) -> Factors:
+    """An operator that picks each element from one of the operands `chosen`: any kind of Partial passes, all alike."""
+    dtype = call.results[0].dtype if call.results else call.operands[0].dtype
+    fit = all(call.operands[i].dtype is dtype for i in chosen)
+    rows = alike(len(call.operands), chosen) if fit else ()
+    return Factors(*broadcast(call), rows=rows, **more)
+
+
+@rule(aten.where.self)
+def where(call: Call) -> Factors:
+    """An element of the one or the other."""
+    return either(call, (1, 2))
+
+
+@rule(aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
+def masked_fill_tensor(call: Call) -> Factors:
+    """An element of the first or the value of the last."""
+    return either(call, (0, 2))
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, reads=("value",))
+def masked_fill(call: Call) -> Factors:
+    """A number put in: zero is the reduction of zeros of any kind, another number only of itself."""
+    if call["value"] == 0:
+        return either(call, (0,), linear=FIRST, keeps_zero=True)
+    return Factors(*broadcast(call), rows=alike(len(call.operands), (0,), kinds=EXTREMA))
+
+
+@rule(aten.copy.default, aten.copy_.default)
+def copy(call: Call) -> Factors:
+    """The second operand cast to the dtype of the first."""
+    kind = call.operands[0].dtype
+    if len(call.operands) < 2:
+        return Factors(*broadcast(call))
+    source = call.operands[1].dtype
+    return Factors(*broadcast(call), moves=source is kind, linear=TOGETHER if keeps_sums(source, kind) else ())
+
+
+def extremum(kind: str) -> Callable[[Call], Factors]:
+    """Of two operands the larger or the smaller: a Partial of that reduction passes, alone or with another."""
+
+    def factors(call: Call) -> Factors:
+        same = all(m.dtype is call.results[0].dtype for m in call.operands)
+        sides = ((0, 1), (0,), (1,)) if same and len(call.operands) == 2 else ()
+        rows = tuple(row for side in sides for row in alike(2, side, kinds=(Partial(kind),)))
+        return Factors(*broadcast(call), rows=rows)
+
+    return factors
+
+
+rule(aten.maximum.default, aten.max.other)(extremum("max"))
+rule(aten.minimum.default, aten.min.other)(extremum("min"))
+
+
+@rule(aten.clamp.Tensor, aten.clamp_.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clamp_min_.Tensor)
+def clamp(call: Call) -> Factors:
+    """Grows with the first operand, whatever the bounds are."""
+    same = call.operands[0].dtype is (call.results or call.operands)[0].dtype
+    rows = alike(len(call.operands), (0,), kinds=EXTREMA) if same else ()
+    return Factors(*broadcast(call), rows=rows)
+
+
+@rule(aten.pow.Tensor_Scalar, aten.pow_.Scalar, reads=("exponent",))
+def power(call: Call) -> Factors:
+    """Zero to a positive power is zero."""
+    exponent = call["exponent"]
+    return Factors(*broadcast(call), keeps_zero=not isinstance(exponent, complex) and exponent > 0)
+
+
+@rule(aten._to_copy.default)
+def to_copy(call: Call) -> Factors:
+    """A cast: parts of a sum may be cast where nothing is lost, extrema where order stays, a mask always."""
+    before, after = call["self"].dtype, call.results[0].dtype
+    return Factors(
+        *broadcast(call),
+        moves=before is after,
+        linear=FIRST if keeps_sums(before, after) else (),
+        monotone=1 if keeps_order(before, after) else 0,
+        keeps_zero=after is not torch.bool,
+    )
+
+
+@rule(aten._prelu_kernel_backward.default)
+def prelu_backward(call: Call) -> Factors:
+    """The gradient of the input and that of the weight, both of the shape of the input."""
+    return Factors(*broadcast(call), linear=FIRST)
+
+
+def halves(call: Call, whole_of: str) -> Factors:
+    """The factors of an operator that treats two halves of a dim unlike: that dim is whole."""
+    ndim = len(call.operands[0].shape)
+    at = call["dim"] % ndim
+    dims: tuple[Dim, ...] = tuple(None if d == at else f"d{d}" for d in range(ndim))
+    linear = FIRST if whole_of == "backward" else ()
+    return Factors((dims,) * len(call.operands), (dims,) * len(call.results), linear=linear)
+
+
+rule(aten.glu.default)(lambda call: halves(call, "forward"))
+rule(aten.glu_backward.default)(lambda call: halves(call, "backward"))

@@ -36,6 +36,12 @@ class Call:
         """The argument, or `default` where the operator has none of that name."""
         return self.arguments.get(name, default)
 
+    @property
+    def tensors(self) -> dict[str, TensorMeta]:
+        """The operands by name, in their order, for an operator without lists of tensors."""
+        given = ((argument.name, self.arguments.get(argument.name)) for argument in self.op._schema.arguments)
+        return {name: value for name, value in given if isinstance(value, TensorMeta)}
+
 
 # What the operator must be called with on the rank at a coordinate, when its plain arguments depend on the layout.
 Localize = Callable[[Call, Sequence[DTensorSpec], Sequence[DTensorSpec], Coordinate], Mapping[str, Any]]

@@ -176,11 +176,13 @@ def _with_axes(spec: DTensorSpec, axes: Sequence[Sequence[int]]) -> DTensorSpec:
 
 def local_size(call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]) -> Mapping[str, Any]:
     """The size argument on the rank at `coordinate`: the shape of its block of the result."""
-    return {"size": list(outputs[0].local_shape(coordinate))}
+    name = "shape" if "shape" in call.arguments else "size"
+    return {name: list(outputs[0].local_shape(coordinate))}
 
 
-def view_or_copy(local: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequence[int] | None = None) -> torch.Tensor:
     """A view of the local where its memory allows one, else a copy."""
+    size = size if shape is None else shape
     try:
         return aten.view.default(local, size)
     except RuntimeError:

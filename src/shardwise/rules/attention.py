@@ -1,0 +1,126 @@
+"""Fused attention: batch and heads are parallel, queries too where no causal mask counts them; keys must be whole. Pure.
+
+Whatever runs at random (dropout) has no rule here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.rules.matmul import aligned
+from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.registry import Call, rule
+
+aten = torch.ops.aten
+
+QUERY, KEY, VALUE, OUT = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s", "v")
+SUMS = ("b", "h", "s", None)  # of the exponentials, one for each query; some kernels leave the last dim out
+WHOLE = frozenset("etv")
+# what the operators call their arguments
+DIMS: dict[str, tuple[Dim, ...]] = {
+    "query": QUERY, "key": KEY, "value": VALUE, "out": OUT, "grad_out": OUT, "grad_out_": OUT, "logsumexp": SUMS,
+}  # fmt: skip
+MASKS = ("attn_mask", "attn_bias")
+
+
+def operand_dims(name: str, meta: TensorMeta, scores: Sequence[int]) -> tuple[Dim, ...]:
+    """The factors of an argument, by its name."""
+    if name in MASKS:
+        return aligned(meta.shape, ("b", "h", "s", "t"), scores)
+    return DIMS[name][: len(meta.shape)] if name in DIMS else (None,) * len(meta.shape)
+
+
+def attention(*results: tuple[Dim, ...], whole: str = "") -> Callable[[Call], Factors | None]:
+    """The rule of an attention operator.
+
+    Args:
+        results: the factors of its first results. Others are what the random generator left behind.
+        whole: further factors that the kernel needs whole.
+    """
+
+    def factors(call: Call) -> Factors | None:
+        query, key = call["query"].shape, call["key"].shape
+        if call["dropout_p"] or call.get("return_debug_mask") or len(query) != 4 or query[0] != key[0]:
+            return None
+        scores = (*query[:3], key[2])
+        operands = {name: operand_dims(name, meta, scores) for name, meta in call.tensors.items()}
+        given = [dims[: len(meta.shape)] for dims, meta in zip(results, call.results, strict=False)]
+        rest = range(len(given), len(call.results))
+        if len(results) == 3 and len(call.results) == 4:  # the gradient of the bias
+            given.append(operands["attn_bias"])
+            rest = range(0)
+        return Factors(
+            tuple(operands.values()),
+            (*given, *((None,) * len(call.results[i].shape) for i in rest)),
+            whole=WHOLE | frozenset(whole) | frozenset("s" if call["is_causal"] else ""),
+            summed=frozenset("bhs"),
+            untouched=frozenset(itertools.product("bhs", rest)),
+            nonempty=frozenset("bhs"),
+            # a head of the keys serves several of the queries: both must be cut at the same places
+            even=frozenset("h" if query[1] != key[1] else ""),
+        )
+
+    return factors
+
+
+def local_length(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+) -> Mapping[str, Any]:
+    """How many queries there are here."""
+    return {"max_q": inputs[list(call.tensors).index("query")].local_shape(coordinate)[2]}
+
+
+def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias whose rows begin where the efficient kernels can read them: a copy of one may have lost that."""
+    if bias is None or (bias.stride(-1) == 1 and all(stride % ALIGNMENT == 0 for stride in bias.stride()[:-1])):
+        return bias
+    size = bias.shape[-1]
+    return torch.nn.functional.pad(bias, (0, -size % ALIGNMENT))[..., :size]
+
+
+def efficient(query: Any, key: Any, value: Any, attn_bias: torch.Tensor | None, *rest: Any, **named: Any) -> Any:
+    """Memory-efficient attention on locals."""
+    return aten._scaled_dot_product_efficient_attention.default(query, key, value, padded(attn_bias), *rest, **named)
+
+
+def efficient_backward(
+    grad_out_: Any, query: Any, key: Any, value: Any, attn_bias: torch.Tensor | None, *rest: Any, **named: Any
+) -> Any:
+    """The gradients of memory-efficient attention on locals."""
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    return backward(grad_out_, query, key, value, padded(attn_bias), *rest, **named)
+
+
+READS = ("dropout_p",)
+ALIGNMENT = 16
+
+rule(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    reads=READS,
+)(attention(OUT, SUMS))
+
+rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, reads=READS)(attention(QUERY, KEY, VALUE))
+
+rule(
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+    reads=READS,
+    localize=local_length,
+)(attention(QUERY, KEY, VALUE))
+
+# these keep sums for a rounded number of queries
+rule(aten._scaled_dot_product_efficient_attention.default, reads=READS, local_op=efficient)(
+    attention(OUT, SUMS, whole="s")
+)
+rule(aten._scaled_dot_product_efficient_attention_backward.default, reads=READS, local_op=efficient_backward)(
+    attention(QUERY, KEY, VALUE, whole="s")
+)
