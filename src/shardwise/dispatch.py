@@ -38,6 +38,8 @@ PHYSICAL = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
+# Views whose local is made anew even where nothing is moved.
+COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Coordinate = tuple[int, ...]
 
@@ -401,7 +403,9 @@ class OpDispatcher:
             simple = self._simple_executor(info, slots, sharding.outputs[0], mesh)
             if simple is not None:
                 return simple
-        return self._general_executor(info, slots, routes, patches, sharding.outputs, mesh, pinned, local_op)
+        # zeros on the ranks that hold nothing of a slice are no part of its base
+        copies = any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
+        return self._general_executor(info, slots, routes, patches, sharding.outputs, mesh, pinned, local_op, copies)
 
     def _simple_executor(
         self, info: OpInfo, slots: tuple[Slot, ...], spec: DTensorSpec, mesh: DeviceMesh
@@ -448,12 +452,13 @@ class OpDispatcher:
         mesh: DeviceMesh,
         pinned: tuple[int, ...] = (),
         local_op: Callable[..., Any] | None = None,
+        copies: bool = False,
     ) -> Executor:
         op = info.op
         run_local = local_runner(info, slots, patches, mesh)
         wraps = None if outputs is None else [self.wrapper(spec) for spec in outputs]
         moving = [route.route for route in routes if route is not None and route.communicates]
-        lost = info.is_view and (bool(any(routes)) or op in PHYSICAL)
+        lost = info.is_view and (bool(any(routes)) or copies or op in COPYING_VIEWS)
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if moving:

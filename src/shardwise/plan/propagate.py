@@ -122,7 +122,10 @@ class ShardingPropagator:
                         return None
                 known[given] = rows
             exact = next((row for row in rows if row.inputs == given), None)
-            chosen.append(exact or min(rows, key=lambda row: self._row_cost(specs, axis, given, row)))
+            best = exact or min(rows, key=lambda row: self._row_cost(specs, axis, given, row))
+            if exact is None and math.isinf(self._row_cost(specs, axis, given, best)[0]):
+                return None
+            chosen.append(best)
         return chosen
 
     def _row_cost(

@@ -325,13 +325,21 @@ class _Search:
         if state == self.leaf or not self.plain:
             return 0.0
         alpha, seconds, _ = self._reduction_left(state)
-        fast: list[int] = []
-        alike, reached = 1, 0.0
+        lacks = self.missing(state) * self.itemsize
+        if seconds and lacks:  # a reduction moves nothing else: another collective must follow
+            alpha += self.best_link.alpha
+        if self.uniform:
+            return (alpha + seconds + lacks * self.best_link.beta) * (1 - 1e-9)
+        where = {split.axis: (dim, at) for dim, splits in enumerate(state.dims) for at, split in enumerate(splits)}
+        dims = list(state.dims)
+        alike, slowest = 1, 0.0
         for beta, axis in self.by_speed:
-            if beta > reached:
-                seconds += (beta - reached) * self._missing_beyond(state, fast) / alike * self.itemsize
-                reached = beta
-            fast.append(axis)
+            seconds += (beta - slowest) * lacks / alike
+            slowest = beta
+            if axis in where:
+                dim, at = where[axis]
+                dims[dim] = dims[dim][:at]  # the most that ranks along this axis and the faster ones hold together
+                lacks = self.missing(DistState(tuple(dims), ())) * self.itemsize
             if axis not in self.wanted_dim:
                 alike *= self.sizes[axis]
         for have, want in zip(state.dims, self.goal.dims, strict=True):
@@ -577,11 +585,6 @@ class _Search:
         shared = functools.reduce(np.multiply, [self._shared(dim, splits) for dim, splits in enumerate(dims)])
         return float(shared.sum()) / self.mesh.grid_size
 
-    def _missing_beyond(self, state: DistState, fast: Sequence[int]) -> float:
-        """At least so much a rank still lacks when the axes `fast` have brought all they can."""
-        dims = (itertools.takewhile(lambda split: split.axis not in fast, splits) for splits in state.dims)
-        return self.missing(DistState(tuple(map(tuple, dims)), ()))
-
     def _shared(self, dim: int, splits: tuple[Split, ...]) -> np.ndarray:
         """How many indices of its part of `dim` in the goal each rank holds, when `splits` split the dim."""
         found = self.shared_of.get((dim, splits))
@@ -630,7 +633,12 @@ class _Search:
 
 def _common(have: tuple[Split, ...], want: tuple[Split, ...]) -> int:
     """How many entries two lists have in common from the beginning."""
-    return next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), min(len(have), len(want)))
+    common = 0
+    for a, b in zip(have, want, strict=False):
+        if a != b:
+            break
+        common += 1
+    return common
 
 
 def _absorbs(new: Partial, old: Partial) -> bool:

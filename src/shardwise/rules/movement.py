@@ -1,8 +1,8 @@
 """Operators that only move elements: permute, transpose, squeeze, expand, slice, split, cat, flip, pad, ...
 
-Every dim that stays as it is is a factor; a dim whose indices change must be whole. Any Partial passes, also where zeros
-are put in: they are the sum, the mean, the extremum and the product of zeros. Where little is taken of a sharded dim,
-those who hold it contribute it and nothing is moved. Pure.
+Every dim that stays as it is is a factor; a dim whose indices change must be whole. Any Partial passes, also where
+zeros are put in: they are the sum, the mean, the extremum and the product of zeros. Where little is taken of a sharded
+dim, those who hold it contribute it and nothing is moved. Pure.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from shardwise.core.layout import Run
 from shardwise.core.placement import MaskPartial, Shard
 from shardwise.core.spec import DTensorSpec
+from shardwise.errors import UnsupportedError
 from shardwise.rules.notation import Dim, Factors, Row
 from shardwise.rules.pointwise import EXTREMA, alike
 from shardwise.rules.registry import Call, rule
@@ -331,14 +332,10 @@ def where_selected(
 def local_select(local: torch.Tensor, dim: int, index: int | None, masked: bool = False) -> torch.Tensor:
     """The selected slice of a rank that holds it, zeros on the others."""
     if index is None:
-        return local.new_zeros(local.shape[:dim] + local.shape[dim:][1:] if dim >= 0 else _without(local.shape, dim))
+        at = dim % local.dim()
+        return local.new_zeros([size for d, size in enumerate(local.shape) if d != at])
     chosen = aten.select.int(local, dim, index)
     return chosen.clone() if masked else chosen
-
-
-def _without(shape: Sequence[int], dim: int) -> list[int]:
-    at = dim % len(shape)
-    return [size for d, size in enumerate(shape) if d != at]
 
 
 @rule(aten.select.int, aten.select_copy.int, localize=where_selected, local_op=local_select)
@@ -464,7 +461,7 @@ def unfold_backward(call: Call) -> Factors:
 
 @rule(aten.constant_pad_nd.default, reads=("value",))
 def constant_pad(call: Call) -> Factors:
-    """Padded dims must be whole; zeros pass with any Partial, other numbers with those that they are the reduction of."""
+    """Padded dims must be whole; zeros pass with any Partial, other numbers with extrema."""
     ndim, pad = len(call["self"].shape), call["pad"]
     padded = [ndim - 1 - i // 2 for i, size in enumerate(pad) if size]
     own = tuple(kept(ndim, padded))
@@ -553,10 +550,14 @@ def local_as_strided(
     held: Sequence[int] = (),
 ) -> torch.Tensor:
     """A view by strides, on memory that is laid out as one device would have it."""
+    if storage_offset and local.storage_offset():
+        raise UnsupportedError(
+            "as_strided with a storage_offset on a DTensor that is itself a view: its parts do not share one storage",
+            hint="take the view of its base, or clone() it first",
+        )
     if tuple(local.stride()) != tuple(held) and local.numel():
         local = torch.empty_strided(local.shape, held, dtype=local.dtype, device=local.device).copy_(local)
-    offset = local.storage_offset() + (storage_offset or 0)
-    return aten.as_strided.default(local, size, stride, offset)
+    return aten.as_strided.default(local, size, stride, storage_offset or local.storage_offset())
 
 
 @rule(aten.as_strided.default, aten.as_strided_copy.default, localize=whole_strides, local_op=local_as_strided)

@@ -79,7 +79,7 @@ KINDS = (Partial("sum"), MaskPartial(), Partial("avg"), *EXTREMA, Partial("produ
 
 
 def alike(operands: int, which: Iterable[int], results: int = 1, kinds: Sequence[Partial] = KINDS) -> tuple[Row, ...]:
-    """Rows in which the operands `which` are Partial of one kind, the others replicated, and the results of that kind."""
+    """Rows in which the operands `which` are Partial of one kind, and the results too; the others are replicated."""
     chosen = frozenset(which)
     return tuple(
         Row(tuple(kind if i in chosen else Replicate() for i in range(operands)), (kind,) * results) for kind in kinds
@@ -125,18 +125,18 @@ EACH_ALONE: Groups = ((0,), (1,))
 
 # zero stays zero and each element stands alone, so a MaskPartial passes; otherwise not linear
 ZERO_KEEPING = (
-    aten.abs, aten.sqrt, aten.sin, aten.tan, aten.asin, aten.atan, aten.sinh, aten.asinh, aten.tanh, aten.atanh, aten.erf,
-    aten.expm1, aten.log1p, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round.default, aten.trunc, aten.frac,
-    aten.square, aten.relu, aten.relu6, aten.leaky_relu, aten.elu, aten.celu, aten.selu, aten.silu, aten.gelu, aten.mish,
-    aten.hardswish, aten.erfinv, aten.nan_to_num,
+    aten.abs, aten.sqrt, aten.sin, aten.tan, aten.asin, aten.atan, aten.sinh, aten.asinh, aten.tanh, aten.atanh,
+    aten.erf, aten.expm1, aten.log1p, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round.default, aten.trunc,
+    aten.frac, aten.square, aten.relu, aten.relu6, aten.leaky_relu, aten.elu, aten.celu, aten.selu, aten.silu,
+    aten.gelu, aten.mish, aten.hardswish, aten.erfinv, aten.nan_to_num,
 )  # fmt: skip
 
-# defined everywhere and never falling (or never rising): min and max may be taken before or after. What gives NaN on part
-# of the line (sqrt, log, asin, ...) is not among them: a part may lie outside where the maximum does not
+# defined everywhere and never falling (or never rising): min and max may be taken before or after. What gives NaN on
+# part of the line (sqrt, log, asin, ...) is not among them: a part may lie outside where the maximum does not
 RISING = (
     aten.exp, aten.exp2, aten.expm1, aten.tanh, aten.sigmoid, aten.atan, aten.sinh, aten.asinh, aten.erf, aten.relu,
-    aten.relu6, aten.hardsigmoid, aten.hardtanh, aten.selu, aten.floor, aten.ceil, aten.trunc, aten.round.default, aten.sign,
-    aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
+    aten.relu6, aten.hardsigmoid, aten.hardtanh, aten.selu, aten.floor, aten.ceil, aten.trunc, aten.round.default,
+    aten.sign, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
 )  # fmt: skip
 FALLING = (aten.erfc, aten.bitwise_not)
 
@@ -147,8 +147,8 @@ LINEAR: dict[Rule, Sequence[Any]] = {
     linear_rule(EACH_ALONE, keeps_zero=True): (aten.mul.Tensor,),
     # in the first
     linear_rule(FIRST, keeps_zero=True): (
-        aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.conj_physical, aten._conj_physical,
-        aten._conj, aten._neg_view,
+        aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.conj_physical,
+        aten._conj_physical, aten._conj, aten._neg_view,
     ),
     linear_rule(FIRST, keeps_zero=True, monotone=1): (aten.positive, aten.deg2rad, aten.rad2deg),
     linear_rule(FIRST, keeps_zero=True, monotone=-1): (aten.neg,),
@@ -156,21 +156,20 @@ LINEAR: dict[Rule, Sequence[Any]] = {
     linear_rule(((0, 1), (0, 2))): (aten.addcmul,),
     linear_rule(((0, 1),)): (aten.addcdiv,),
     # the gradient that comes in is multiplied by something that does not depend on it
-    linear_rule(FIRST, keeps_zero=True): (
-        aten.tanh_backward.default, aten.sigmoid_backward.default, aten.gelu_backward.default, aten.silu_backward.default,
-        aten.threshold_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default,
-        aten.leaky_relu_backward.default, aten.hardtanh_backward.default, aten.hardswish_backward.default,
-        aten.hardsigmoid_backward.default, aten.softplus_backward.default, aten.softshrink_backward.default,
-        aten.hardshrink_backward.default, aten.mish_backward.default, aten.elu_backward.default,
-        aten.rrelu_with_noise_backward.default,
+    linear_rule(FIRST, keeps_zero=True): tuple(
+        getattr(aten, f"{name}_backward").default
+        for name in (
+            "tanh", "sigmoid", "gelu", "silu", "threshold", "logit", "native_dropout", "leaky_relu", "hardtanh",
+            "hardswish", "hardsigmoid", "softplus", "softshrink", "hardshrink", "mish", "elu", "rrelu_with_noise",
+        )
     ),
 }  # fmt: skip
 
 # pointwise operators that torch does not tag, or only in their functional form
 UNTAGGED = (
-    aten.abs_, aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_, aten.gelu_,
-    aten.mish_, aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_, aten.hardswish,
-    aten.hardswish_, aten.polar, aten._prelu_kernel,
+    aten.abs_, aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
+    aten.gelu_, aten.mish_, aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_,
+    aten.hardswish, aten.hardswish_, aten.polar, aten._prelu_kernel,
 )  # fmt: skip
 
 
