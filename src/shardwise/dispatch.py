@@ -243,11 +243,6 @@ class OpDispatcher:
     ) -> Executor:
         """Work out the executor of a new signature and keep it."""
         run = self.resolve(key, func, args, kwargs)
-        info = OpInfo.of(func)
-        if info.is_view:
-            run = views_marked(run, info)
-        elif info.writes:
-            run = self._writes_pushed_back(run, info)
         self.misses += 1
         if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
             for old in list(self.cache)[: MAX_ENTRIES // 4]:
@@ -278,6 +273,8 @@ class OpDispatcher:
         if kind is self.tensor_class:
             return value._spec
         if kind is list or kind is tuple:
+            if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
+                return tuple(value)
             return tuple(
                 _plain_key(item, _nobody_else_holds(item, 2))
                 if isinstance(item, torch.Tensor) and item.__class__ is not self.tensor_class
@@ -306,21 +303,21 @@ class OpDispatcher:
         )
         functional = functional_of(func) if info.writes and None not in info.returned else None
         if info.outs and functional is not None:
-            return self._through_functional(info, functional, slots)
+            return self._watched(info, self._through_functional(info, functional, slots))
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
         metas = self._result_metas(info, slots, specs, args, kwargs)
         pinned = tuple(i for i, slot in enumerate(slots) if slot.name in info.writes)
         sharding = ShardingPropagator().propagate(schema, metas, pinned) if metas is not None else None
         if torch.Tag.inplace_view in func.tags and functional is not None:
-            return self._reshaping_in_place(info, functional)
+            return self._watched(info, self._reshaping_in_place(info, functional))
         if info.writes:
             compute = DECOMPOSITIONS.get(func)
             if compute is not None and (sharding is None or _communicates(specs, sharding.inputs)):
-                return self._decomposed(info, compute, mesh)
+                return self._watched(info, self._decomposed(info, compute, mesh))
             if sharding is None and functional is not None:
-                return self._through_functional(info, functional, slots)
+                return self._watched(info, self._through_functional(info, functional, slots))
             if sharding is None or torch.Tag.nondeterministic_seeded in func.tags:
-                return self._through_copies(info, slots, specs, pinned)
+                return self._watched(info, self._through_copies(info, slots, specs, pinned))
             return self._executor(info, slots, specs, sharding, pinned)
         if torch.Tag.nondeterministic_seeded in func.tags and metas is not None:
             return self._drawing(info, slots, specs, metas)
@@ -328,7 +325,8 @@ class OpDispatcher:
         if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
             return self._executor(info, slots, specs, sharding)
         compute = compute or _torch_decomposition(func)
-        return self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(info, compute, mesh)
+        run = self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(info, compute, mesh)
+        return self._watched(info, run)
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
         meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.tensor_class)}
@@ -399,22 +397,45 @@ class OpDispatcher:
         routes = _routes(specs, sharding.inputs)
         patches = self._patches(info, sharding, mesh)
         local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
-        if not any(routes) and patches is None and local_op is None and not pinned and info.returns == ("Tensor",):
-            simple = self._simple_executor(info, slots, sharding.outputs[0], mesh)
-            if simple is not None:
-                return simple
         # zeros on the ranks that hold nothing of a slice are no part of its base
         copies = any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
-        return self._general_executor(info, slots, routes, patches, sharding.outputs, mesh, pinned, local_op, copies)
+        if not any(routes) and info.returns == ("Tensor",) and not (info.is_view and (copies or info.op in COPYING_VIEWS)):
+            simple = self._simple_executor(info, slots, sharding.outputs[0], mesh, patches, local_op, pinned)
+            if simple is not None:
+                return simple
+        run = self._general_executor(info, slots, routes, patches, sharding.outputs, mesh, pinned, local_op, copies)
+        return self._watched(info, run)
 
     def _simple_executor(
-        self, info: OpInfo, slots: tuple[Slot, ...], spec: DTensorSpec, mesh: DeviceMesh
+        self,
+        info: OpInfo,
+        slots: tuple[Slot, ...],
+        spec: DTensorSpec,
+        mesh: DeviceMesh,
+        patches: Mapping[Coordinate, Mapping[str, Any]] | None,
+        local_op: Callable[..., Any] | None,
+        pinned: tuple[int, ...],
     ) -> Executor | None:
         """The short ones: one or two operands at the front, nothing to move, one result."""
         front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
-        if not front or len(slots) > 2 or mesh.fabric == dry.name or not coordinates_here(mesh):
+        if not front or len(slots) > 2 or mesh.fabric == dry.name or pinned not in ((), (0,)) or info.outs:
             return None
-        op, wrap, tensor_class = info.op, self.wrapper(spec), self.tensor_class
+        here = coordinates_here(mesh)
+        if patches is not None and (len(slots) != 1 or mesh.fabric == VIRTUAL or not here):
+            return None
+        if not here:
+            return None
+        op, wrap, tensor_class = local_op or info.op, self.wrapper(spec), self.tensor_class
+        if torch.Tag.nondeterministic_seeded in info.op.tags:
+            return None
+        if patches is not None:
+            return self._patched_executor(info, op, wrap, patches[here[0]])
+
+        def view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            result = wrap(op(args[0]._local_tensor, *args[1:], **kwargs))
+            if args[0]._copied_view is not None:
+                mark_views(info, args, kwargs, result)
+            return result
 
         def unary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             return wrap(op(args[0]._local_tensor, *args[1:], **kwargs))
@@ -427,6 +448,13 @@ class OpDispatcher:
                 b = b._local_tensor
             return wrap(op(a, b, *rest, **kwargs))
 
+        def write(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            target = args[0]
+            op(*[a._local_tensor if a.__class__ is tensor_class else a for a in args], **kwargs)
+            if target._copied_view is not None:
+                self._push_back(info, target)
+            return target
+
         def unary_lockstep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             rest = args[1:]
             return wrap(RankTensor([op(a, *rest, **kwargs) for a in args[0]._local_tensor.tensors]))
@@ -438,9 +466,45 @@ class OpDispatcher:
                 return wrap(RankTensor([op(x, y, *rest, **kwargs) for x, y in zip(a.tensors, b.tensors, strict=True)]))
             return wrap(op(a, b, *rest, **kwargs))
 
+        if pinned:
+            return write if local_op is None else None
         if mesh.fabric == VIRTUAL:
-            return unary_lockstep if len(slots) == 1 else binary_lockstep
-        return unary if len(slots) == 1 else binary
+            run = unary_lockstep if len(slots) == 1 else binary_lockstep
+            return self._watched(info, run)
+        if len(slots) == 1:
+            return view if info.is_view else unary
+        return self._watched(info, binary)
+
+    def _patched_executor(
+        self,
+        info: OpInfo,
+        op: Callable[..., Any],
+        wrap: Callable[[torch.Tensor], torch.Tensor],
+        patch: Mapping[str, Any],
+    ) -> Executor | None:
+        """One operand, and arguments that are replaced on this rank."""
+        places = {info.names.index(name): value for name, value in patch.items() if name in info.names}
+        if len(places) != len(patch):
+            return None
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            given = list(args)
+            given[0] = args[0]._local_tensor
+            for index, value in places.items():
+                if index < len(given):
+                    given[index] = value
+                else:
+                    kwargs = {**kwargs, info.names[index]: value}
+            result = wrap(op(*given, **kwargs))
+            if info.is_view and args[0]._copied_view is not None:
+                mark_views(info, args, kwargs, result)
+            return result
+
+        return run
+
+    def _watched(self, info: OpInfo, run: Executor) -> Executor:
+        """Views of copied views are marked, and writes to such are carried over to their bases."""
+        return views_marked(run, info) if info.is_view else self._writes_pushed_back(run, info) if info.writes else run
 
     def _general_executor(
         self,

@@ -95,8 +95,9 @@ def _share(local: torch.Tensor, times: int, first: bool) -> torch.Tensor:
 
 
 def _legal(tensor: torch.Tensor, placements: Sequence[Any]) -> list[Any]:
-    """Without Partial(sum) for bool, which has no sum."""
-    return [sw.Replicate() if isinstance(p, sw.Partial) and tensor.dtype is torch.bool else p for p in placements]
+    """Without Partial for bool and floats of eight bits, which have no sum."""
+    summable = tensor.dtype is not torch.bool and not (tensor.is_floating_point() and tensor.dtype.itemsize == 1)
+    return [sw.Replicate() if isinstance(p, sw.Partial) and not summable else p for p in placements]
 
 
 def whole(value: Any) -> Any:
@@ -135,6 +136,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.is_floating_point() and a.dtype.itemsize == 1:
+        a, b = a.float(), b.float()
     same = a == b
     return bool((same | ((a != a) & (b != b))).all())
 

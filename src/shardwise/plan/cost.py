@@ -72,7 +72,7 @@ def group_size(mesh: DeviceMesh, axes: tuple[int, ...]) -> int:
         >>> group_size(DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]]), (0, 1))
         6
     """
-    return math.prod(mesh.shape[a] for a in axes)
+    return math.prod([mesh.shape[a] for a in axes])
 
 
 _current: list[CostModel] = [CostModel()]

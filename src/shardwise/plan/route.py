@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.core.layout import intersect, longest
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.spec import DTensorSpec, TensorMeta  # noqa: F401  # in the examples
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
 from shardwise.plan.cost import CostModel, Link, current_cost_model, group_size
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Slice, Step, Unreduce
@@ -46,9 +46,7 @@ class DistState(NamedTuple):
     def of(cls, spec: DTensorSpec) -> DistState:
         """The state of a spec. Axes of one rank play no part in it."""
         sizes = spec.mesh.shape
-        dims = tuple(
-            [tuple([Split(a, spec.rows(a) or 0) for a in axes if sizes[a] > 1]) if axes else () for axes in spec.dim_axes]
-        )
+        dims = tuple([tuple([Split(a, spec.rows(a) or 0) for a in axes if sizes[a] > 1]) for axes in spec.dim_axes])
         partial = tuple([(a, spec.placements[a]) for a in spec.partial_axes if sizes[a] > 1])
         return cls(dims, partial)  # pyright: ignore[reportArgumentType]
 
@@ -217,26 +215,18 @@ class _Search:
         self.wanted_dim = (
             {split.axis: dim for dim, splits in enumerate(self.goal.dims) for split in splits} if self.same_mesh else {}
         )
-        self.links = [model.link(self.mesh, (axis,)) for axis in range(self.mesh.ndim)]
+        self.links, self.best_link, self.uniform, self.by_speed = _links(model, self.mesh)
         self.link_of: dict[tuple[int, ...], Link] = {}
-        self.uniform = not model.axes or all(link == self.links[0] for link in self.links)
-        self.best_link = self._best_link()
         self.all_elements = math.prod(self.shape)
         self.goal_elements = self.all_elements / self._parts(self.goal, target.mesh.shape)
-        self.by_speed = sorted([(link.beta, axis) for axis, link in enumerate(self.links) if self.sizes[axis] > 1])
-        strided = any(split.rows for state in (self.start, self.goal) for splits in state.dims for split in splits)
+        strided = any([isinstance(p, StridedShard) for p in (*source.placements, *target.placements)])
         self.plain = self.same_mesh and not strided and bool(self.shape)  # `missing` in closed form
         self.needed: float | None = None
         self.shared_of: dict[tuple[int, tuple[Split, ...]], np.ndarray] = {}
 
-    def _best_link(self) -> Link:
-        if self.uniform:
-            return self.links[0] if self.links else self.model.link(self.mesh, ())
-        return Link(min(link.alpha for link in self.links), min(link.beta for link in self.links))
-
     def _kept_partials(self) -> dict[int, Partial]:
         """The axes that are Partial before and after: they take no part in anything."""
-        if not self.same_mesh:
+        if not self.same_mesh or not self.goal.partial:
             return {}
         after = dict(self.goal.partial)
         return {
@@ -325,6 +315,8 @@ class _Search:
         if state == self.leaf or not self.plain:
             return 0.0
         alpha, seconds, _ = self._reduction_left(state)
+        if self.uniform and not seconds:  # the exchange, which comes next, tells
+            return 0.0
         lacks = self.missing(state) * self.itemsize
         if seconds and lacks:  # a reduction moves nothing else: another collective must follow
             alpha += self.best_link.alpha
@@ -467,27 +459,33 @@ class _Search:
         if pending:
             yield from self.reductions(state, pending)
             return
-        yield self.exchange(state)
         if not self.same_mesh:
-            return
-        if self.uniform:
+            yield self.exchange(state)
+        elif self.uniform:
             # An exchange moves no more than it must, in one collective: only a native one that does the same in one
             # can be as good.
-            yield from (m for m in self.direct_moves(state) if self.slice_to_goal(m.state) == self.leaf)
+            direct = list(self.direct_moves(state))
+            yield from direct
+            least = self.seconds_left(state)
+            if not any([move.seconds <= least * (1 + 1e-8) for move in direct]):
+                yield self.exchange(state)
         else:
+            yield self.exchange(state)
             for dim, splits in enumerate(state.dims):
                 for first in range(len(splits)):
                     yield self.gather(state, dim, first)
                     yield from (self.all_to_all(state, dim, first, to) for to in range(len(self.shape)) if to != dim)
 
     def direct_moves(self, state: DistState) -> Iterator[_Move]:
-        """The native collectives that bring whole dims to where the goal has them."""
-        pairs = enumerate(zip(state.dims, self.goal.dims, strict=True))
-        wrong = {dim: _common(have, want) for dim, (have, want) in pairs if have != want}
-        for dim, first in wrong.items():
-            if first < len(state.dims[dim]):
-                yield self.gather(state, dim, first)
-                yield from (self.all_to_all(state, dim, first, other) for other in wrong if other != dim)
+        """The native collectives that lead to the goal at once."""
+        firsts = [_common(have, want) for have, want in zip(state.dims, self.goal.dims, strict=True)]
+        wrong = [dim for dim, first in enumerate(firsts) if first < len(state.dims[dim])]
+        if len(wrong) != 1:  # each takes axes away from one dim
+            return
+        (dim,) = wrong
+        others = [to for to, first in enumerate(firsts) if to != dim and first < len(self.goal.dims[to])]
+        moves = [self.gather(state, dim, firsts[dim]), *(self.all_to_all(state, dim, firsts[dim], to) for to in others)]
+        yield from (move for move in moves if self.slice_to_goal(move.state) == self.leaf)
 
     def reductions(self, state: DistState, pending: tuple[tuple[int, Partial], ...]) -> Iterator[_Move]:
         held = self.holds(state)
@@ -515,8 +513,10 @@ class _Search:
         yield from sorted(groups, key=lambda group: (-len(group), group))
 
     def scatter_dims(self, state: DistState, axes: tuple[int, ...], n: int) -> Iterator[int]:
-        """The dims worth scattering onto: where the goal wants the axes, and the one that divides best. Any, where links
-        differ: what is cheap to bring from there depends on who else splits the dim."""
+        """The dims worth scattering onto: where the goal wants the axes, and the one that divides best.
+
+        Any, where links differ: what is cheap to bring from there depends on who else splits the dim.
+        """
         if not self.uniform or not self.shape:
             yield from range(len(self.shape))
             return
@@ -616,8 +616,8 @@ class _Search:
                 if index == len(path) - 1 and move.state == state == self.goal:
                     after = self.target
                 go(move.kind(at, after, *move.arguments), move.received, move.seconds)
-            sliced = at if state.arrived else state.spec(self.source)
-            if sliced is not at and (move is not None or state != self.start):
+            moved_on = state != self.start if move is None else state != move.state
+            if moved_on and not state.arrived and (sliced := state.spec(self.source)) is not at:
                 go(Slice(at, sliced))
         if at is not self.target:
             self._finish(at, go)
@@ -647,6 +647,24 @@ def _absorbs(new: Partial, old: Partial) -> bool:
 
 
 # ---------------------------------------------------------------- the least that must move
+
+
+class _Links(NamedTuple):
+    """The links of a mesh in a model: of each axis, the best of all, whether all are alike, (beta, axis) by speed."""
+
+    each: tuple[Link, ...]
+    best: Link
+    uniform: bool
+    by_speed: tuple[tuple[float, int], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _links(model: CostModel, mesh: DeviceMesh) -> _Links:
+    each = tuple(model.link(mesh, (axis,)) for axis in range(mesh.ndim))
+    known = each or (model.link(mesh, ()),)
+    best = Link(min(link.alpha for link in known), min(link.beta for link in known))
+    by_speed = sorted((link.beta, axis) for axis, link in enumerate(each) if mesh.shape[axis] > 1)
+    return _Links(each, best, len(set(known)) == 1, tuple(by_speed))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,38 @@
 
 from __future__ import annotations
 
-from shardwise.rules import attention, convolution, matmul, movement, pointwise, reduction, view
+from shardwise.rules import (
+    attention,
+    convolution,
+    creation,
+    embedding,
+    fft,
+    foreach,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    movement,
+    normalization,
+    pointwise,
+    reduction,
+    view,
+)
 
-__all__ = ["attention", "convolution", "matmul", "movement", "pointwise", "reduction", "view"]
+__all__ = [
+    "attention",
+    "convolution",
+    "creation",
+    "embedding",
+    "fft",
+    "foreach",
+    "indexing",
+    "linalg",
+    "loss",
+    "matmul",
+    "movement",
+    "normalization",
+    "pointwise",
+    "reduction",
+    "view",
+]

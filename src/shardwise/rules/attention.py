@@ -1,6 +1,6 @@
-"""Fused attention: batch and heads are parallel, queries too where no causal mask counts them; keys must be whole. Pure.
+"""Fused attention: batch and heads are parallel, queries too where no causal mask counts them; keys must be whole.
 
-Whatever runs at random (dropout) has no rule here.
+Whatever runs at random (dropout) has no rule here. Pure.
 """
 
 from __future__ import annotations

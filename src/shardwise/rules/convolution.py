@@ -1,4 +1,7 @@
-"""Convolution, pooling, interpolation, sampling: batch and channels are factors, what a window slides over is whole. Pure."""
+"""Convolution, pooling, interpolation, sampling: batch and channels are factors, what a window slides over is whole.
+
+Pure.
+"""
 
 from __future__ import annotations
 

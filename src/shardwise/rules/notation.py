@@ -43,7 +43,7 @@ class Factors:
         whole: factors that may not be sharded.
         reduce: the reduction of a factor that no result has; "sum" where not given.
         summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
-        untouched: pairs (factor, result) of a result that does not depend on how the factor is sharded: it is replicated.
+        untouched: pairs (factor, result): the result does not depend on how the factor is sharded, and is replicated.
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
         additive: operands that are added to the contraction: on a contracted axis they are Partial too.
         monotone: 1 for an operator that keeps order (min and max pass), -1 for one that reverses it.
@@ -232,10 +232,11 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
     if name in factors.whole or not any(name in dims for dims in factors.operands):
         return
     splits = {0}
+    if name in factors.even:  # even shards may still be uneven in each row
+        given = ()
     for dims, placement in zip(factors.operands, given, strict=False):
         if isinstance(placement, StridedShard) and placement.dim < len(dims) and dims[placement.dim] == name:
-            if name not in factors.even:  # its rows may still be split unevenly
-                splits.add(placement.split_factor)
+            splits.add(placement.split_factor)
     depend = [dims for i, dims in enumerate(factors.results) if (name, i) not in factors.untouched]
     contracted = name in factors.summed or not any(name in dims for dims in depend)
     reduction = Partial(factors.reduce.get(name, "sum"))

@@ -214,7 +214,13 @@ def along(call: Call, dim: int, **facts: Any) -> Factors:
     return Factors((own,) * len(call.operands), (own,) * len(call.results), **facts)
 
 
-@rule(aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default, aten._logcumsumexp.default)
+@rule(
+    aten.cumprod.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.logcumsumexp.default,
+    aten._logcumsumexp.default,
+)
 def scanning(call: Call) -> Factors:
     """Each element depends on those before it."""
     return along(call, call["dim"])
@@ -319,7 +325,12 @@ _library.define("power_sum(Tensor self, Scalar ord, int[]? dim, bool keepdim, *,
 
 
 def power_sum(
-    local: torch.Tensor, ord: float, dim: Sequence[int] | None, keepdim: bool, *, dtype: torch.dtype | None = None
+    local: torch.Tensor,
+    ord: float,  # noqa: A002  as torch has it
+    dim: Sequence[int] | None,
+    keepdim: bool,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The sum of powers of absolute values, without a temporary of the operand's size."""
     dims = reduced_dims(dim, local.dim())
@@ -333,7 +344,12 @@ rule(torch.ops.shardwise.power_sum.default, local_op=power_sum)(counting)
 
 
 def local_vector_norm(
-    local: torch.Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    local: torch.Tensor,
+    ord: float = 2,  # noqa: A002  as torch has it
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The norm of a shard that may be empty."""
     dims = reduced_dims(dim, local.dim())
@@ -355,7 +371,12 @@ def vector_norm(call: Call) -> Factors | None:
 
 @decomposition(aten.linalg_vector_norm.default)
 def vector_norm_of_shards(
-    x: Any, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Any,
+    ord: float = 2,  # noqa: A002  as torch has it
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """The root of a sum of powers: only that sum is reduced."""
     dims = reduced_dims(dim, x.dim())
@@ -385,7 +406,7 @@ decomposition(aten.dist.default)(lambda x, other, p=2: any_norm(x - other, p))
 
 
 def moments(x: Any, dims: Sequence[int], correction: float) -> tuple[Any, Any]:
-    """Variance and mean over `dims`, which stay with size one; computed wide, in two passes, as sums of small things."""
+    """Variance and mean over `dims`, which stay with size one: computed wide, in two passes."""
     wide = widened(x)
     mean = reduced(wide.mean(dims, keepdim=True))
     squares = torch.ops.shardwise.power_sum.default(wide - mean, 2, dims, True)
@@ -409,7 +430,9 @@ def variance(
 
 
 def _declare_variance(op: Any, root: bool, both: bool) -> None:
-    def quietly(local: torch.Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    def quietly(
+        local: torch.Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> Any:
         if local.numel():
             return op(local, dim, correction=correction, keepdim=keepdim)
         # the operator would warn of too few elements where a rank just has none of the results
@@ -490,5 +513,3 @@ def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
     result = (wide - top).exp().sum(dims, keepdim=True).log() + top
     result = result.to(x.dtype) if x.dtype in HALVES else result
     return result if keepdim else result.squeeze(dims)
-
-

@@ -1,0 +1,101 @@
+"""Look-up in a table: its rows, its columns and the indices may be sharded. Pure.
+
+Where the rows are sharded each rank looks up those that it holds, and zeros stand for the others: a `MaskPartial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.placement import MaskPartial, Replicate, Shard
+from shardwise.core.spec import DTensorSpec
+from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.registry import Call, rule
+
+aten = torch.ops.aten
+Specs = Sequence[DTensorSpec]
+Coordinate = tuple[int, ...]
+
+
+def index_dims(call: Call) -> tuple[Dim, ...]:
+    """A factor for each dim of the indices."""
+    return tuple(f"i{d}" for d in range(len(call["indices"].shape)))
+
+
+def held_rows(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
+    """Where the rows that are here begin in the table, and how long the whole of it is."""
+    table = inputs[0]
+    return {"begin": table.global_offset(coordinate)[0], "rows": table.shape[0]} if table.dim_axes[0] else {}
+
+
+def look_up(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    *flags: Any,
+    begin: int | None = None,
+    rows: int = 0,
+    **more: Any,
+) -> torch.Tensor:
+    """The rows of a table of which only some are here, zeros for the others."""
+    if begin is None:
+        return aten.embedding.default(weight, indices, *flags, **more)
+    torch._assert_async(((indices >= 0) & (indices < rows)).all(), f"an index is not in the table of {rows} rows")
+    here = indices - begin
+    missing = (here < 0) | (here >= weight.shape[0])
+    if not weight.shape[0]:
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
+    found = aten.embedding.default(weight, here.masked_fill(missing, 0))
+    return found.masked_fill_(missing.unsqueeze(-1), 0)
+
+
+@rule(aten.embedding.default, localize=held_rows, local_op=look_up)
+def embedding(call: Call) -> Factors:
+    """Rows of a table, a row for each index."""
+    own = index_dims(call)
+    masked = Row((Shard(0), Replicate()), (MaskPartial(),))
+    return Factors((("v", "d"), own), ((*own, "d"),), whole=frozenset("v"), linear=((0,),), rows=(masked,))
+
+
+@rule(aten.embedding_dense_backward.default)
+def embedding_dense_backward(call: Call) -> Factors:
+    """Gradients added to the rows that they belong to."""
+    own = index_dims(call)
+    # how often an index occurs is known only from all of them
+    whole = frozenset(name for name in own if name is not None and call["scale_grad_by_freq"])
+    return Factors(((*own, "d"), own), (("v", "d"),), whole=whole | {"v"}, linear=((0,),))
+
+
+# ---------------------------------------------------------------- bags
+
+
+MAX = 2  # the mode whose choice is made for each column
+
+
+def bag_dims(call: Call) -> dict[str, tuple[Dim, ...]]:
+    """The factors of the tensors of a bag operator: only columns are sharded."""
+    columns = {"weight", "grad"} | ({"maximum_indices"} if call["mode"] == MAX else set())
+    return {name: (None, "d") if name in columns else (None,) * len(meta.shape) for name, meta in call.tensors.items()}
+
+
+@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(call: Call) -> Factors:
+    """Rows of a table summed by bags; and which index belongs to which bag."""
+    chosen = (None, "d") if call["mode"] == MAX else (None,) * len(call.results[3].shape)
+    results = ((None, "d"), *((None,) * len(meta.shape) for meta in call.results[1:3]), chosen)
+    untouched = frozenset(("d", i) for i, dims in enumerate(results) if "d" not in dims)
+    return Factors(tuple(bag_dims(call).values()), results, untouched=untouched, nonempty=frozenset("d"))
+
+
+@rule(aten._embedding_bag_dense_backward.default)
+def embedding_bag_dense_backward(call: Call) -> Factors:
+    """Gradients added to the rows that they belong to."""
+    return Factors(tuple(bag_dims(call).values()), ((None, "d"),), linear=((0,),), nonempty=frozenset("d"))
+
+
+@rule(aten._embedding_bag_per_sample_weights_backward.default)
+def embedding_bag_weights_backward(call: Call) -> Factors:
+    """The gradient of the weight of each index: products of rows, summed over the columns."""
+    return Factors(tuple(bag_dims(call).values()), ((None,),), linear=((0,), (1,)), nonempty=frozenset("d"))

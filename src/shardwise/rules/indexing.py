@@ -1,0 +1,484 @@
+"""Indexing, gather and scatter, sorting and searching: the dims that are indexed are whole, the others are factors.
+
+A look-up along a sharded dim is done by every rank in what it holds, with zeros for the rest (a MaskPartial); a write
+along a sharded dim by every rank into what it holds, with a spare slot for the rest. Neither moves the tensor. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.rules.movement import sums_masks, wrapped
+from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.pointwise import EXTREMA, KINDS, alike, pointwise
+from shardwise.rules.registry import Call, decomposition, declare_rule, rule
+
+aten = torch.ops.aten
+MASKS = (torch.bool, torch.uint8)
+
+
+def lookup_row(operands: int, dim: int, dtype: torch.dtype) -> tuple[Row, ...]:
+    """The row in which the first operand is sharded along the dim that is looked up."""
+    if not sums_masks(dtype):
+        return ()
+    return (Row((Shard(dim), *(Replicate(),) * (operands - 1)), (MaskPartial(),)),)
+
+
+def write_row(operands: int, dim: int) -> tuple[Row, ...]:
+    """The row in which the first operand is sharded along the dim that is written to."""
+    kept: Placement = Shard(dim)
+    return (Row((kept, *(Replicate(),) * (operands - 1)), (kept,)),)
+
+
+class Held(NamedTuple):
+    """What a rank holds of the dim that is indexed: from `start` on, of `size` in all."""
+
+    dim: int
+    start: int
+    size: int
+
+
+def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]]:
+    """The part of the indexed dim of the first operand that each rank holds, if it is sharded."""
+
+    def localize(
+        call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    ) -> Mapping[str, Any]:
+        spec = inputs[0]
+        dim = dim_of(call)
+        if dim >= spec.ndim or not spec.dim_axes[dim]:
+            return {}
+        return {"held": Held(dim, spec.block(coordinate).runs[dim][0].start, spec.shape[dim])}
+
+    return localize
+
+
+def own_dim(call: Call) -> int:
+    """The dim argument, counted from the front."""
+    return wrapped(call["dim"], len(call.operands[0].shape))
+
+
+def local_of(index: torch.Tensor, held: Held) -> torch.Tensor:
+    """Global indices, negative ones among them, counted from where this rank's part begins."""
+    return torch.where(index < 0, index + held.size, index) - held.start
+
+
+def by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+# ---------------------------------------------------------------- advanced indexing
+
+
+class Indexed(NamedTuple):
+    """The factors of advanced indexing: of the tensor, of each index, and of what is taken."""
+
+    tensor: tuple[Dim, ...]
+    indices: tuple[tuple[Dim, ...], ...]
+    taken: tuple[Dim, ...]
+    shape: tuple[int, ...]  # of what is taken
+    dims: tuple[int, ...]  # that are indexed
+
+
+def indexed(call: Call) -> Indexed | None:
+    """The factors of a call with `self` and `indices`; None where an index is a mask."""
+    shape, given = call["self"].shape, call["indices"]
+    found = [(d, index) for d, index in enumerate(given) if index is not None]
+    if not found or any(index.dtype in MASKS for _, index in found):
+        return None
+    dims = [d for d, _ in found]
+    common = torch.broadcast_shapes(*(index.shape for _, index in found))
+    places = [f"i{len(common) - k}" for k in range(len(common))]
+    tensor: list[Dim] = [None if d in dims else f"d{d}" for d in range(len(shape))]
+    indices = tuple(
+        tuple(
+            None if size != common[len(common) - len(index.shape) + k] else places[len(common) - len(index.shape) + k]
+            for k, size in enumerate(index.shape)
+        )
+        for _, index in found
+    )
+    first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    rest = [d for d in range(len(shape)) if d not in dims]
+    before, after = [d for d in rest if d < first], [d for d in rest if d >= first]
+    taken = (*(tensor[d] for d in before), *places, *(tensor[d] for d in after))
+    sizes = (*(shape[d] for d in before), *common, *(shape[d] for d in after))
+    return Indexed(tuple(tensor), indices, taken, sizes, tuple(dims))
+
+
+def first_indexed(call: Call) -> int:
+    """The first dim that is indexed."""
+    return next(d for d, index in enumerate(call["indices"]) if index is not None)
+
+
+def named_alone(tensor: tuple[Dim, ...], dim: int) -> tuple[Dim, ...]:
+    """The dims with a name for `dim`, so that its order of axes is kept."""
+    return (*tensor[:dim], "at", *tensor[dim + 1 :])
+
+
+def local_index(
+    local: torch.Tensor, indices: Sequence[torch.Tensor | None], *, held: Held | None = None
+) -> torch.Tensor:
+    """Advanced indexing; along a sharded dim, of what this rank holds, with zeros for the rest."""
+    if held is None:
+        return aten.index.Tensor(local, indices)
+    (index,) = [i for i in indices if i is not None]
+    at, count = local_of(index, held), local.shape[held.dim]
+    after = local.shape[held.dim + 1 :]
+    if not count:
+        return local.new_zeros((*local.shape[: held.dim], *at.shape, *after))
+    inside = (at >= 0) & (at < count)
+    taken = aten.index.Tensor(local, [None] * held.dim + [at.clamp(0, count - 1)])
+    return taken.masked_fill_(~inside.reshape(*at.shape, *(1,) * len(after)), 0)
+
+
+@rule(aten._unsafe_index.Tensor, aten.index.Tensor, localize=held_along(first_indexed), local_op=local_index)
+def index(call: Call) -> Factors | None:
+    """Elements by indices that broadcast together."""
+    found = indexed(call)
+    if found is None:
+        return None
+    count = len(call.operands)
+    tensor, rows = found.tensor, alike(count, (0,))
+    if len(found.dims) == 1:
+        tensor = named_alone(tensor, found.dims[0])
+        rows += lookup_row(count, found.dims[0], call["self"].dtype)
+    return Factors((tensor, *found.indices), (found.taken,), whole=frozenset({"at"}), rows=rows)
+
+
+def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
+    """A writing operator on a shard of the dim that it writes to: what belongs to others goes to a spare slot."""
+
+    def run(*args: Any, held: Held | None = None, **kwargs: Any) -> torch.Tensor:
+        if held is None:
+            return op(*args, **kwargs)
+        named = by_name(op, args, kwargs)
+        local = named["self"]
+        count = local.shape[held.dim]
+
+        def moved(index: torch.Tensor) -> torch.Tensor:
+            at = local_of(index, held)
+            return torch.where((at >= 0) & (at < count), at, count)
+
+        if "indices" in named:
+            named["indices"] = [None if i is None else moved(i) for i in named["indices"]]
+        else:
+            named["index"] = moved(named["index"])
+        one = [1 if d == held.dim else size for d, size in enumerate(local.shape)]
+        named["self"] = torch.cat([local, local.new_zeros(one)], held.dim)
+        written = op(**named).narrow(held.dim, 0, count)
+        return local.copy_(written) if in_place else written.contiguous()
+
+    return run
+
+
+def index_put(call: Call) -> Factors | None:
+    """Values put where indices say. Added ones may be added by several ranks, each a part of the indices."""
+    found = indexed(call)
+    values = call["values"]
+    if found is None or not isinstance(values, TensorMeta):
+        return None
+    count = len(call.operands)
+    missing = len(found.shape) - len(values.shape)
+    if missing < 0:
+        return None
+    given = tuple(
+        found.taken[missing + k] if size == found.shape[missing + k] else None for k, size in enumerate(values.shape)
+    )
+    tensor, rows = found.tensor, ()
+    whole = {"at"}
+    if len(found.dims) == 1:
+        tensor = named_alone(tensor, found.dims[0])
+        rows = write_row(count, found.dims[0])
+    operands = (tensor, *found.indices, given)
+    pair = (0, count - 1)
+    if call["accumulate"]:
+        return Factors(operands, (tensor,), whole=frozenset(whole), linear=(pair,), additive=(0,), rows=rows)
+    whole.update(name for name in found.taken if name is not None and name.startswith("i"))
+    return Factors(operands, (tensor,), whole=frozenset(whole), rows=alike(count, pair) + rows)
+
+
+def declare_write(
+    functional: Any,
+    in_place: Any,
+    factors: Callable[[Call], Factors | None],
+    dim_of: Callable[[Call], int] = own_dim,
+    reads: Sequence[str] = (),
+) -> None:
+    """Enter the rule of a writing operator and of its in-place form, if it has one."""
+    here = held_along(dim_of)
+    rule(functional, localize=here, reads=reads, local_op=spare_slot(functional))(factors)
+    aside = spare_slot(functional, in_place=True)
+
+    def local(*args: Any, held: Held | None = None, **kwargs: Any) -> torch.Tensor:
+        return in_place(*args, **kwargs) if held is None else aside(*args, held=held, **kwargs)
+
+    if in_place is not None:
+        rule(in_place, localize=here, reads=reads, local_op=local)(factors)
+
+
+declare_write(aten.index_put.default, aten.index_put_.default, index_put, first_indexed)
+declare_write(aten._index_put_impl.default, aten._index_put_impl_.default, index_put, first_indexed)
+declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed)
+
+
+def without_masks(tensor: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Masks replaced by the indices of what they let through; one without dims adds a dim to the tensor."""
+    found: list[Any] = []
+    for each in indices:
+        if each is None or each.dtype not in MASKS:
+            found.append(each)
+        elif each.dim():
+            found.extend(each.nonzero().unbind(1))
+        else:
+            tensor = tensor.unsqueeze(len(found))
+            found.append(each.reshape(1).nonzero().unbind(1)[0])
+    return tensor, found
+
+
+@decomposition(aten.index.Tensor)
+def index_without_masks(tensor: Any, indices: Sequence[Any]) -> Any:
+    """Only the masks are made whole to be looked into."""
+    tensor, found = without_masks(tensor, indices)
+    return aten._unsafe_index.Tensor(tensor, found)
+
+
+@decomposition(aten.index_put.default, aten._index_put_impl.default)
+def index_put_without_masks(
+    tensor: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False
+) -> Any:
+    """One number put where a mask says needs no indices; otherwise only the masks are made whole to be looked into."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and mask.dtype in MASKS and mask.dim() and values.numel() == 1:
+        chosen = mask.to(torch.bool).reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim()))
+        value = values.reshape(()) + tensor if accumulate else values.reshape(())
+        return torch.where(chosen, value, tensor)
+    seen, found = without_masks(tensor, indices)
+    return aten._unsafe_index_put.default(seen, found, values, accumulate).reshape(tensor.shape)
+
+
+# ---------------------------------------------------------------- along one dim
+
+
+def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
+    """gather or index_select along a sharded dim: of what this rank holds, with zeros for the rest."""
+
+    def run(*args: Any, held: Held | None = None, **kwargs: Any) -> torch.Tensor:
+        if held is None:
+            return op(*args, **kwargs)
+        named = by_name(op, args, kwargs)
+        local, index = named["self"], named["index"]
+        at, count = local_of(index, held), local.shape[held.dim]
+        inside = (at >= 0) & (at < count)
+        if op is aten.index_select.default:
+            inside = inside.reshape([-1 if d == held.dim else 1 for d in range(local.dim())])
+        if not count:
+            one = [1 if d == held.dim else size for d, size in enumerate(local.shape)]
+            named["self"], count = local.new_zeros(one), 1
+        named["index"] = at.clamp(0, count - 1)
+        return op(**named).masked_fill_(~inside, 0)
+
+    return run
+
+
+@rule(aten.index_select.default, localize=held_along(own_dim), local_op=local_lookup(aten.index_select.default))
+def index_select(call: Call) -> Factors:
+    """Some indices of a dim."""
+    ndim, at = len(call["self"].shape), own_dim(call)
+    if not ndim:
+        return Factors(((), (None,) * len(call["index"].shape)), ((),), rows=alike(2, (0,)))
+    own = [f"d{d}" for d in range(ndim)]
+    place: Dim = "k" if call["index"].shape else None
+    result = (*own[:at], place, *own[at + 1 :])
+    rows = alike(2, (0,)) + lookup_row(2, at, call["self"].dtype)
+    return Factors((tuple(own), (place,) if place else ()), (result,), whole=frozenset({own[at]}), rows=rows)
+
+
+def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
+    """A factor for each dim but `at` in which all of these tensors have one size; None where they differ in dims."""
+    shapes = [call[name].shape for name in names]
+    ndim = len(shapes[0])
+    if any(len(shape) != ndim for shape in shapes):
+        return None
+    return [
+        f"d{d}" if d != at and len({shape[d] for shape in shapes}) == 1 else None for d in range(ndim)
+    ]
+
+
+def unnamed(call: Call, **more: Any) -> Factors:
+    """The factors of a call of which nothing may be sharded."""
+    return Factors(
+        tuple((None,) * len(m.shape) for m in call.operands), tuple((None,) * len(m.shape) for m in call.results), **more
+    )
+
+
+@rule(aten.gather.default, localize=held_along(own_dim), local_op=local_lookup(aten.gather.default))
+def gather(call: Call) -> Factors:
+    """For each index one element along a dim."""
+    at = own_dim(call)
+    own = matching(call, ("self", "index"), at)
+    if not own:
+        return unnamed(call, rows=alike(2, (0,)))
+    tensor = tuple("at" if d == at else name for d, name in enumerate(own))
+    taken = tuple("k" if d == at else name for d, name in enumerate(own))
+    rows = alike(2, (0,)) + lookup_row(2, at, call["self"].dtype)
+    return Factors((tensor, taken), (taken,), whole=frozenset({"at"}), rows=rows)
+
+
+class Write(NamedTuple):
+    """How an operator that writes along a dim lets a Partial through.
+
+    Args:
+        source: the argument that is written, if it is a tensor.
+        adds: whether what is written is added up, so that sums pass and parts of the source may be added apart.
+        picks: the kinds of Partial that pass because each element of the result is one of those given.
+        averages: as `adds`, but nothing may be added apart.
+    """
+
+    source: str | None = None
+    adds: bool = False
+    picks: tuple[Partial, ...] = ()
+    averages: bool = False
+
+
+def write_factors(call: Call, kind: Write, own: Sequence[Dim], operands: Sequence[tuple[Dim, ...]], at: int) -> Factors:
+    """The factors of a write: `own` of the tensor with dim `at` whole, and those of all operands."""
+    count = len(call.operands)
+    tensor = tuple("at" if d == at else name for d, name in enumerate(own))
+    all_of = (tensor, *operands)
+    pair = (0, count - 1) if kind.source else (0,)
+    rows = write_row(count, at) + alike(count, pair, kinds=kind.picks)
+    whole = {"at"} if kind.adds else {"at", "k"}
+    linear = (pair,) if kind.adds or kind.averages else ()
+    additive = (0,) if kind.adds else ()
+    return Factors(all_of, (tensor,), whole=frozenset(whole), linear=linear, additive=additive, rows=rows)
+
+
+def scatter_kind(call: Call) -> Write:
+    """What a scatter does with what is already there."""
+    name, reduce = call.op._schema.name, call.get("reduce")
+    source = "src" if isinstance(call.get("src"), TensorMeta) else None
+    if name.startswith("aten::scatter_add") or (source and reduce in ("add", "sum")):
+        return Write(source, adds=reduce != "sum" or call["include_self"], averages=True)
+    if reduce == "mean":
+        return Write(source, averages=call["self"].dtype.is_floating_point)
+    if reduce is None:
+        return Write(source, picks=KINDS if source else kinds_of(call["value"]))
+    return Write(source)
+
+
+def kinds_of(value: Any) -> tuple[Partial, ...]:
+    """The kinds of Partial of which a number on every rank is the reduction."""
+    return KINDS if value == 0 else EXTREMA
+
+
+def scatter(call: Call) -> Factors:
+    """Values put along a dim where an index says, dim by dim of the same size."""
+    at, kind = own_dim(call), scatter_kind(call)
+    own = matching(call, ("self", "index", *((kind.source,) if kind.source else ())), at)
+    if not own:
+        return unnamed(call)
+    same_length = kind.source is None or call[kind.source].shape[at] == call["index"].shape[at]
+    part = tuple(("k" if same_length else None) if d == at else name for d, name in enumerate(own))
+    return write_factors(call, kind, own, (part,) * (len(call.operands) - 1), at)
+
+
+def index_write(kind: Write) -> Callable[[Call], Factors]:
+    """The rule of an operator that writes whole slices along a dim where a one-dimensional index says."""
+
+    def factors(call: Call) -> Factors:
+        at, ndim = own_dim(call), len(call["self"].shape)
+        chosen = kind
+        if call.get("value") is not None and not isinstance(call["value"], TensorMeta):
+            chosen = Write(picks=kinds_of(call["value"]))
+        if not ndim or not call["index"].shape or (kind.source and len(call[kind.source].shape) not in (0, ndim)):
+            return unnamed(call)
+        own: list[Dim] = [None if d == at else f"d{d}" for d in range(ndim)]
+        source: list[tuple[Dim, ...]] = []
+        if chosen.source:
+            scalar = not call[chosen.source].shape
+            source.append(() if scalar else tuple("k" if d == at else name for d, name in enumerate(own)))
+        return write_factors(call, chosen, own, (("k",), *source), at)
+
+    return factors
+
+
+for overload, read in (("src", ()), ("value", ("value",)), ("reduce", ()), ("value_reduce", ("value",))):
+    declare_write(getattr(aten.scatter, overload), getattr(aten.scatter_, overload), scatter, reads=read)
+declare_write(aten.scatter_add.default, aten.scatter_add_.default, scatter)
+declare_write(aten.scatter_reduce.two, aten.scatter_reduce_.two, scatter)
+declare_write(aten.index_add.default, aten.index_add_.default, index_write(Write("source", adds=True)))
+declare_write(aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=KINDS)))
+declare_write(aten.index_reduce.default, aten.index_reduce_.default, index_write(Write("source")))
+declare_write(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar, index_write(Write()), reads=("value",))
+declare_write(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_write(Write("value", picks=KINDS)))
+
+
+@rule(aten.take.default)
+def take(call: Call) -> Factors:
+    """Elements of a whole tensor by their flat index."""
+    taken = tuple(f"d{d}" for d in range(len(call["index"].shape)))
+    return Factors(((None,) * len(call["self"].shape), taken), (taken,), rows=alike(2, (0,)))
+
+
+# ---------------------------------------------------------------- sorting and searching
+
+
+def along_dim(call: Call) -> Factors:
+    """The factors of an operator that works along one dim of its only operand and may leave that dim out."""
+    ndim = len(call.operands[0].shape)
+    at = wrapped(call["dim"], ndim)
+    own: tuple[Dim, ...] = tuple(None if d == at else f"d{d}" for d in range(ndim))
+    left = own if len(call.results[0].shape) == ndim else own[:at] + own[at + 1 :]
+    return Factors((own,), (left,) * len(call.results))
+
+
+rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default, aten.kthvalue.default)(along_dim)
+
+
+def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:
+    """The rule of a search: how many boundaries lie before a value is how many lie there in each part, added up."""
+
+    def factors(call: Call) -> Factors | None:
+        sequence, wanted = call[boundaries].shape, call[values]
+        shape = wanted.shape if isinstance(wanted, TensorMeta) else ()
+        places = tuple(f"v{d}" for d in range(len(shape)))
+        shared: tuple[Dim, ...] = places[: len(sequence) - 1] if len(sequence) > 1 else ()
+        sorter = call.get("sorter")
+        if sorter is not None:
+            parts = {values: places, boundaries: (*shared, None), "sorter": (*shared, None)}
+        else:
+            parts = {values: places, boundaries: (*shared, "k")}
+        order = (a.name for a in call.op._schema.arguments)
+        operands = tuple(parts[name] for name in order if name in parts and isinstance(call[name], TensorMeta))
+        return Factors(operands, (places,))
+
+    return factors
+
+
+rule(aten.searchsorted.Tensor, aten.searchsorted.Scalar)(search("self", "sorted_sequence"))
+rule(aten.bucketize.Tensor, aten.bucketize.Scalar)(search("self", "boundaries"))
+
+
+@rule(aten.isin.Tensor_Tensor)
+def isin(call: Call) -> Factors:
+    """Each element against all of the others."""
+    own = tuple(f"d{d}" for d in range(len(call["elements"].shape)))
+    return Factors((own, (None,) * len(call["test_elements"].shape)), (own,))
+
+
+declare_rule(pointwise(), aten.isin.Tensor_Scalar)
+
+
+@rule(aten.histc.default, reads=("min", "max"))
+def histc(call: Call) -> Factors | None:
+    """Counts in bins, added up over the parts; without bounds they come from all of the values."""
+    if call["min"] == call["max"]:
+        return None
+    return Factors((tuple(f"d{d}" for d in range(len(call["self"].shape))),), ((None,),))
+

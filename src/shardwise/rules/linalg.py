@@ -1,0 +1,94 @@
+"""Linear algebra on batches of matrices: batch dims are factors and broadcast, matrices are whole. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.core.spec import TensorMeta
+from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.pointwise import broadcast
+from shardwise.rules.registry import Call, rule
+
+aten = torch.ops.aten
+
+
+def batch_sizes(metas: Sequence[TensorMeta], own: Sequence[int]) -> dict[int, int]:
+    """The size of each batch dim, counted from the matrices, after broadcasting."""
+    sizes: dict[int, int] = {}
+    for meta, matrix in zip(metas, own, strict=True):
+        for at, size in enumerate(reversed(meta.shape[: len(meta.shape) - matrix])):
+            sizes[at] = size if sizes.get(at, 1) == 1 else sizes[at]
+    return sizes
+
+
+def batched(
+    call: Call, operands: Sequence[int], results: Sequence[int], linear: tuple[tuple[int, ...], ...]
+) -> Factors:
+    """The factors of a call whose tensors end in matrices (2), vectors (1) or single numbers (0)."""
+    sizes = batch_sizes(call.operands, operands)
+
+    def dims(meta: TensorMeta, matrix: int) -> tuple[Dim, ...]:
+        if len(meta.shape) < matrix or meta.shape == (0,):  # was not computed
+            return (None,) * len(meta.shape)
+        batch = len(meta.shape) - matrix
+        names = (f"b{at}" if meta.shape[batch - 1 - at] == sizes[at] else None for at in reversed(range(batch)))
+        return (*names, *((None,) * matrix))
+
+    given = tuple(dims(meta, matrix) for meta, matrix in zip(call.results, results, strict=True))
+    # a result without a batch dim comes from operands without it
+    untouched = frozenset((f"b{at}", i) for at in sizes for i, own in enumerate(given) if f"b{at}" not in own)
+    named = tuple(dims(meta, matrix) for meta, matrix in zip(call.operands, operands, strict=True))
+    return Factors(named, given, untouched=untouched, linear=linear)
+
+
+def ends_in(operands: str, results: str, linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[Call], Factors | None]:
+    """The rule of an operator whose tensors end in so many dims each."""
+
+    def factors(call: Call) -> Factors | None:
+        if call.get("check_errors"):  # an error must be every rank's
+            return None
+        own = [int(n) for n in operands][: len(call.operands)]
+        return batched(call, own, [int(n) for n in results], linear)
+
+    return factors
+
+
+for (operands, results, *linear), ops in {
+    ("2", "2"): (aten.linalg_matrix_exp, aten.cholesky_inverse),
+    ("2", "1"): (aten._linalg_eigvals,),
+    ("2", "12"): (aten._linalg_eigh.default, aten.linalg_eig.default),
+    ("2", "20"): (aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default),
+    ("2", "21"): (aten.geqrf.default,),
+    ("2", "22"): (aten.linalg_qr.default,),
+    ("2", "212"): (aten._linalg_svd.default,),
+    ("2", "021"): (aten._linalg_det.default,),
+    ("2", "0021"): (aten._linalg_slogdet.default,),
+    ("2", "210"): (aten.linalg_lu_factor_ex.default, aten.linalg_ldl_factor_ex.default),
+    ("2", "222"): (aten.linalg_lu.default,),
+    ("21", "222"): (aten.lu_unpack.default,),
+    ("21", "2"): (aten.linalg_householder_product.default,),
+    ("200", "2"): (aten.linalg_pinv.atol_rtol_tensor,),
+    ("212", "2", (2,)): (aten.ormqr.default, aten.linalg_ldl_solve.default, aten.linalg_lu_solve.default),
+    ("22", "2", (1,)): (aten.linalg_solve_triangular.default,),
+    ("22", "2", (0,)): (aten.cholesky_solve.default, aten._cholesky_solve_helper.default),
+    ("22", "22"): (aten.triangular_solve.default,),
+}.items():
+    rule(*ops)(ends_in(operands, results, tuple(linear)))
+
+
+@rule(aten._linalg_solve_ex.default)
+def solve(call: Call) -> Factors | None:
+    """One system of equations for each matrix; right sides are vectors where their shape says so."""
+    left, right = call["A"].shape, call["B"].shape
+    own = 1 if len(right) == 1 or right == left[:-1] else 2
+    return None if call["check_errors"] else batched(call, (2, own), (own, 2, 1, 0), ())
+
+
+@rule(aten.linalg_cross.default)
+def cross(call: Call) -> Factors:
+    """Products of vectors, which must be whole."""
+    named, results = broadcast(call)
+    at = call["dim"] % len(results[0])
+    return Factors(named, results, whole=frozenset({f"d{len(results[0]) - at}"}), linear=((0,), (1,)))

@@ -1,0 +1,251 @@
+"""Losses: elements by themselves, then a sum or a mean over shards that may be uneven; classes picked where they lie.
+
+A mean is a sum of the ranks' means, each weighted by its share of the elements. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Run
+from shardwise.core.spec import DTensorSpec
+from shardwise.rules.movement import names
+from shardwise.rules.normalization import as_result
+from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.reduction import FIRST, HALVES
+from shardwise.rules.registry import Call, decomposition, rule
+
+aten = torch.ops.aten
+
+NONE, MEAN, SUM = 0, 1, 2  # as torch numbers the reductions
+Coordinate = tuple[int, ...]
+Specs = Sequence[DTensorSpec]
+
+
+# ---------------------------------------------------------------- losses of elements
+
+
+def element_dims(shape: Sequence[int], whole: Sequence[int]) -> tuple[Dim, ...]:
+    """The factors of an operand that broadcasts to `whole`."""
+    missing = len(whole) - len(shape)
+    return tuple(f"d{missing + d}" if size == whole[missing + d] else None for d, size in enumerate(shape))
+
+
+def elementwise(call: Call) -> Factors | None:
+    """Every dim is a factor; where the loss is reduced, no result has it and what is left is a Partial sum."""
+    whole = call["self"].shape
+    operands = call.operands[1:] if "grad_output" in call.arguments else call.operands
+    if any(torch.broadcast_shapes(meta.shape, whole) != whole for meta in operands):
+        return None
+    dims = tuple(element_dims(meta.shape, whole) for meta in call.operands)
+    result = element_dims(call.results[0].shape, whole)
+    return Factors(dims, (result,), linear=FIRST if "grad_output" in call.arguments else ())
+
+
+def share_of_mean(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
+    """How much of what a mean runs over lies on a rank."""
+    own = inputs[1 if "grad_output" in call.arguments else 0]
+    total, held = own.shape.numel(), torch.Size(own.local_shape(coordinate)).numel()
+    if call["reduction"] != MEAN or held == total:
+        return {}
+    return {"share": held / total} if held else {"reduction": SUM}  # the mean of nothing is no number
+
+
+def forward_on_share(op: Any, *args: Any, share: float = 1.0, **kwargs: Any) -> Any:
+    """A loss on a rank: its summand of the mean."""
+    found = op(*args, **kwargs)
+    if share == 1.0:
+        return found
+    return (found[0] * share, *found[1:]) if isinstance(found, tuple) else found * share
+
+
+def backward_on_share(op: Any, grad: torch.Tensor, *args: Any, share: float = 1.0, **kwargs: Any) -> torch.Tensor:
+    """The gradient of a loss on a rank: the operator divides by the elements that are here, not by all."""
+    return op(grad if share == 1.0 else grad * share, *args, **kwargs)
+
+
+def declare(factors: Any, forward: Sequence[Any], backward: Sequence[Any]) -> None:
+    """Declare the rule of some losses and their gradients."""
+    for op in forward:
+        rule(op, localize=share_of_mean, local_op=partial(forward_on_share, op))(factors)
+    for op in backward:
+        rule(op, localize=share_of_mean, local_op=partial(backward_on_share, op))(factors)
+
+
+declare(
+    elementwise,
+    forward=(
+        aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
+        aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+    ),
+    backward=(
+        aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+        aten.soft_margin_loss_backward.default, aten.binary_cross_entropy_backward.default,
+    ),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- losses of rows
+
+
+def rowwise(call: Call) -> Factors | None:
+    """Each row by itself: classes must be whole, and weights of classes too."""
+    ndim, rows = len(call["self"].shape), call["self"].shape[0]
+    if ndim != 2:
+        return None
+    weight = call.get("weight")
+
+    def dims(meta: Any) -> tuple[Dim, ...]:
+        batched = len(meta.shape) and meta.shape[0] == rows and (weight is None or meta is not weight)
+        return tuple("n" if d == 0 and batched else None for d in range(len(meta.shape)))
+
+    operands = [dims(meta) for meta in call.operands]
+    if weight is not None:  # its size may be that of the batch
+        operands[-1] = (None,)
+    results = tuple(dims(meta) for meta in call.results)
+    return Factors(
+        tuple(operands), results, summed=frozenset("n"), linear=FIRST if "grad_output" in call.arguments else ()
+    )
+
+
+declare(
+    rowwise,
+    forward=(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
+    backward=(aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default),
+)
+
+
+# ---------------------------------------------------------------- the likelihood of classes
+
+
+def class_dim(scores: Any) -> int:
+    """The dim of the classes."""
+    return 1 if len(scores.shape) > 1 else 0
+
+
+def class_factors(call: Call) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    """The factors of the scores, with classes "c", and those of the targets."""
+    ndim, at = len(call["self"].shape), class_dim(call["self"])
+    scores = [*names(ndim)]
+    scores[at] = "c"
+    return tuple(scores), tuple(name for d, name in enumerate(scores) if d != at)
+
+
+def classes_here(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
+    """Which classes a rank holds, of how many."""
+    at = class_dim(call["self"])
+    scores = inputs[1 if "grad_output" in call.arguments else 0]
+    return {"runs": scores.block(coordinate).runs[at], "classes": scores.shape[at]}
+
+
+def positions(
+    target: torch.Tensor, ignore_index: int, runs: Sequence[Run], classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each target's class is on this rank, and whether it is here and counts."""
+    counts = target != ignore_index
+    known = ((target >= 0) & (target < classes)) | ~counts
+    torch._assert_async(known.all(), f"a target is none of the {classes} classes and is not ignored")
+    position, held, before = torch.zeros_like(target, dtype=torch.int64), torch.zeros_like(counts), 0
+    for start, length in runs:
+        here = (target >= start) & (target < start + length)
+        position = torch.where(here, target - start + before, position)
+        held, before = held | here, before + length
+    return position, held & counts
+
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    "pick_class(Tensor self, Tensor target, Tensor? weight, int ignore_index) -> (Tensor losses, Tensor weights)"
+)
+
+
+def pick_class(
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    runs: Sequence[Run] | None = None,
+    classes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The negative weighted score of each target and its weight, zeros where its class is elsewhere or ignored."""
+    at = class_dim(scores)
+    wide = torch.float32 if scores.dtype in HALVES else scores.dtype
+    if scores.is_meta:
+        return target.new_empty(target.shape, dtype=wide), target.new_empty(target.shape, dtype=wide)
+    size = scores.shape[at]
+    position, held = positions(target, ignore_index, runs or (Run(0, size),), size if classes is None else classes)
+    if not size:
+        zeros = torch.zeros(target.shape, dtype=wide, device=scores.device)
+        return zeros, zeros.clone()
+    picked = scores.gather(at, position.unsqueeze(at)).squeeze(at).to(wide)
+    weights = torch.ones_like(picked) if weight is None else weight[position].to(wide)
+    return torch.where(held, -picked * weights, 0), torch.where(held, weights, 0)
+
+
+_library.impl("pick_class", pick_class, "CompositeExplicitAutograd")
+
+
+@rule(torch.ops.shardwise.pick_class.default, localize=classes_here, local_op=pick_class)
+def picking(call: Call) -> Factors:
+    """Rows by themselves; classes where they lie, so that on one rank only there is something to add."""
+    scores, target = class_factors(call)
+    weight = () if call["weight"] is None else (("c",),)
+    return Factors((scores, target, *weight), (target, target))
+
+
+@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
+    """The scores of the targets, reduced: no score leaves its rank."""
+    if scores.dim() == 1 and target.dim() == 1:
+        target = target[0]
+    losses, weights = torch.ops.shardwise.pick_class.default(scores, target, weight, ignore_index)
+    if reduction == NONE:
+        return as_result(losses, scores.dtype), torch.zeros((), dtype=scores.dtype, device=scores.device)
+    total = weights.sum()
+    loss = losses.sum() / total if reduction == MEAN else losses.sum()
+    return as_result(loss, scores.dtype), as_result(total, scores.dtype)
+
+
+def nll_loss_backward_here(
+    grad: torch.Tensor,
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    *,
+    runs: Sequence[Run],
+    classes: int,
+) -> torch.Tensor:
+    """The gradient of the scores that a rank holds: something at each target's class, zeros elsewhere."""
+    at = class_dim(scores)
+    found = torch.zeros_like(scores, memory_format=torch.contiguous_format)
+    position, held = positions(target, ignore_index, runs, classes)
+    if not scores.shape[at]:
+        return found
+    value = -grad / total_weight if reduction == MEAN else -grad
+    if weight is not None:
+        value = value * weight[position]
+    value = torch.where(held, value, 0).to(scores.dtype)
+    return found.scatter_(at, position.unsqueeze(at), value.unsqueeze(at))
+
+
+@rule(
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_backward.default,
+    localize=classes_here,
+    local_op=nll_loss_backward_here,
+)
+def nll_loss_backward(call: Call) -> Factors | None:
+    """Every rank fills in the classes that it holds."""
+    scores, target = class_factors(call)
+    if len(call["target"].shape) != len(target):
+        return None
+    weight = () if call["weight"] is None else (("c",),)
+    grad = target if call["reduction"] == NONE else ()
+    return Factors((grad, scores, target, *weight, ()), (scores,), linear=FIRST)
