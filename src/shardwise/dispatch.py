@@ -193,7 +193,7 @@ def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
     if sys.getrefcount(tensor) > ours + 3:
         return False
     base = tensor._base
-    return base is None or sys.getrefcount(base) <= 2
+    return base is None or sys.getrefcount(base) <= 3  # the variable, the argument, and the view itself
 
 
 def _flat(key: Any) -> Iterator[Any]:
@@ -303,7 +303,7 @@ class OpDispatcher:
         )
         functional = functional_of(func) if info.writes and None not in info.returned else None
         if info.outs and functional is not None:
-            return self._watched(info, self._through_functional(info, functional, slots))
+            return self._watched(info, self._through_functional(info, functional, slots, mesh))
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
         metas = self._result_metas(info, slots, specs, args, kwargs)
         pinned = tuple(i for i, slot in enumerate(slots) if slot.name in info.writes)
@@ -315,7 +315,7 @@ class OpDispatcher:
             if compute is not None and (sharding is None or _communicates(specs, sharding.inputs)):
                 return self._watched(info, self._decomposed(info, compute, mesh))
             if sharding is None and functional is not None:
-                return self._watched(info, self._through_functional(info, functional, slots))
+                return self._watched(info, self._through_functional(info, functional, slots, mesh))
             if sharding is None or torch.Tag.nondeterministic_seeded in func.tags:
                 return self._watched(info, self._through_copies(info, slots, specs, pinned))
             return self._executor(info, slots, specs, sharding, pinned)
@@ -679,7 +679,10 @@ class OpDispatcher:
         """`t_`, `squeeze_`, ...: the tensor itself becomes the view."""
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            view = functional(*args, **kwargs)
+            # a stand-in for what the tensor was: it may itself be a view that was copied
+            before = self.wrapper(args[0]._spec)(args[0]._local_tensor)
+            before._copied_view = args[0]._copied_view  # pyright: ignore[reportAttributeAccessIssue]
+            view = functional(before, *args[1:], **kwargs)
             with torch._C._DisableTorchDispatch():  # the wrapper's own sizes and strides
                 info.op(*args, **kwargs)
             args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
@@ -718,7 +721,9 @@ class OpDispatcher:
 
         return run_on_copies
 
-    def _through_functional(self, info: OpInfo, op: OpOverload, slots: tuple[Slot, ...]) -> Executor:
+    def _through_functional(
+        self, info: OpInfo, op: OpOverload, slots: tuple[Slot, ...], mesh: DeviceMesh
+    ) -> Executor:
         """Compute a new tensor and copy it into the one that is written to, in that one's layout."""
         written = [slot for slot in slots if slot.name in info.writes]
 
@@ -729,7 +734,7 @@ class OpDispatcher:
             results = op(**kept)
             for target, result in zip(given, results if isinstance(results, tuple) else (results,), strict=True):
                 self.write(info, target, result)
-            return given[0] if len(given) == 1 else tuple(given)
+            return self._with_written(info, args, kwargs, (None,) * len(info.returns), None, mesh)
 
         return run
 
@@ -769,7 +774,10 @@ class OpDispatcher:
         return tensor._local_tensor if whole is tensor._spec else bound_route(tensor._spec, whole).run(tensor._local_tensor)
 
     def write(self, info: OpInfo, target: Any, value: Any) -> None:
-        """Copy a DTensor's value into another, keeping the other's layout."""
+        """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it."""
+        if not isinstance(target, self.tensor_class):
+            target.copy_(fabric_of(value._spec.mesh).parts(value._spec.mesh, self._whole_local(value))[0][1])
+            return
         have, want = value._spec, target._spec
         if have.shape != want.shape:
             raise LayoutError(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise import DeviceMesh, DTensor, MaskPartial, Partial, Replicate, Shard, StridedShard
 from shardwise.core.spec import default_shard_order
+from shardwise.fabric import routes
 from shardwise.fabric.c10d import c10d
 from tests.gloo.processes import ProcessPool
 from tests.virtual.cases import EXCHANGES
@@ -130,27 +131,34 @@ def replicas_put_to_different_uses() -> torch.Tensor:
 
 @contextlib.contextmanager
 def counted_waits() -> Iterator[list[str]]:
-    """The steps that were waited for."""
+    """The routes whose last collective was left in flight, as they are waited for."""
     waited: list[str] = []
-    original = type(c10d).start
+    original = routes.BoundRoute.start
 
-    def start(self: Any, step: Any) -> Any:
-        begin = original(self, step)
+    def start(self: routes.BoundRoute, local: torch.Tensor) -> Callable[[], torch.Tensor]:
+        finish = original(self, local)
 
-        def counted(local: torch.Tensor) -> Any:
-            wait = begin(local)
-
-            def waiting() -> torch.Tensor:
-                if step.collective:
-                    waited.append(step.collective)
-                return wait()
-
-            return waiting
+        def counted() -> torch.Tensor:
+            waited.append(str(self.route))
+            return finish()
 
         return counted
 
-    with mock.patch.object(type(c10d), "start", start):
+    with mock.patch.object(routes.BoundRoute, "start", start):
         yield waited
+
+
+@contextlib.contextmanager
+def nothing_moves(name: str) -> Iterator[None]:
+    """No route that communicates is run inside, and nothing is sent from rank to rank."""
+    seen: list[sw.Route] = []
+    routes.observers.append(seen.append)
+    try:
+        with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError(name)):
+            yield
+    finally:
+        routes.observers.clear()
+    assert not seen, name
 
 
 def wait_at_first_use() -> None:
@@ -175,7 +183,7 @@ def wait_at_first_use() -> None:
             assert not waited, f"{name}: its shape and layout need no value"
             use(moved)
             assert type(moved) is DTensor, name
-            assert waited[0] == "all_to_all", name
+            assert len(waited) == 1, name
         assert torch.equal(moved.full_tensor(), x), name
 
 
@@ -208,10 +216,10 @@ def waits_in_backward() -> None:
         assert moved.requires_grad
         assert not waited
         local = moved.to_local()
-        assert waited == ["all_to_all"]
+        assert len(waited) == 1
         local.backward(torch.full_like(local, float(dist.get_rank())))
         gradient = tensor.grad.to_local()
-        assert waited == ["all_to_all", "all_to_all"]
+        assert len(waited) == 2
         assert type(tensor.grad) is DTensor
     assert torch.equal(gradient, torch.arange(4.0).expand(1, 4))
 
@@ -247,14 +255,13 @@ def refuse() -> dict[str, str]:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     told = {}
     for name, (kind, ask) in refusals(mesh).items():
-        with counted_waits() as waited, mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError(name)):
+        with nothing_moves(name):
             try:
                 ask()
             except kind as error:
                 told[name] = str(error)
             else:
                 raise AssertionError(f"{name} was not refused")
-        assert not waited, name
     tensor = sw.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
     assert torch.equal(tensor.redistribute(max_bytes=64).full_tensor(), torch.ones(4, 4))
     return told
@@ -351,9 +358,12 @@ def distribute_from(source: int | None) -> tuple[list[float], list[int]]:
         return original(operations)
 
     x = torch.arange(8.0) + 100 * dist.get_rank()
-    with mock.patch.object(dist, "batch_isend_irecv", spy), counted_waits() as waited:
+    seen: list[sw.Route] = []
+    routes.observers.append(seen.append)
+    with mock.patch.object(dist, "batch_isend_irecv", spy):
         tensor = sw.distribute_tensor(x, DeviceMesh("cpu", [3, 2, 1, 0]), [Shard(0)], src_data_rank=source)
-    assert not waited
+    routes.observers.clear()
+    assert not seen
     return tensor.to_local().tolist(), moved
 
 

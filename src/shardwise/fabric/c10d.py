@@ -5,11 +5,13 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardwise.core.layout import Block, dense_strides
 from shardwise.core.mesh import DeviceMesh
@@ -49,18 +51,25 @@ class C10dFabric(Fabric):
     asynchronous = True
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], Any] = {}
         self._world: Any = None
+        self._rank = 0
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._members_of: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
 
     # ---------------------------------------------------------------- who am I
 
     def rank(self) -> int:
+        if self._world is not None and self._world is dist.group.WORLD:
+            return self._rank
         if not dist.is_initialized():
             raise MeshError(
                 "no process group is up, so this process has no rank",
                 hint="start the program with torchrun, or call torch.distributed.init_process_group first",
             )
-        return dist.get_rank()
+        self._world, self._rank = dist.group.WORLD, dist.get_rank()
+        self._groups.clear()  # they are gone with the former world
+        self._members_of.clear()
+        return self._rank
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
         """This rank's coordinate, None outside the mesh."""
@@ -74,27 +83,28 @@ class C10dFabric(Fabric):
         position = mesh.position_of(self.rank())
         if position is None:
             raise MeshError(f"rank {self.rank()} is not in {mesh}")
-        rows = mesh.groups(axes)
-        return rows[(rows == position).any(axis=1).argmax()].tolist()
+        found = self._members_of.get((mesh, axes))
+        if found is None:
+            rows = mesh.groups(axes)
+            found = self._members_of[mesh, axes] = rows[(rows == position).any(axis=1).argmax()].tolist()
+        return found
 
     def group_of(self, ranks: Sequence[int]) -> Any:
         """The process group of these ranks; made on first use, by its members alone."""
-        if self._world is not dist.group.WORLD:  # a new world: the old groups are gone with it
-            self._groups.clear()
-            self._world = dist.group.WORLD
+        self.rank()  # forgets the groups of a former world
         key = tuple(sorted(ranks))
         found = self._groups.get(key)
         if found is None:
             if key == tuple(range(dist.get_world_size())):
                 found = dist.group.WORLD
             else:
-                found = dist.new_group(list(key), use_local_synchronization=True)
+                found = _new_group(key)
             self._groups[key] = found
         return found
 
     def adopt(self, group: Any) -> None:
         """Use an existing process group for its ranks instead of making one."""
-        self.group_of([self.rank()])  # drops groups of a former world
+        self.rank()  # forgets the groups of a former world
         self._groups.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
 
     # ---------------------------------------------------------------- values of this rank
@@ -351,9 +361,9 @@ class C10dFabric(Fabric):
             block = before.block(mine_before)
             holders = next(who for held, who in all_holders if held is block or held == block)
             for rank in ranks:
-                coordinate = after.mesh.coordinate_of(rank)
-                if coordinate is not None and choose_sender(rank, holders) == me:
-                    boxes = overlap(block, after.block(coordinate))
+                if choose_sender(rank, holders) == me:
+                    coordinate = after.mesh.coordinate_of(rank)
+                    boxes = () if coordinate is None else overlap(block, after.block(coordinate))
                     (keeps if rank == me else sends[in_group[rank]]).extend(boxes)
         receives: list[list[Box]] = [[] for _ in ranks]
         if mine_after is not None:
@@ -409,6 +419,22 @@ class C10dFabric(Fabric):
         mesh = spec.mesh
         positions = [p for p in map(mesh.position_of, ranks) if p is not None]
         return distinct_blocks(spec, positions, lambda position: mesh.grid_ranks[position])
+
+
+def _new_group(ranks: tuple[int, ...]) -> Any:
+    """A process group made by its members alone, whatever groups each of them has made before.
+
+    torch names such a group after its ranks and the number of groups that this process knows. Where members have made
+    different numbers of groups they would wait for each other under different names (pytorch/pytorch#173608), so the
+    name is given here: of each set of ranks one group is made.
+    """
+    name = "shardwise_" + hashlib.sha1(repr(ranks).encode()).hexdigest()
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda *_: name
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
 
 
 _REDUCE_OPS = {

@@ -46,15 +46,20 @@ def overlap(source: Block, target: Block) -> tuple[Box, ...]:
     """The boxes of elements that both blocks hold."""
     if not all(target.shape) or not all(source.shape):
         return ()
-    by_dim = [intersect(a, b) for a, b in zip(source.runs, target.runs, strict=True)]
-    return tuple(
-        Box(
-            tuple(slice(a, a + n) for a, _, n in chosen),
-            tuple(slice(b, b + n) for _, b, n in chosen),
-            tuple(n for _, _, n in chosen),
-        )
-        for chosen in itertools.product(*by_dim)
-    )
+    by_dim = []
+    for a, b in zip(source.runs, target.runs, strict=True):
+        common = intersect(a, b)
+        if not common:
+            return ()
+        by_dim.append(common)
+    return tuple([_box(chosen) for chosen in itertools.product(*by_dim)])
+
+
+def _box(chosen: Sequence[tuple[int, int, int]]) -> Box:
+    """The box of what is common in each dim: (position in the source, position in the target, length)."""
+    source = tuple([slice(a, a + n) for a, _, n in chosen])
+    target = tuple([slice(b, b + n) for _, b, n in chosen])
+    return Box(source, target, tuple([n for _, _, n in chosen]))
 
 
 def pieces_for(target: Block, receiver: int, holders: Sequence[tuple[Block, Sequence[int]]]) -> list[Piece]:

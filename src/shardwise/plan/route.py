@@ -219,7 +219,7 @@ class _Search:
         self.link_of: dict[tuple[int, ...], Link] = {}
         self.all_elements = math.prod(self.shape)
         self.goal_elements = self.all_elements / self._parts(self.goal, target.mesh.shape)
-        strided = any([isinstance(p, StridedShard) for p in (*source.placements, *target.placements)])
+        strided = any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements))
         self.plain = self.same_mesh and not strided and bool(self.shape)  # `missing` in closed form
         self.needed: float | None = None
         self.shared_of: dict[tuple[int, tuple[Split, ...]], np.ndarray] = {}
@@ -467,7 +467,7 @@ class _Search:
             direct = list(self.direct_moves(state))
             yield from direct
             least = self.seconds_left(state)
-            if not any([move.seconds <= least * (1 + 1e-8) for move in direct]):
+            if not any(move.seconds <= least * (1 + 1e-8) for move in direct):
                 yield self.exchange(state)
         else:
             yield self.exchange(state)

@@ -102,10 +102,11 @@ def leading(call: Call, space: int, linear: bool) -> Factors:
         # counted from the window: channels, then batches, which kernels take empty
         return (*(f"c{i}" for i in reversed(range(ndim - space))), *((None,) * space))
 
+    exact = call.operands[0].dtype.is_floating_point or call.operands[0].dtype.is_complex  # integers are rounded
     return Factors(
         tuple(dims(len(meta.shape)) for meta in call.operands),
         tuple(dims(len(meta.shape)) for meta in call.results),
-        linear=FIRST if linear else (),
+        linear=FIRST if linear and exact else (),
         nonempty=frozenset(["c0"]),
     )
 

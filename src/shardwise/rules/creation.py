@@ -1,7 +1,7 @@
 """Operators that make a tensor from another's size, or overwrite all of one: no value is read, so nothing is moved.
 
-A result of the size of the tensor lies as that does, with Replicate for what is Partial there (each rank has the value);
-any other is replicated. Pure.
+A result of the size of the tensor lies as that does, with Replicate for what is Partial there (each rank has the
+value); any other is replicated. Pure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operators on lists of tensors: one call on the lists of locals where the lists lie alike, index by index.
 
-Otherwise the operator of one tensor is run on each, and finds the cheapest way itself. Linear in the number of tensors. Pure.
+Otherwise the operator of one tensor is run on each, and finds the cheapest way itself. Linear in the number of tensors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ aten = torch.ops.aten
 Layouts = tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]
 
 UNARY = (
-    "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac", "lgamma", "log",
-    "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "tan", "tanh",
-    "trunc",
+    "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac", "lgamma",
+    "log", "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt",
+    "tan", "tanh", "trunc",
 )  # fmt: skip
-BINARY = ("add", "sub", "mul", "div", "clamp_max", "clamp_min", "maximum", "minimum", "pow", "lerp", "addcmul", "addcdiv")
+MORE = (
+    "add", "sub", "mul", "div", "clamp_max", "clamp_min", "maximum", "minimum", "pow", "lerp", "addcmul", "addcdiv",
+    "clone", "copy", "zero",
+)  # fmt: skip
+VALUES = ("value", "scalars")  # what the addc operators take by position here and by name there
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 # where a Partial passes: of every kind, or of sums; in all lists alike
 ANY_PARTIAL = {"clone", "zero", "copy"}
 SUMS = {
-    "neg.default", "add.List", "sub.List", "lerp.Scalar", "lerp.ScalarList", "mul.Scalar", "mul.ScalarList", "mul.Tensor",
-    "div.Scalar", "div.ScalarList", "div.Tensor",
+    "neg.default", "add.List", "sub.List", "lerp.Scalar", "lerp.ScalarList", "mul.Scalar", "mul.ScalarList",
+    "mul.Tensor", "div.Scalar", "div.ScalarList", "div.Tensor",
 }  # fmt: skip
 
 
@@ -39,7 +43,7 @@ class Column(NamedTuple):
 
     name: str
     start: int
-    count: int
+    length: int
 
 
 def columns_of(call: Call) -> tuple[list[Column], list[int]]:
@@ -79,19 +83,17 @@ def one_by_one(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
     if any(not specs[at].is_replicated for at in singles) or not lists:
         return None
     first = lists[0]
-    for i in range(first.count):
-        if not _agree(call, [specs[column.start + i] for column in lists if column.count == first.count]):
+    for i in range(first.length):
+        if not _agree(call, [specs[column.start + i] for column in lists if column.length == first.length]):
             return None
-    results = tuple(
-        specs[first.start + i].with_meta(meta) for i, meta in enumerate(call.results[: first.count])
-    )
+    results = tuple(specs[first.start + i].with_meta(meta) for i, meta in enumerate(call.results[: first.length]))
     if any(result.ndim != specs[first.start + i].ndim for i, result in enumerate(results)):
         return None
     return tuple(specs), results
 
 
 def _agree(call: Call, specs: Sequence[DTensorSpec]) -> bool:
-    """Whether the tensors of one index lie alike; those of another size must be replicated, as must be what they meet."""
+    """Whether the tensors of one index lie alike; those of another size must be replicated, and what they meet too."""
     main = specs[0]
     if not passes(call.op, main) or (main.partial_axes and not _one_dtype(call, specs)):
         return False
@@ -132,7 +134,9 @@ def in_turn(op: Any) -> Callable[..., Any]:
     name, _ = names_of(op)
     in_place = op._schema.is_mutable
     single = single_of(name, in_place)
-    by_keyword = {a.name for a in arguments if a.kwarg_only} | ({"value", "scalars"} if name.startswith("addc") else set())
+    by_keyword = {a.name for a in arguments if a.kwarg_only} | (
+        {"value", "scalars"} if name.startswith("addc") else set()
+    )
 
     def run(*args: Any, **kwargs: Any) -> list[Any] | None:
         bound = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
@@ -160,7 +164,7 @@ def declare(name: str) -> None:
                 decomposition(op)(in_turn(op))
 
 
-for each in (*UNARY, *BINARY, "clone", "copy", "zero"):
+for each in (*UNARY, *MORE):
     declare(each)
 
 
@@ -216,7 +220,7 @@ if hasattr(aten, "_foreach_mm"):
 
 
 def aligned(op: Any) -> Callable[..., None]:
-    """A fused optimizer on lists that do not lie alike: all that belongs to a parameter is brought to where that lies."""
+    """A fused optimizer on lists that do not lie alike: all of a parameter is brought to where that lies."""
     names = [a.name for a in op._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> None:
@@ -225,10 +229,11 @@ def aligned(op: Any) -> Callable[..., None]:
         back: list[tuple[Any, Any]] = []
 
         def brought(name: str, tensor: Any, parameter: Any) -> Any:
-            mesh, placements = parameter.device_mesh, [_unsummed(p) for p in parameter.placements]
-            if tensor.shape != parameter.shape or list(tensor.placements) == placements:
+            placements, order = [_unsummed(p) for p in parameter.placements], parameter.spec.shard_order
+            here = list(tensor.placements) == placements and tensor.spec.shard_order == order
+            if tensor.shape != parameter.shape or here:
                 return tensor
-            moved = tensor.redistribute(mesh, placements)
+            moved = tensor.redistribute(parameter.device_mesh, placements, shard_order=order)
             if name != "grads" or bound.get("grad_scale") is not None:
                 back.append((tensor, moved))
             return moved
@@ -259,7 +264,7 @@ for fused in FUSED:
 def unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
     """Gradients multiplied, and one number that says for all ranks whether any of them is not finite."""
     bad = torch.stack([aten.sum.default((~gradient.isfinite()).to(torch.int64)) for gradient in gradients]).sum()
-    flag = (bad > 0).to(found_inf.dtype)
+    flag: Any = (bad > 0).to(found_inf.dtype)
     value = flag if hasattr(found_inf, "full_tensor") else flag.full_tensor()
     found_inf.copy_(torch.maximum(found_inf, value.reshape(found_inf.shape)))
     for gradient in gradients:

@@ -16,7 +16,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.movement import sums_masks, wrapped
 from shardwise.rules.notation import Dim, Factors, Row
 from shardwise.rules.pointwise import EXTREMA, KINDS, alike, pointwise
-from shardwise.rules.registry import Call, decomposition, declare_rule, rule
+from shardwise.rules.registry import Call, declare_rule, decomposition, rule
 
 aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
@@ -305,15 +305,15 @@ def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes):
         return None
-    return [
-        f"d{d}" if d != at and len({shape[d] for shape in shapes}) == 1 else None for d in range(ndim)
-    ]
+    return [f"d{d}" if d != at and len({shape[d] for shape in shapes}) == 1 else None for d in range(ndim)]
 
 
 def unnamed(call: Call, **more: Any) -> Factors:
     """The factors of a call of which nothing may be sharded."""
     return Factors(
-        tuple((None,) * len(m.shape) for m in call.operands), tuple((None,) * len(m.shape) for m in call.results), **more
+        tuple((None,) * len(m.shape) for m in call.operands),
+        tuple((None,) * len(m.shape) for m in call.results),
+        **more,
     )
 
 
@@ -481,4 +481,3 @@ def histc(call: Call) -> Factors | None:
     if call["min"] == call["max"]:
         return None
     return Factors((tuple(f"d{d}" for d in range(len(call["self"].shape))),), ((None,),))
-

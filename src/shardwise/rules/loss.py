@@ -50,9 +50,11 @@ def share_of_mean(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordin
     """How much of what a mean runs over lies on a rank."""
     own = inputs[1 if "grad_output" in call.arguments else 0]
     total, held = own.shape.numel(), torch.Size(own.local_shape(coordinate)).numel()
-    if call["reduction"] != MEAN or held == total:
+    if call["reduction"] == NONE or held == total:
         return {}
-    return {"share": held / total} if held else {"reduction": SUM}  # the mean of nothing is no number
+    if not held:  # the mean of nothing is no number, and some operators leave even its sum undefined
+        return {"share": 0.0, "reduction": SUM}
+    return {"share": held / total} if call["reduction"] == MEAN else {}
 
 
 def forward_on_share(op: Any, *args: Any, share: float = 1.0, **kwargs: Any) -> Any:
@@ -60,7 +62,9 @@ def forward_on_share(op: Any, *args: Any, share: float = 1.0, **kwargs: Any) -> 
     found = op(*args, **kwargs)
     if share == 1.0:
         return found
-    return (found[0] * share, *found[1:]) if isinstance(found, tuple) else found * share
+    loss, *rest = found if isinstance(found, tuple) else (found,)
+    loss = loss * share if share else torch.zeros_like(loss)
+    return (loss, *rest) if rest else loss
 
 
 def backward_on_share(op: Any, grad: torch.Tensor, *args: Any, share: float = 1.0, **kwargs: Any) -> torch.Tensor:

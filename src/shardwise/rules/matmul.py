@@ -25,7 +25,15 @@ def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
 
     def factors(call: Call) -> Factors:
         own = aligned(call["self"].shape, result, call.results[0].shape)
-        return Factors((own, tuple(first), tuple(second)), (tuple(result),), linear=((0, 1), (0, 2)), additive=(0,))
+        # addmv gives the shape of self where the matrix is empty
+        nonempty = frozenset(first if result == "m" and own != ("m",) else "")
+        return Factors(
+            (own, tuple(first), tuple(second)),
+            (tuple(result),),
+            linear=((0, 1), (0, 2)),
+            additive=(0,),
+            nonempty=nonempty,
+        )
 
     return factors
 

@@ -475,10 +475,10 @@ def pad_rule(dims: int, backward: bool) -> Callable[[Call], Factors]:
     def factors(call: Call) -> Factors:
         ndim = len(call.operands[0].shape)
         own = tuple(kept(ndim, range(ndim - dims, ndim)))
-        shared = {"nonempty": frozenset(name for name in own if name)}
+        full = frozenset(name for name in own if name)
         if backward:
-            return Factors((own,) * len(call.operands), (own,), linear=((0,),), **shared)
-        return Factors((own,), (own,), moves=True, **shared)
+            return Factors((own,) * len(call.operands), (own,), linear=((0,),), nonempty=full)
+        return Factors((own,), (own,), moves=True, nonempty=full)
 
     return factors
 

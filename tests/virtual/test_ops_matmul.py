@@ -1,0 +1,135 @@
+"""Matrix products against one device, and the layouts on which they need no communication."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+from tests.virtual.free import P, R, S0, S1, S2, collectives, tensor
+from tests.virtual.parity import assert_parity
+
+pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning", "ignore:torch.chain_matmul")
+
+t = tensor
+SCALED = {"beta": 0.5, "alpha": 2.0}
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "mm": (torch.mm, t(4, 6), t(6, 5)),
+    "mm uneven": (torch.mm, t(3, 7), t(7, 5)),
+    "mm nothing contracted": (torch.mm, t(3, 0), t(0, 5)),
+    "mm complex": (torch.mm, t(4, 6) + 1j * t(4, 6), t(6, 5) + 2j * t(6, 5)),
+    "mm integers": (torch.mm, t(4, 6).mul(9).long(), t(6, 5).mul(9).long()),
+    "addmm row": (torch.addmm, t(5), t(4, 6), t(6, 5)),
+    "addmm column": (torch.addmm, t(4, 1), t(4, 6), t(6, 5)),
+    "addmm number": (lambda s, a, b: torch.addmm(s, a, b, **SCALED), t(), t(4, 6), t(6, 5)),
+    "addmm matrix": (lambda s, a, b: torch.addmm(s, a, b, **SCALED), t(3, 5), t(3, 7), t(7, 5)),
+    "addmm beta 0": (lambda s, a, b: torch.addmm(s, a, b, beta=0), t(3, 5), t(3, 7), t(7, 5)),
+    "addmm_": (lambda s, a, b: (s * 1).addmm_(a, b, **SCALED), t(4, 5), t(4, 6), t(6, 5)),
+    "bmm": (torch.bmm, t(3, 4, 6), t(3, 6, 5)),
+    "baddbmm": (lambda s, a, b: torch.baddbmm(s, a, b, **SCALED), t(4, 5), t(3, 4, 6), t(3, 6, 5)),
+    "baddbmm_": (lambda s, a, b: (s * 1).baddbmm_(a, b, **SCALED), t(3, 4, 5), t(3, 4, 6), t(3, 6, 5)),
+    "addbmm": (lambda s, a, b: torch.addbmm(s, a, b, **SCALED), t(4, 5), t(3, 4, 6), t(3, 6, 5)),
+    "addbmm row": (torch.addbmm, t(5), t(3, 4, 6), t(3, 6, 5)),
+    "mv": (torch.mv, t(4, 6), t(6)),
+    "addmv": (lambda s, a, b: torch.addmv(s, a, b, **SCALED), t(4), t(4, 6), t(6)),
+    "addmv number": (torch.addmv, t(1), t(5, 7), t(7)),
+    "dot": (torch.dot, t(7), t(7)),
+    "vdot": (torch.vdot, t(6) + 1j * t(6), t(6) + 2j * t(6)),
+    "outer": (torch.outer, t(4), t(5)),
+    "addr": (lambda s, a, b: torch.addr(s, a, b, **SCALED), t(5), t(4), t(5)),
+    "matmul batches": (torch.matmul, t(2, 3, 4, 5), t(3, 5, 6)),
+    "matmul vector first": (torch.matmul, t(5), t(3, 5, 6)),
+    "matmul vector last": (torch.matmul, t(3, 4, 5), t(5)),
+    "linear": (F.linear, t(2, 6, 5), t(3, 5), t(3)),
+    "linear uneven": (F.linear, t(3, 7, 5), t(3, 5), t(3)),
+    "linear without bias": (F.linear, t(2, 7, 5), t(3, 5)),
+    "linear of a vector": (F.linear, t(5), t(3, 5), t(3)),
+    "linear 4d": (F.linear, t(2, 2, 4, 5), t(3, 5), t(3)),
+    "einsum contracted": (lambda a, b: torch.einsum("bij,bjk->ik", a, b), t(3, 4, 5), t(3, 5, 6)),
+    "einsum heads": (lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b), t(2, 4, 5, 3), t(2, 4, 6, 3)),
+    "einsum three": (lambda *a: torch.einsum("bi,ij,bj->b", *a), t(4, 3), t(3, 5), t(4, 5)),
+    "tensordot": (lambda a, b: torch.tensordot(a, b, dims=([1, 2], [0, 1])), t(3, 4, 5), t(4, 5, 6)),
+    "inner": (torch.inner, t(3, 5), t(4, 5)),
+    "bilinear": (F.bilinear, t(4, 5), t(4, 6), t(3, 5, 6), t(3)),
+    "kron": (torch.kron, t(2, 3), t(4, 5)),
+    "multi_dot": (lambda *a: torch.linalg.multi_dot(a), t(3, 5), t(5, 4), t(4, 6)),
+    "matrix_power": (lambda a: torch.matrix_power(a, 3), t(2, 4, 4)),
+    "cdist": (torch.cdist, t(2, 4, 5), t(2, 6, 5)),
+    "cdist broadcast": (torch.cdist, t(3, 4, 5), t(6, 5)),
+    "cdist p=1": (lambda a, b: torch.cdist(a, b, p=1), t(4, 5), t(6, 5)),
+    "cdist by products": (lambda a, b: torch.cdist(a, b, compute_mode="use_mm_for_euclid_dist"), t(4, 5), t(6, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_as_one_device(name: str) -> None:
+    assert_parity(*CASES[name], limit=8)
+
+
+LINEAR = (t(4, 8, 12), t(16, 12), t(16))
+UNEVEN = (t(3, 7, 5), t(6, 5), t(6))
+
+FREE: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], tuple[Any, ...], Any]] = {
+    "mm rows": (torch.mm, (t(8, 6), t(6, 4)), (S0, R), S0),
+    "mm columns": (torch.mm, (t(8, 6), t(6, 4)), (R, S1), S1),
+    "mm contracted": (torch.mm, (t(5, 7), t(7, 3)), (S1, S0), P),
+    "mm sum": (torch.mm, (t(5, 7), t(7, 3)), (P, R), P),
+    "addmm contracted, bias whole": (torch.addmm, (t(3), t(5, 7), t(7, 3)), (R, S1, S0), P),
+    "addmm contracted, bias a sum": (torch.addmm, (t(3), t(5, 7), t(7, 3)), (P, S1, S0), P),
+    "addmm sum, bias whole": (torch.addmm, (t(3), t(5, 7), t(7, 3)), (R, P, R), P),
+    "bmm batch": (torch.bmm, (t(6, 4, 3), t(6, 3, 5)), (S0, S0), S0),
+    "addbmm batch": (torch.addbmm, (t(4, 5), t(6, 4, 3), t(6, 3, 5)), (R, S0, S0), P),
+    "dot": (torch.dot, (t(7), t(7)), (S0, S0), P),
+    "linear batch": (F.linear, LINEAR, (S0, R, R), S0),
+    "linear sequence": (F.linear, LINEAR, (S1, R, R), S1),
+    "linear columns": (F.linear, LINEAR, (R, S0, S0), S2),
+    "linear rows": (F.linear, LINEAR, (S2, S1, R), P),
+    "linear uneven batch": (F.linear, UNEVEN, (S0, R, R), S0),
+    "linear uneven sequence": (F.linear, UNEVEN, (S1, R, R), S1),
+    "linear uneven columns": (F.linear, UNEVEN, (R, S0, S0), S2),
+    "linear sum": (F.linear, LINEAR, (P, R, R), P),
+    "matmul heads": (torch.matmul, (t(2, 4, 3, 5), t(2, 4, 5, 6)), (S1, S1), S1),
+    "cdist rows": (torch.cdist, (t(4, 5, 3), t(4, 6, 3)), (S1, R), S1),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_without_communication(name: str) -> None:
+    fn, args, placements, result = FREE[name]
+    assert collectives(fn, args, placements) == ((result,), 0)
+
+
+@pytest.mark.parametrize(
+    ("placements", "result"),
+    [
+        (([S0, S1], R2 := [R, R], R2), (S0, S1)),
+        (([S0, R], [R, S0], [R, S0]), (S0, S2)),
+        (([S1, R], [R, S0], [R, S0]), (S1, S2)),
+        (([S0, S2], [R, S1], R2), (S0, P)),
+        (([S1, S2], [R, S1], R2), (S1, P)),
+    ],
+)
+def test_linear_on_two_axes_without_communication(placements: Any, result: Any) -> None:
+    assert collectives(F.linear, LINEAR, placements, (2, 2)) == (result, 0)
+
+
+def test_bias_is_added_once_to_a_sum() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(t(5, 8), mesh, [S1])
+    weight = sw.distribute_tensor(t(3, 8), mesh, [S1])
+    bias = sw.distribute_tensor(t(3), mesh, [R])
+    out = F.linear(x, weight, bias)
+    assert out.placements == (P,)
+    torch.testing.assert_close(out.full_tensor(), F.linear(t(5, 8), t(3, 8), t(3)))
+
+
+def test_product_of_a_masked_sum_is_a_plain_sum() -> None:
+    """What each rank holds of it overlaps, so that nothing but a linear operator may be computed before the reduction."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    table, indices = t(8, 3), torch.arange(8).flip(0)
+    looked_up = F.embedding(sw.distribute_tensor(indices, mesh, [R]), sw.distribute_tensor(table, mesh, [S0]))
+    mixed = sw.distribute_tensor(t(2, 8), mesh, [R]) @ looked_up
+    torch.testing.assert_close(mixed.relu().full_tensor(), (t(2, 8) @ table[indices]).relu())
