@@ -12,13 +12,14 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest -q
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean lint types pure
+.PHONY: help demo test check bench conformance clean lint types pure
 
 help:
 	@echo 'make demo    a guided tour on virtual ranks, no cluster needed'
 	@echo 'make check   lint, format, types and the pure tests: before each commit'
 	@echo 'make test    all tests; those for a GPU are skipped where there is none'
 	@echo 'make bench   measurements, as ratios to torch.distributed.tensor; BENCH=name for one'
+	@echo 'make conformance  every operator against one device, all samples; writes docs/operators.md'
 	@echo 'make clean   remove caches and builds; the environment stays'
 
 $(PY):
@@ -52,6 +53,9 @@ test: $(READY)
 
 bench: $(READY)
 	$(PY) -m bench $(BENCH)
+
+conformance: $(READY)
+	$(TEST_ENV) $(PY) -m tests.virtual.conformance --write docs/operators.md $(CONFORMANCE)
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

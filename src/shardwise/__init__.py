@@ -14,9 +14,11 @@ from shardwise.errors import (
     MeshError,
     NotationError,
     PlainTensorError,
+    RuleError,
     ShardwiseError,
     UnsupportedError,
 )
+from shardwise.extend import check_rule, local_map, register_sharding
 from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import init_device_mesh, virtual
@@ -50,6 +52,7 @@ __all__ = [
     "Replicate",
     "ReplicationWarning",
     "Route",
+    "RuleError",
     "Shard",
     "ShardOrder",
     "ShardOrderEntry",
@@ -59,6 +62,7 @@ __all__ = [
     "UnsupportedError",
     "allow_implicit",
     "cache_info",
+    "check_rule",
     "current_cost_model",
     "distribute_tensor",
     "dry_run",
@@ -67,7 +71,9 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "local_map",
     "ones",
+    "register_sharding",
     "set_cost_model",
     "strict",
     "to_torch",

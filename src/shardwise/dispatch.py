@@ -817,6 +817,11 @@ class OpDispatcher:
             return results
         return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(results)
 
+    def forget(self) -> None:
+        """Drop every executor and what was read from schemas and rules."""
+        self.cache.clear()
+        _op_info.cache_clear()
+
     def info(self) -> CacheInfo:
         """How full the cache is."""
         return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())

@@ -16,6 +16,7 @@ __all__ = [
     "MeshError",
     "NotationError",
     "PlainTensorError",
+    "RuleError",
     "ShardwiseError",
     "UnsupportedError",
 ]
@@ -71,6 +72,10 @@ def _rebuild_bound(problem: str, hint: str | None, smallest: int) -> MemoryBound
 
 class PlainTensorError(ShardwiseError, RuntimeError):
     """A plain torch.Tensor met a DTensor where only the user can say how it is laid out."""
+
+
+class RuleError(ShardwiseError, ValueError):
+    """A sharding rule that does not fit its operator, or is not true of it."""
 
 
 class UnsupportedError(ShardwiseError, NotImplementedError):

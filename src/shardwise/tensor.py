@@ -308,6 +308,11 @@ def cache_info() -> CacheInfo:
     return _dispatcher.info()
 
 
+def forget_operators() -> None:
+    """Drop what is known about operators: a rule has changed."""
+    _dispatcher.forget()
+
+
 def _make(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of this local, fast."""
     meta = spec.tensor_meta

@@ -370,6 +370,9 @@ def distribute_from(source: int | None) -> tuple[list[float], list[int]]:
 def count_new_groups() -> int:
     """Groups made by many moves over the same axes: over each of two, and over both in any order."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    routes._bound.clear()  # as in a new process: without groups, and without routes that are bound to them
+    for group in {*c10d._groups.values()} - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
     c10d._groups.clear()
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         for size in (4, 8, 12):

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),
+    ("extend",),
     ("parallel", "checkpoint", "debug"),
     ("__init__",),
     ("cli", "demo", "__main__"),

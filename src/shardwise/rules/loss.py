@@ -16,7 +16,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.rules.movement import names
 from shardwise.rules.normalization import as_result
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.reduction import FIRST, HALVES
+from shardwise.rules.reduction import FIRST, HALVES, reduced
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
@@ -209,8 +209,10 @@ def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index
     losses, weights = torch.ops.shardwise.pick_class.default(scores, target, weight, ignore_index)
     if reduction == NONE:
         return as_result(losses, scores.dtype), torch.zeros((), dtype=scores.dtype, device=scores.device)
-    total = weights.sum()
-    loss = losses.sum() / total if reduction == MEAN else losses.sum()
+    if reduction == SUM:
+        return as_result(losses.sum(), scores.dtype), as_result(weights.sum(), scores.dtype)
+    total = reduced(weights.sum())
+    loss = losses.sum() / total
     return as_result(loss, scores.dtype), as_result(total, scores.dtype)
 
 

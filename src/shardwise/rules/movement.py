@@ -199,7 +199,7 @@ def pixel_shuffle(call: Call) -> Factors:
     """Elements go between the channels and the plane."""
     ndim = len(call["self"].shape)
     own = kept(ndim, range(ndim - 3, ndim))
-    return moved(own, own)
+    return moved(own, own, nonempty=frozenset(name for name in own if name))  # torch leaves an empty one as it is
 
 
 @rule(aten.unbind.int, aten.unbind_copy.int)

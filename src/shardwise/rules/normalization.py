@@ -52,7 +52,7 @@ def softmax_backward(call: Call) -> Factors:
 def shifted(x: Any, dim: int) -> Any:
     """`x` minus the largest element of each row, which is a small reduction."""
     wide = widened(x)
-    return wide - torch.amax(wide, dim, keepdim=True)
+    return wide - reduced(torch.amax(wide, dim, keepdim=True))
 
 
 def as_result(value: Any, dtype: torch.dtype) -> Any:
@@ -68,7 +68,7 @@ def softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     if not split_axes(x, (dim,)):
         return aten._softmax.default(x, dim, half_to_float)
     exps = shifted(x, dim).exp()
-    return as_result(exps / exps.sum(dim, keepdim=True), torch.float32 if half_to_float else x.dtype)
+    return as_result(exps / reduced(exps.sum(dim, keepdim=True)), torch.float32 if half_to_float else x.dtype)
 
 
 @decomposition(aten._log_softmax.default)
@@ -79,7 +79,9 @@ def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     if not split_axes(x, (dim,)):
         return aten._log_softmax.default(x, dim, half_to_float)
     below = shifted(x, dim)
-    return as_result(below - below.exp().sum(dim, keepdim=True).log(), torch.float32 if half_to_float else x.dtype)
+    return as_result(
+        below - reduced(below.exp().sum(dim, keepdim=True)).log(), torch.float32 if half_to_float else x.dtype
+    )
 
 
 @decomposition(aten._safe_softmax.default)
@@ -99,7 +101,7 @@ def softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: to
         return aten._softmax_backward_data.default(grad, output, dim, input_dtype)
     output = widened(output)
     weighted = widened(grad) * output
-    return as_result(weighted - output * weighted.sum(dim, keepdim=True), input_dtype)
+    return as_result(weighted - output * reduced(weighted.sum(dim, keepdim=True)), input_dtype)
 
 
 @decomposition(aten._log_softmax_backward_data.default)
@@ -111,7 +113,7 @@ def log_softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype
     if not split_axes(output, (dim,)):
         return aten._log_softmax_backward_data.default(grad, output, dim, input_dtype)
     grad = widened(grad)
-    return as_result(grad - widened(output).exp() * grad.sum(dim, keepdim=True), input_dtype)
+    return as_result(grad - widened(output).exp() * reduced(grad.sum(dim, keepdim=True)), input_dtype)
 
 
 # ---------------------------------------------------------------- layer norm, RMS norm
@@ -160,7 +162,7 @@ def layer_norm_of_shards(x: Any, normalized_shape: Sequence[int], weight: Any, b
     if not split_axes(x, dims):
         return aten.native_layer_norm.default(x, normalized_shape, replicated(weight), replicated(bias), eps)
     var, mean = moments(x, dims, 0)
-    rstd = reduced((reduced(var) + eps).rsqrt())
+    rstd = (reduced(var) + eps).rsqrt()
     out = scaled((widened(x) - mean) * rstd, weight, bias, x.dtype)
     kept = x.dtype if x.device.type == "cpu" else mean.dtype
     return out, as_result(mean, kept), as_result(rstd, kept)
@@ -210,9 +212,9 @@ def backward_through(
     if not mask[0]:
         return None, into_weight
     grad = grad if weight is None else grad * weight
-    into_x = grad - normal * (grad * normal).mean(dims, keepdim=True)
+    into_x = grad - normal * reduced((grad * normal).mean(dims, keepdim=True))
     if centred:
-        into_x = into_x - grad.mean(dims, keepdim=True)
+        into_x = into_x - reduced(grad.mean(dims, keepdim=True))
     return into_x * rstd, into_weight
 
 

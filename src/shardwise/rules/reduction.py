@@ -385,7 +385,7 @@ def vector_norm_of_shards(
         return aten.linalg_vector_norm.default(x, ord, dims if x.dim() else dim, keepdim, dtype=dtype)
     wanted = dtype or x.dtype
     wide = torch.float32 if wanted in HALVES else dtype
-    powers = torch.ops.shardwise.power_sum.default(x, ord, dims, keepdim, dtype=wide)
+    powers = reduced(torch.ops.shardwise.power_sum.default(x, ord, dims, keepdim, dtype=wide))
     norm = powers.sqrt() if ord == 2 else powers.pow(1 / ord)
     return norm.to(wanted) if wanted in HALVES else norm
 
@@ -422,7 +422,7 @@ def variance(
     if not split_axes(x, dims):
         return op(x, dim, correction=correction, keepdim=keepdim)
     var, mean = moments(x, dims, 1 if correction is None else correction)
-    spread = var.sqrt() if root else var
+    spread = reduced(var).sqrt() if root else var
     results = [spread.to(x.dtype.to_real()), mean.to(x.dtype)] if both else [spread.to(x.dtype.to_real())]
     if not keepdim:
         results = [result.squeeze(dims) for result in results]
@@ -510,6 +510,6 @@ def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
     wide = widened(x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype()))
     top = reduced(torch.amax(torch.real(wide) if wide.is_complex() else wide, dims, True))
     top = top.masked_fill(top.abs() == math.inf, 0)
-    result = (wide - top).exp().sum(dims, keepdim=True).log() + top
+    result = reduced((wide - top).exp().sum(dims, keepdim=True)).log() + top
     result = result.to(x.dtype) if x.dtype in HALVES else result
     return result if keepdim else result.squeeze(dims)

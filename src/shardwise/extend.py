@@ -1,0 +1,238 @@
+"""For users' own operators and functions: register_sharding, check_rule, local_map.
+
+Stands beside `api`; the rules it makes are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from shardwise.api import distribute_tensor
+from shardwise.core.placement import Partial, Placement, Replicate, as_placement
+from shardwise.core.spec import TensorMeta
+from shardwise.dispatch import OpInfo
+from shardwise.errors import LayoutError, RuleError
+from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
+from shardwise.rules.notation import Factors, Row, candidates, parse
+from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
+from shardwise.tensor import DTensor, _make, forget_operators
+
+__all__ = ["check_rule", "local_map", "register_sharding"]
+
+Operator = OpOverload | OpOverloadPacket
+
+
+def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None, **facts: Any) -> Any:
+    """Say how an operator may be sharded: by a rule string, or by a function that lists rows.
+
+    Args:
+        op: the operator, or several.
+        rule: a rule string such as "mk,kn->mn", with the operands and results in the order of the schema (lists
+            flattened). Left out, this is a decorator of a function that gets the operator's arguments, with `TensorMeta`
+            in place of tensors, and returns the rows of one axis: pairs of the results' placements and of the arguments'
+            placements (None for arguments that are no tensors).
+        facts: with a rule string, what `Factors` takes: `linear`, `reduce`, `whole`, `monotone`, ...
+
+    Example:
+        >>> @torch.library.custom_op("shardwise_doc::scale", mutates_args=())
+        ... def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+        ...     return x * factor
+        >>> @scale.register_fake
+        ... def _(x, factor):
+        ...     return torch.empty_like(x)
+        >>> register_sharding(torch.ops.shardwise_doc.scale.default, "...->...", linear=((0,),))
+        >>> check_rule(torch.ops.shardwise_doc.scale.default, torch.randn(5, 3), 2.0)
+        >>> @register_sharding(torch.ops.shardwise_doc.scale.default)
+        ... def rows(x, factor):
+        ...     return [([sw.Shard(d)], [sw.Shard(d), None]) for d in range(len(x.shape))]
+        >>> import shardwise as sw
+        >>> check_rule(torch.ops.shardwise_doc.scale.default, torch.randn(5, 3), 2.0)
+    """
+    ops = overloads([op] if isinstance(op, OpOverload | OpOverloadPacket) else op)
+    if rule is not None:
+        pattern = parse(rule)
+        _declare(Rule(lambda call: pattern_factors(pattern, call, **facts)), ops)
+        return None
+
+    def decorate(rows_of: Callable[..., Any]) -> Callable[..., Any]:
+        _declare(Rule(lambda call: _factors_from_rows(call, rows_of)), ops)
+        return rows_of
+
+    return decorate
+
+
+def _declare(rule: Rule, ops: Sequence[OpOverload]) -> None:
+    declare_rule(rule, *ops)
+    forget_operators()
+
+
+def _factors_from_rows(call: Call, rows_of: Callable[..., Any]) -> Factors:
+    info = OpInfo.of(call.op)
+    keyword_only = {a.name for a in call.op._schema.arguments if a.kwarg_only}
+    positional = [call[name] for name in info.names if name not in keyword_only]
+    rows = []
+    for outputs, inputs in rows_of(*positional, **{name: call[name] for name in keyword_only}):
+        flat_in = tuple(as_placement(p) for p in tree_leaves(inputs, is_leaf=_is_placement) if p is not None)
+        flat_out = tuple(as_placement(p) for p in tree_leaves(outputs, is_leaf=_is_placement) if p is not None)
+        if len(flat_in) != len(call.operands) or len(flat_out) != len(call.results):
+            raise RuleError(
+                f"{call.op}: a row names {len(flat_in)} tensor arguments and {len(flat_out)} results, the call has "
+                f"{len(call.operands)} and {len(call.results)}",
+                hint="give a placement for each tensor (also inside lists) and None for other arguments",
+            )
+        rows.append(Row(flat_in, flat_out))
+    none = tuple((None,) * len(meta.shape) for meta in call.operands)
+    return Factors(none, tuple((None,) * len(meta.shape) for meta in call.results), rows=tuple(rows))
+
+
+def _is_placement(value: Any) -> bool:
+    return value is None or isinstance(value, Placement)
+
+
+def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwargs: Any) -> None:
+    """Check an operator's rule against one device: every row, on virtual meshes of each size.
+
+    Args:
+        op: the operator.
+        args: sample arguments, with plain tensors.
+        sizes: how many ranks the meshes have.
+        kwargs: sample keyword arguments.
+
+    Raises:
+        RuleError: a row gives another value or another layout than it says.
+
+    Example:
+        >>> check_rule(torch.ops.aten.mm.default, torch.randn(4, 6), torch.randn(6, 5))
+    """
+    rule = find_rule(op)
+    leaves, tree = tree_flatten((args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    wanted = op(*args, **kwargs)
+    results = [t for t in tree_leaves(wanted) if isinstance(t, torch.Tensor)]
+    if rule is None:
+        raise RuleError(f"{op} has no rule", hint="give it one with register_sharding")
+    bound = OpInfo.of(op).bind(*_with_metas(leaves, tree, at))
+    call = Call(op, bound, tuple(TensorMeta.of(leaves[i]) for i in at), tuple(TensorMeta.of(t) for t in results))
+    factors = rule.factors(call)
+    if factors is None:
+        raise RuleError(f"the rule of {op} has nothing to say about these arguments")
+    for size, row in itertools.product(sizes, candidates(factors)):
+        with virtual():
+            mesh = init_device_mesh("cpu", (size,))
+        new = list(leaves)
+        for i, placement in zip(at, row.inputs, strict=True):
+            new[i] = _spread(leaves[i], mesh, placement)
+        new_args, new_kwargs = tree_unflatten(new, tree)
+        got = [t for t in tree_leaves(op(*new_args, **new_kwargs)) if isinstance(t, DTensor)]
+        for one, plain, placement in zip(got, results, row.outputs, strict=True):
+            if not torch.allclose(one.full_tensor(), plain, rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise RuleError(f"{op}: the row {row.inputs} -> {row.outputs} gives a wrong value on {size} ranks")
+            if one.placements != (placement,):
+                raise RuleError(
+                    f"{op}: the row {row.inputs} -> {row.outputs} gave {one.placements[0]} on {size} ranks"
+                )
+
+
+def _with_metas(leaves: list[Any], tree: Any, at: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tree_unflatten([TensorMeta.of(leaf) if i in at else leaf for i, leaf in enumerate(leaves)], tree)
+
+
+def _spread(tensor: torch.Tensor, mesh: Any, placement: Placement) -> DTensor:
+    """A tensor laid out so that a wrong treatment of it shows: a Partial sum has something on every rank."""
+    if isinstance(placement, Partial) and placement.reduce_op == "sum" and type(placement) is Partial:
+        whole = distribute_tensor(tensor, mesh, [Replicate()])
+        other = distribute_tensor(torch.ones_like(tensor), mesh, [Replicate()])
+        parts = whole.redistribute(placements=[placement])._local_tensor
+        for sign, part in zip(itertools.cycle((1, -1)), parts.tensors[: 2 * (mesh.size() // 2)], strict=False):
+            part.add_(sign * other._local_tensor.tensors[0])
+        return _make(parts, whole._spec.with_placements([placement]))
+    return distribute_tensor(tensor, mesh, [placement])
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: Any = None,
+    in_grad_placements: Any = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Any:
+    """A function of local tensors as a function of DTensors.
+
+    Args:
+        func: gets each rank's local tensors, and returns tensors of each rank. Left out, this is a decorator.
+        out_placements: the placements of each result; one list for a single result, None for what is no tensor.
+        in_placements: the placements that each argument must have, None for what is no DTensor; not checked if left out.
+        in_grad_placements: for each argument how the gradient that comes back from its local lies.
+        device_mesh: the mesh, where no argument is a DTensor.
+        redistribute_inputs: bring arguments into `in_placements` instead of refusing others.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2,))
+        >>> x = sw.ones(4, 3, device_mesh=mesh, placements=[sw.Shard(0)])
+        >>> total = local_map(lambda t: t.sum(0), out_placements=[sw.Partial()], in_placements=([sw.Shard(0)],))
+        >>> total(x).full_tensor()
+        tensor([4., 4., 4.])
+    """
+    if func is None:
+        return functools.partial(
+            local_map, out_placements=out_placements, in_placements=in_placements,
+            in_grad_placements=in_grad_placements, device_mesh=device_mesh, redistribute_inputs=redistribute_inputs,
+        )  # fmt: skip
+
+    @functools.wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = tree_flatten((args, kwargs))
+        mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+        mesh = mesh or (as_mesh(device_mesh) if device_mesh is not None else None)
+        wanted = list(in_placements) if in_placements is not None else [None] * len(leaves)
+        gradients = list(in_grad_placements) if in_grad_placements is not None else [None] * len(leaves)
+        if len(wanted) != len(leaves) or len(gradients) != len(leaves):
+            raise LayoutError(
+                f"local_map: {len(wanted)} in_placements and {len(gradients)} in_grad_placements for {len(leaves)} arguments",
+                hint="give one for each argument, None for what is no DTensor",
+            )
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, DTensor):
+                leaves[i] = _as_wanted(leaf, wanted[i], i, redistribute_inputs).to_local(grad_placements=gradients[i])
+        new_args, new_kwargs = tree_unflatten(leaves, tree)
+        result = func(*new_args, **new_kwargs)
+        if mesh is None:
+            return result
+        outs, out_tree = tree_flatten(result)
+        single = len(outs) == 1 and all(isinstance(p, Placement) for p in out_placements)
+        placements = [out_placements] if single else list(out_placements)
+        if len(placements) != len(outs):
+            raise LayoutError(f"local_map: {len(placements)} out_placements for {len(outs)} results")
+        return tree_unflatten(
+            [
+                DTensor.from_local(out, mesh, chosen) if isinstance(out, torch.Tensor) and chosen is not None else out
+                for out, chosen in zip(outs, placements, strict=True)
+            ],
+            out_tree,
+        )
+
+    return mapped
+
+
+def _as_wanted(tensor: DTensor, wanted: Any, index: int, redistribute_inputs: bool) -> DTensor:
+    if wanted is None:
+        return tensor
+    moved = tensor._spec.with_placements(wanted)
+    if moved is tensor._spec:
+        return tensor
+    if not redistribute_inputs:
+        raise LayoutError(
+            f"local_map: argument {index} is {tensor._spec}, but in_placements asks for {moved.layout}",
+            hint="redistribute it, or pass redistribute_inputs=True",
+        )
+    return tensor.redistribute(placements=wanted)
