@@ -236,6 +236,15 @@ def report_moved(moved: dict[Pair, tuple[Moved, Moved]]) -> None:
         a, b = sum(getattr(m, what) for m in ours), sum(getattr(m, what) for m in theirs)
         name = "bytes received by a rank" if what == "received" else what
         print(f"  {name:24}  {a:12.0f}  {b:12.0f}  {a / b:6.3f}  {_verdict(a / b, asked)}")
+    for name, partial in (("without Partial", False), ("with Partial", True)):
+        sides = [side for pair, side in moved.items() if ("P" in pair.source) is partial]
+        a, b = (Moved(*map(sum, zip(*(side[i] for side in sides), strict=True))) for i in (0, 1))
+        calls, received = a.collectives / b.collectives, a.received / b.received
+        print(f"    {len(sides)} pairs {name}: bytes {received:.3f}, collectives {calls:.3f}")
+    with shardwise.virtual():
+        needy = sum("P" in pair.source or least_bytes(*specs(pair)) > 0 for pair in moved)
+    total = sum(m.collectives for m in theirs)
+    print(f"  {needy} pairs cannot do without a collective: with one for each the ratio would be {needy / total:.3f}")
     over = [
         (a.received - b.received, pair)
         for pair, (a, b) in moved.items()
@@ -349,7 +358,7 @@ def report_planning(count: int = 3000) -> None:
         taken.sort()
         times = [ms for ms, _ in taken]
         p99, worst = times[int(0.99 * len(times))], times[-1]
-        print(f"  {name:28}  {statistics.median(times):7.3f}  {p99:7.3f}  {worst:7.3f}  max {_verdict(worst, 20)} ms")
+        print(f"  {name:28}  {statistics.median(times):7.3f}  {p99:7.3f}  {worst:7.3f}  max {_verdict(worst, 20)}")
         if worst > 20:
             print(f"    the worst: {taken[-1][1]}")
 

@@ -55,6 +55,7 @@ class OpInfo:
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     unread: frozenset[str]  # arguments whose value no rule reads: only their type is in the key
+    classes: Mapping[str, Callable[[Any], Any]]  # of numbers that a rule reads, what it looks at
     writes: tuple[str, ...]  # arguments written to
     outs: tuple[str, ...]  # those of them that are keyword-only: out=
     is_view: bool
@@ -78,7 +79,7 @@ class OpInfo:
 def _op_info(op: OpOverload) -> OpInfo:
     schema = op._schema
     rule = find_rule(op)
-    reads = rule.reads if rule is not None else frozenset()
+    reads = rule.reads if rule is not None else {}
     arguments = schema.arguments
     writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     return OpInfo(
@@ -86,6 +87,7 @@ def _op_info(op: OpOverload) -> OpInfo:
         names=tuple(a.name for a in arguments),
         defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
         unread=frozenset(a.name for a in arguments if _is_value(str(a.type)) and a.name not in reads),
+        classes=reads,
         writes=writes,
         outs=tuple(a.name for a in arguments if a.kwarg_only and a.name in writes),
         is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
@@ -253,7 +255,7 @@ class OpDispatcher:
     def key(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
         info = _op_info(func)
-        parts: list[Any] = [func]
+        parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
         names = info.names
         for i in range(len(args)):  # not enumerate, which would hold the argument too
             arg = args[i]
@@ -262,10 +264,13 @@ class OpDispatcher:
             elif isinstance(arg, torch.Tensor):
                 parts.append(_plain_key(arg, _nobody_else_holds(arg, 3)))
             else:
-                parts.append(self._key_part(arg, names[i] in info.unread))
+                name = names[i]
+                value = info.classes[name](arg) if name in info.classes else arg
+                parts.append(self._key_part(value, name in info.unread))
         for name in kwargs:
             parts.append(name)
-            parts.append(self._key_part(kwargs[name], name in info.unread))
+            value = info.classes[name](kwargs[name]) if name in info.classes else kwargs[name]
+            parts.append(self._key_part(value, name in info.unread))
         return tuple(parts)
 
     def _key_part(self, value: Any, unread: bool) -> Any:
@@ -663,7 +668,7 @@ class OpDispatcher:
         outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
         run = self._general_executor(info, slots, routes, None, outputs, mesh)
         moving = [route.route for route in routes if route is not None and route.communicates]
-        if not moving:
+        if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
             return run
 
         def run_and_warn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -90,11 +90,11 @@ class DTensor(torch.Tensor):
             # the most frequent signatures, without building the key argument by argument
             if len(args) == 2:
                 if args[0].__class__ is DTensor and args[1].__class__ is DTensor:
-                    run = _cache.get((func, args[0]._spec, args[1]._spec))
+                    run = _cache.get((id(func), args[0]._spec, args[1]._spec))
                     if run is not None:
                         return run(args, kwargs)
             elif len(args) == 1 and args[0].__class__ is DTensor:
-                run = _cache.get((func, args[0]._spec))
+                run = _cache.get((id(func), args[0]._spec))
                 if run is not None:
                     return run(args, kwargs)
         return _dispatcher.dispatch(func, args, kwargs)

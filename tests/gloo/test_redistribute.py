@@ -1,4 +1,4 @@
-"""What only real ranks can show of redistribution: every dtype over gloo, waiting, agreement, who takes part in what."""
+"""What only real ranks can show of redistribution: every dtype over gloo, waiting, agreement, who takes part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from tests.virtual.cases import EXCHANGES
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64,
 )  # fmt: skip
-GRIDS = ([0, 1, 2, 3], [3, 0, 2, 1], [[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1, 2, 3]], [[[0, 1]], [[2, 3]]], [1, 3, 0])
+GRIDS = (
+    [0, 1, 2, 3],
+    [3, 0, 2, 1],
+    [[0, 1], [2, 3]],
+    [[3, 0], [1, 2]],
+    [[0, 1, 2, 3]],
+    [[[0, 1]], [[2, 3]]],
+    [1, 3, 0],
+)
 
 
 # ---------------------------------------------------------------- run on every rank
@@ -84,7 +92,9 @@ def fuzz(seed: int, count: int) -> int:
         tolerance = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6  # an average over three is not exact
         if inside:
             assert whole.dtype is dtype, told
-            torch.testing.assert_close(whole.detach(), x, rtol=tolerance, atol=0, msg=lambda m, told=told: f"{told}\n{m}")
+            torch.testing.assert_close(
+                whole.detach(), x, rtol=tolerance, atol=0, msg=lambda m, told=told: f"{told}\n{m}"
+            )
         if differentiable:
             with_gradient += 1
             weight = torch.randint(0, 4, shape).to(dtype)
@@ -116,16 +126,20 @@ def gradients_of_parts() -> None:
                 parts = torch.randint(-1, 2, (4, 5, 3)).double().requires_grad_()
                 weight = torch.randn(5, 3, dtype=torch.float64)
                 reduce(parts).backward(weight)
+                assert parts.grad is not None
                 local = parts[me].detach().clone().requires_grad_()
                 tensor = DTensor.from_local(local, mesh, placements)
                 tensor.redistribute(placements=[target] * mesh.ndim).full_tensor().backward(weight)
-                torch.testing.assert_close(local.grad, parts.grad[me], msg=lambda m, op=op: f"{op} to {target}\n{m}")
+                told = f"{op} to {target}"
+                torch.testing.assert_close(local.grad, parts.grad[me], msg=lambda m, told=told: f"{told}\n{m}")
 
 
 def replicas_put_to_different_uses() -> torch.Tensor:
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     tensor = sw.distribute_tensor(x, DeviceMesh("cpu", [0, 1, 2, 3]), [Replicate()])
-    tensor.to_local(grad_placements=[Partial()]).backward(torch.full((3,), 10.0**dist.get_rank(), dtype=torch.float64))
+    tensor.to_local(grad_placements=[Partial()]).backward(
+        torch.full((3,), 10.0 ** dist.get_rank(), dtype=torch.float64)
+    )
     return tensor.grad.full_tensor()
 
 
@@ -377,9 +391,7 @@ def count_new_groups() -> int:
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         for size in (4, 8, 12):
             for order in ((0, 1), (1, 0)):
-                tensor = sw.distribute_tensor(
-                    torch.arange(size), mesh, [Shard(0), Shard(0)], shard_order=[(0, order)]
-                )
+                tensor = sw.distribute_tensor(torch.arange(size), mesh, [Shard(0), Shard(0)], shard_order=[(0, order)])
                 tensor.full_tensor()
                 tensor.redistribute(placements=[Replicate(), Shard(0)])
                 tensor.redistribute(placements=[Shard(0), Replicate()])

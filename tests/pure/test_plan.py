@@ -1,4 +1,4 @@
-"""Routes: they chain, are no dearer than the plain way, move what must move, are the cheapest there are, keep a bound."""
+"""Routes: they chain, cost no more than the plain way, move what must move, are the cheapest, and keep a bound."""
 
 from __future__ import annotations
 
@@ -224,13 +224,21 @@ def every_layout(mesh: DeviceMesh, shape: Sequence[int], *, partial: bool) -> li
     choices = [Replicate(), *map(Shard, range(len(shape))), *([Partial()] if partial else [])]
     found = []
     for chosen in itertools.product(choices, repeat=mesh.ndim):
-        entries = [[(dim, order) for order in itertools.permutations(axes)] for dim, axes in default_shard_order(chosen)]
+        entries = [
+            [(dim, order) for order in itertools.permutations(axes)] for dim, axes in default_shard_order(chosen)
+        ]
         found += [DTensorSpec(mesh, chosen, TensorMeta(shape), order) for order in itertools.product(*entries)]
     return found
 
 
 def assert_cheapest(
-    sizes: Sequence[int], shape: Sequence[int], links: Sequence[Link], *, partial: bool, count: int, only_last: bool = False
+    sizes: Sequence[int],
+    shape: Sequence[int],
+    links: Sequence[Link],
+    *,
+    partial: bool,
+    count: int,
+    only_last: bool = False,
 ) -> None:
     names = ("x", "y")[: len(sizes)]
     mesh = DeviceMesh("cpu", np.arange(math.prod(sizes)).reshape(sizes), mesh_dim_names=names, fabric="virtual")
@@ -405,7 +413,7 @@ def test_nothing_moves_between_a_slice_and_its_root() -> None:
 
 
 def test_strided_blocks_are_counted_as_they_are() -> None:
-    """Seven indices in two blocks, each of three rows: the longer block leaves a rank fewer of them than the shorter."""
+    """Seven indices in two blocks, each of three rows: the longer block leaves a rank no more than the shorter one."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], fabric="virtual")
     source = DTensorSpec(mesh, [Shard(0), StridedShard(0, 3)], TensorMeta((7,), dtype=torch.float32))
     target = source.with_placements([Shard(0), Shard(0)])

@@ -52,6 +52,8 @@ SECONDS_PER_CASE = 20.0
 
 # Operators that leave their result uninitialized: only shape, dtype and layout are compared.
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# Operators whose last bits depend on where in memory torch finds its operands: replicas agree up to rounding.
+INEXACT = {"linalg.lstsq", "linalg.lstsq.grad_oriented"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ FULL = Budget(samples=60, cases=200, seconds=240.0)
 
 def sampled(seed: int) -> Budget:
     """A few cases of each operator, the same ones for a seed."""
-    return Budget(samples=12, cases=6, seconds=20.0, seed=seed)
+    return Budget(samples=12, cases=4, seconds=20.0, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,18 +364,17 @@ def _compare(
     for i, (one, kept) in enumerate(zip(given, before, strict=True)):
         same = all(same_bits(a, b) for a, b in zip(one._local_tensor.tensors, kept, strict=True))
         if not same and not wanted.changed[i]:  # the parts of a Partial may change where their sum does not
-            _check(f"input {i} after the call", one, sample.tensors[i].detach(), values=True)
-    values = name not in UNINITIALIZED
-    _check("result", result, wanted.result, values)
+            _check("", f"input {i} after the call", one, sample.tensors[i].detach())
+    _check(name, "result", result, wanted.result)
     if wanted.grads is None:
         return forward.kind, ""
     with watching() as backward:
         grads = gradients_of(sample.process(result), given)
-    _check("gradient", grads, wanted.grads, values)
+    _check(name, "gradient", grads, wanted.grads)
     return forward.kind, backward.kind if grads else ""
 
 
-def _check(what: str, got: Any, wanted: Any, values: bool) -> None:
+def _check(name: str, what: str, got: Any, wanted: Any) -> None:
     """Equal structure, kind of tensor, shape, dtype and, up to the rounding of reordered sums, values."""
     mine, theirs = tree_flatten(got)[0], tree_flatten(wanted)[0]
     assert len(mine) == len(theirs), f"{what}: {len(mine)} values instead of {len(theirs)}"
@@ -390,8 +391,8 @@ def _check(what: str, got: Any, wanted: Any, values: bool) -> None:
         assert a.dtype == b.dtype, f"{at}: {a.dtype} is not {b.dtype}"
         assert a.shape == b.shape, f"{at}: {tuple(a.shape)} is not {tuple(b.shape)}"
         assert a.layout == b.layout, f"{at}: {a.layout} is not {b.layout}"
-        full = whole(a)
-        if values:
+        full = whole(a, exact=name not in INEXACT)
+        if name not in UNINITIALIZED:
             _close(full, b, f"{at} ({getattr(a, 'spec', 'plain')})")
 
 

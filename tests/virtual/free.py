@@ -24,7 +24,7 @@ def collectives(
     mesh_shape: tuple[int, ...] = (4,),
     backward: bool = True,
 ) -> tuple[tuple[Any, ...], int]:
-    """Where the first result of `fn` lies, and the collectives of `fn` and of its gradients. The values are checked too.
+    """Where the first result of `fn` lies, and the collectives of `fn` and its gradients. Values are checked too.
 
     Args:
         fn: the function, of tensors.

@@ -10,8 +10,21 @@ from tests.virtual.conformance import check_operator, database, line_of, sampled
 SEED = 0
 CHUNKS = 48  # so that workers can share them
 
+PARTIAL_DRAW = "refuses to draw random numbers into a Partial tensor"
+
 # Operators that fail now, and why. One that passes again must be taken out.
-KNOWN: dict[str, str] = {}
+KNOWN: dict[str, str] = {
+    "__getitem__": "an index given as a Python list is taken for a plain tensor of the user's",
+    "addbmm": "torch resizes the target of addbmm_ to the broadcast shape",
+    "cauchy": PARTIAL_DRAW,
+    "exponential": PARTIAL_DRAW,
+    "log_normal": PARTIAL_DRAW,
+    "nn.functional.linear_cross_entropy.chunked_none": "writes a DTensor's result into a plain out= that torch made",
+    "normal.in_place": PARTIAL_DRAW,
+    "tensor_split": "torch reads the memory of the index tensor itself",
+    "to_sparse": "there are no sparse DTensors",
+    "uniform": PARTIAL_DRAW,
+}
 
 
 def names_in(chunk: int) -> Iterator[str]:

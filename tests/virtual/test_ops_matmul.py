@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import shardwise as sw
-from tests.virtual.free import P, R, S0, S1, S2, collectives, tensor
+from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning", "ignore:torch.chain_matmul")
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_device(name: str) -> None:
-    assert_parity(*CASES[name], limit=8)
+    assert_parity(*CASES[name], limit=6)
 
 
 LINEAR = (t(4, 8, 12), t(16, 12), t(16))
@@ -87,7 +87,6 @@ FREE: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], tuple[Any, .
     "linear sequence": (F.linear, LINEAR, (S1, R, R), S1),
     "linear columns": (F.linear, LINEAR, (R, S0, S0), S2),
     "linear rows": (F.linear, LINEAR, (S2, S1, R), P),
-    "linear uneven batch": (F.linear, UNEVEN, (S0, R, R), S0),
     "linear uneven sequence": (F.linear, UNEVEN, (S1, R, R), S1),
     "linear uneven columns": (F.linear, UNEVEN, (R, S0, S0), S2),
     "linear sum": (F.linear, LINEAR, (P, R, R), P),
@@ -127,7 +126,7 @@ def test_bias_is_added_once_to_a_sum() -> None:
 
 
 def test_product_of_a_masked_sum_is_a_plain_sum() -> None:
-    """What each rank holds of it overlaps, so that nothing but a linear operator may be computed before the reduction."""
+    """What ranks hold of it overlaps: nothing but a linear operator may be computed before the reduction."""
     mesh = sw.init_device_mesh("cpu", (4,))
     table, indices = t(8, 3), torch.arange(8).flip(0)
     looked_up = F.embedding(sw.distribute_tensor(indices, mesh, [R]), sw.distribute_tensor(table, mesh, [S0]))

@@ -155,7 +155,7 @@ REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def parts_for(spec: DTensorSpec) -> list[torch.Tensor]:
-    """Parts that the ranks may hold: anything where they are partial, with ties and zeros; the same where replicated."""
+    """Parts that ranks may hold: anything where they are partial, with ties and zeros; the same where replicated."""
     whole = torch.randint(-1, 2, (*spec.mesh.shape, *spec.shape)).double()
     parts = []
     for coordinate in spec.mesh.coordinates.tolist():
@@ -191,7 +191,7 @@ def gradients_by_hand(spec: DTensorSpec, parts: Sequence[torch.Tensor], weight: 
 
 
 def reduced(spec: DTensorSpec, parts: list[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
-    """The reduction of parts over the partial axes; all of them at once, or one after the other for sums and averages."""
+    """The reduction of parts over the partial axes; at once, or one after the other for sums and averages."""
     ops = {spec.placements[axis].reduce_op for axis in spec.partial_axes}
     if len(ops) <= 1:
         return REDUCE[ops.pop() if ops else "sum"](torch.stack([part for _, part in parts]))
@@ -207,7 +207,7 @@ def reduced(spec: DTensorSpec, parts: list[tuple[list[int], torch.Tensor]]) -> t
 
 
 def gradient_of_local(target: DTensorSpec, weight: torch.Tensor) -> RankTensor:
-    """What each rank's own loss gives its part, for sum(weight * value): the sum of it makes up the value's gradient."""
+    """What each rank's own loss gives its part, for sum(weight * value)."""
     scale = 1.0
     for axis in target.partial_axes:
         scale /= target.mesh.shape[axis] if target.placements[axis].is_partial("avg") else 1
@@ -298,6 +298,7 @@ def test_a_plain_local_is_that_of_every_rank() -> None:
 
 # ---------------------------------------------------------------- two meshes
 
+
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_between_meshes_of_one_world(name: str) -> None:
     (ranks, before), (other_ranks, after) = EXCHANGES[name]
@@ -381,12 +382,14 @@ def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
         dry = sw.init_device_mesh("cpu", (2, 2))
     locals_ = [torch.ones(2, 2)] * 3 + [torch.ones(2, 1)]
     return {
-        "too few placements": (sw.LayoutError, "1 placements .* 2 axes", lambda: sharded.redistribute(placements=[Shard(0)])),
+        "too few placements": (
+            sw.LayoutError, "1 placements .* 2 axes", lambda: sharded.redistribute(placements=[Shard(0)])),
         "too many placements": (
             sw.LayoutError, "3 placements .* 2 axes", lambda: sharded.redistribute(placements=[Shard(0)] * 3)),
         "too few for distribute_tensor": (
             sw.LayoutError, "1 placements .* 2 axes", lambda: sw.distribute_tensor(x, mesh, [Shard(0)])),
-        "too few for from_local": (sw.LayoutError, "1 placements .* 2 axes", lambda: DTensor.from_local(x, mesh, [Shard(0)])),
+        "too few for from_local": (
+            sw.LayoutError, "1 placements .* 2 axes", lambda: DTensor.from_local(x, mesh, [Shard(0)])),
         "too few for a factory": (
             sw.LayoutError, "1 placements .* 2 axes", lambda: sw.zeros(4, device_mesh=mesh, placements=[Shard(0)])),
         "no such dim": (
@@ -394,7 +397,8 @@ def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
             lambda: sharded.redistribute(placements=[Shard(0), Shard(2)])),
         "no such dim from the end": (
             sw.LayoutError, r"Shard\(-3\) on axis 'dp'", lambda: sw.distribute_tensor(x, mesh, [Shard(-3), Shard(0)])),
-        "not a placement": (sw.LayoutError, "'S0' is not a placement", lambda: sharded.redistribute(placements=["S0", "R"])),
+        "not a placement": (
+            sw.LayoutError, "'S0' is not a placement", lambda: sharded.redistribute(placements=["S0", "R"])),
         "sharded to partial": (
             sw.LayoutError, r"axis 'dp' would go from Shard\(0\) to Partial\(sum\)",
             lambda: sharded.redistribute(placements=[Partial(), Shard(1)])),

@@ -6,6 +6,7 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +28,8 @@ from shardwise.fabric.pieces import (
     fill_from,
     local_step,
     overlap,
+    reduce_tensors,
+    slicer,
 )
 from shardwise.plan.route import Route
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, reduction
@@ -129,7 +132,9 @@ class C10dFabric(Fabric):
             return self.build(mesh, blocks)
         members = self._members(mesh, tuple(range(mesh.ndim)))
         if not 0 <= source < len(members):
-            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(members) - 1}")
+            raise MeshError(
+                f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(members) - 1}"
+            )
         group = self.group(mesh, tuple(range(mesh.ndim)))
         ranks = [mesh.grid_ranks[i] for i in members]
         own = blocks(coordinate).contiguous()
@@ -189,12 +194,15 @@ class C10dFabric(Fabric):
         match step:
             case AllGather():
                 return self._all_gather(step, coordinate)
+            case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and _is_product(step):
+                return self._reduce_by_gathering(step, coordinate)
             case AllReduce():
                 return self._all_reduce(step)
             case ReduceScatter():
                 return self._reduce_scatter(step, coordinate)
             case AllToAll():
-                return self._all_to_all(step) or self._exchange(Exchange(step.before, step.after, step.over))
+                general = Exchange(step.before, step.after, step.over)
+                return self._all_to_all(step, coordinate) or self._exchange(general)
             case _:
                 bound = self.bind(step)
                 return lambda local: lambda: bound(local)
@@ -223,7 +231,7 @@ class C10dFabric(Fabric):
         sizes = [block.shape[dim] for block in blocks]
         widest = max(sizes)
         goal = step.after.block(coordinate)
-        in_order = all(len(block.runs[dim]) == 1 for block in (*blocks, goal)) and order == list(range(n))
+        in_order = order == list(range(n)) and _follow_each_other(blocks, goal, dim)
         even = in_order and sizes == [widest] * n
         whole = list(blocks[0].shape)
         whole[dim] = widest
@@ -279,6 +287,24 @@ class C10dFabric(Fabric):
 
         return start
 
+    def _reduce_by_gathering(self, step: AllReduce | ReduceScatter, coordinate: Coordinate) -> Start:
+        """A reduction that process groups lack: each rank gets all parts and reduces them itself."""
+        group = self.group(step.before.mesh, step.over)
+        cut = slicer(step.before.block(coordinate), step.after.block(coordinate))
+
+        def start(local: torch.Tensor) -> Wait:
+            local = local.contiguous()
+            buffer = local.new_empty((group.size(), *local.shape))
+            work = group._allgather_base(_as_carried(buffer).view(-1), _as_carried(local).view(-1))
+
+            def wait() -> torch.Tensor:
+                work.wait()
+                return cut(reduce_tensors(buffer.unbind(), reduction(step)))
+
+            return wait
+
+        return start
+
     def _reduce_scatter(self, step: ReduceScatter, coordinate: Coordinate) -> Start:
         group, order, blocks = self._group_blocks(step, step.after)
         source = step.before.block(coordinate)
@@ -319,12 +345,13 @@ class C10dFabric(Fabric):
 
         return start
 
-    def _all_to_all(self, step: AllToAll) -> Start | None:
+    def _all_to_all(self, step: AllToAll, coordinate: Coordinate) -> Start | None:
         """Where all parts are of one size, in order and row-major; None where the general exchange must do it."""
         group, order, blocks = self._group_blocks(step, step.before)
         n, source_dim, target_dim = len(blocks), step.source_dim, step.target_dim
         shape = list(blocks[0].shape)
-        alike = all(list(block.shape) == shape and all(len(runs) == 1 for runs in block.runs) for block in blocks)
+        alike = all(list(block.shape) == shape and len(block.runs[target_dim]) == 1 for block in blocks)
+        alike = alike and _follow_each_other(blocks, step.after.block(coordinate), source_dim)
         row_major = step.after.tensor_meta.stride == dense_strides(step.after.shape)
         if not alike or not row_major or order != list(range(n)) or shape[target_dim] % n:
             return None
@@ -421,14 +448,29 @@ class C10dFabric(Fabric):
         return distinct_blocks(spec, positions, lambda position: mesh.grid_ranks[position])
 
 
+def _follow_each_other(blocks: Sequence[Block], whole: Block, dim: int) -> bool:
+    """Whether in `dim` the blocks, one after the other, are `whole`; strided ones need not be."""
+    runs = [run for block in blocks for run in block.runs[dim] if run.length]
+    ends = [run.start + run.length for run in runs]
+    return len(whole.runs[dim]) == 1 and all(run.start == end for run, end in zip(runs[1:], ends, strict=False))
+
+
+def _is_product(step: AllReduce | ReduceScatter) -> bool:
+    return reduction(step) == "product"
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
 def _new_group(ranks: tuple[int, ...]) -> Any:
     """A process group made by its members alone, whatever groups each of them has made before.
 
     torch names such a group after its ranks and the number of groups that this process knows. Where members have made
-    different numbers of groups they would wait for each other under different names (pytorch/pytorch#173608), so the
-    name is given here: of each set of ranks one group is made.
+    different numbers of groups they would wait for each other under different names (pytorch/pytorch#173608). So it
+    is named here, after its ranks and how many groups of just these have been made, which is the same on all of them.
     """
-    name = "shardwise_" + hashlib.sha1(repr(ranks).encode()).hexdigest()
+    name = "shardwise_" + hashlib.sha1(repr((ranks, _made[ranks])).encode()).hexdigest()
+    _made[ranks] += 1
     original = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda *_: name
     try:
@@ -437,7 +479,7 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
         distributed_c10d._hash_ranks_to_str = original
 
 
-_REDUCE_OPS = {
+_REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no average of every dtype
     "min": dist.ReduceOp.MIN,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import DeviceMesh
+from shardwise.errors import MeshError
 from shardwise.fabric.base import BoundStep, Coordinate, Fabric, choosing, register
 from shardwise.fabric.pieces import empty_block
 from shardwise.plan.route import Route, StepCost
@@ -108,6 +109,8 @@ class DryFabric(Fabric):
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
     ) -> torch.Tensor:
+        if source is not None and not 0 <= source < mesh.size():
+            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
         return self.build(mesh, blocks)
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:

@@ -80,7 +80,9 @@ def choose_sender(receiver: int, holders: Sequence[int]) -> int:
     return receiver if receiver in holders else holders[receiver % len(holders)]
 
 
-def distinct_blocks(spec: DTensorSpec, members: Sequence[int], name: Callable[[int], int]) -> list[tuple[Block, list[int]]]:
+def distinct_blocks(
+    spec: DTensorSpec, members: Sequence[int], name: Callable[[int], int]
+) -> list[tuple[Block, list[int]]]:
     """The different blocks that the grid positions `members` hold, each with the names of its holders."""
     coordinates = spec.mesh.coordinates
     sharding = sorted(axis for axes in spec.dim_axes for axis in axes)

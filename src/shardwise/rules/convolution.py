@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.notation import Dim, Factors, Row
 from shardwise.rules.registry import Call, pattern_rule, rule
 
 aten = torch.ops.aten
@@ -19,6 +20,7 @@ Specs = Sequence[DTensorSpec]
 Coordinate = tuple[int, ...]
 
 FIRST = ((0,),)  # linear in the first operand
+REPLICATE, SUM = Replicate(), Partial()
 
 
 # ---------------------------------------------------------------- convolution
@@ -89,14 +91,24 @@ def convolution_backward(call: Call) -> Factors | None:
         untouched=frozenset({("i", len(asked) - 1)} if call["output_mask"][2] else ()),
         nonempty=frozenset("iog"),
         even=frozenset("g"),
+        rows=(_saved_sum(asked, dims, 1, 1), _saved_sum(asked, dims, 2, 0)),
     )
+
+
+def _saved_sum(asked: Sequence[Any], dims: Sequence[Any], operand: int, result: int) -> Row:
+    """Where input or weight, the operand, is a sum: one gradient is linear in it, the others do not read it."""
+    inputs = tuple(SUM if i == operand else REPLICATE for i in range(3))
+    return Row(inputs, tuple(SUM if given is dims[result] else REPLICATE for given in asked))
 
 
 # ---------------------------------------------------------------- windows over the last dims
 
 
 def leading(call: Call, space: int, linear: bool) -> Factors:
-    """The dims before the last `space` ones, which all tensors of the call have alike."""
+    """The dims before the last `space` ones, which all tensors of the call have alike.
+
+    What a gradient is taken by is read for its size only: it may be a sum as it is.
+    """
 
     def dims(ndim: int) -> tuple[Dim, ...]:
         # counted from the window: channels, then batches, which kernels take empty
@@ -108,7 +120,13 @@ def leading(call: Call, space: int, linear: bool) -> Factors:
         tuple(dims(len(meta.shape)) for meta in call.results),
         linear=FIRST if linear and exact else (),
         nonempty=frozenset(["c0"]),
+        rows=_of_any_self(call) if call.get("grad_output") is not None and call.get("self") is not None else (),
     )
+
+
+def _of_any_self(call: Call) -> tuple[Row, ...]:
+    rest = (REPLICATE,) * (len(call.operands) - 2)
+    return Row((REPLICATE, SUM, *rest), (REPLICATE,)), Row((SUM, SUM, *rest), (SUM,))
 
 
 def local_image(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.registry import Call, pattern_rule, rule
+from shardwise.rules.notation import Dim, Factors, parse
+from shardwise.rules.registry import Call, pattern_factors, pattern_rule, rule
 
 aten = torch.ops.aten
 
@@ -82,4 +83,11 @@ def trilinear(call: Call) -> Factors:
 # ---------------------------------------------------------------- distances: not linear, the vectors must be whole
 
 pattern_rule("... m k!, ... n k! -> ... m n", aten._cdist_forward.default, aten._euclidean_dist.default)
-pattern_rule("... m n, ... m k!, ... n k!, ... m n -> ... m k!", aten._cdist_backward.default, linear=((0,),))
+CDIST_BACKWARD = parse("... m n, ... m k!, ... n k!, ... m n -> ... m k!")
+
+
+@rule(aten._cdist_backward.default)
+def cdist_backward(call: Call) -> Factors:
+    """The gradient of the first vectors; of empty ones it would have the shape before broadcasting."""
+    factors = pattern_factors(CDIST_BACKWARD, call, linear=((0,),))
+    return replace(factors, nonempty=frozenset(factors.names))

@@ -18,7 +18,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.rules.notation import Dim, Factors, Row
 from shardwise.rules.pointwise import EXTREMA, alike
-from shardwise.rules.registry import Call, rule
+from shardwise.rules.registry import Call, is_zero, rule
 from shardwise.rules.view import local_size
 
 aten = torch.ops.aten
@@ -459,7 +459,7 @@ def unfold_backward(call: Call) -> Factors:
 # ---------------------------------------------------------------- padding
 
 
-@rule(aten.constant_pad_nd.default, reads=("value",))
+@rule(aten.constant_pad_nd.default, reads={"value": is_zero})
 def constant_pad(call: Call) -> Factors:
     """Padded dims must be whole; zeros pass with any Partial, other numbers with extrema."""
     ndim, pad = len(call["self"].shape), call["pad"]

@@ -328,9 +328,10 @@ def batch_norm_of_shards(
         kept = (mean.reshape(channels), rstd.reshape(channels))
     else:
         mean, rstd = over_channels(running_mean, x), over_channels((running_var + eps).rsqrt(), x)
-        kept = (torch.empty(0, dtype=mean.dtype, device=x.device), torch.empty(0, dtype=mean.dtype, device=x.device))
+        empty = torch.empty(0, dtype=mean.dtype, device=x.device)
+        kept = (empty, empty.clone())
     out = (widened(x) - mean) * (rstd if weight is None else rstd * over_channels(weight, x))
-    return scaled(out, None, over_channels(bias, x), x.dtype), *kept
+    return scaled(out, None, over_channels(bias, x), x.dtype), kept[0], kept[1]
 
 
 def update(running: Any, value: Any, momentum: float) -> None:
@@ -394,21 +395,19 @@ def batch_norm_backward_of_shards(
     mean, rstd = (save_mean, save_invstd) if train else (running_mean, (running_var + eps).rsqrt())
     mean, rstd = over_channels(reduced(mean), x), over_channels(reduced(rstd), x)
     normal = (widened(x) - mean) * rstd
-    into_weight = into_bias = None
-    if output_mask[1] or (train and output_mask[0]):
-        into_weight = reduced((grad * normal).sum(dims, keepdim=True))
-    if output_mask[2] or (train and output_mask[0]):
-        into_bias = reduced(grad.sum(dims, keepdim=True))
+    needed = train and output_mask[0]
+    into_weight = reduced((grad * normal).sum(dims, keepdim=True)) if output_mask[1] or needed else None
+    into_bias = reduced(grad.sum(dims, keepdim=True)) if output_mask[2] or needed else None
     into_x = None
     if output_mask[0]:
         count = math.prod(x.shape[d] for d in dims)
         into_x = grad - (into_bias + normal * into_weight) / count if train else grad
         into_x = as_result(into_x * (rstd if weight is None else rstd * over_channels(weight, x)), x.dtype)
-    kept = x.dtype if weight is None else weight.dtype
-    return into_x, *(
-        as_result(one.reshape(x.shape[1]), kept) if wanted else None
-        for one, wanted in zip((into_weight, into_bias), output_mask[1:], strict=True)
-    )
+
+    def as_weight(value: Any, wanted: bool) -> Any:
+        return as_result(value.reshape(x.shape[1]), x.dtype if weight is None else weight.dtype) if wanted else None
+
+    return into_x, as_weight(into_weight, output_mask[1]), as_weight(into_bias, output_mask[2])
 
 
 @decomposition(aten.cudnn_batch_norm_backward.default)

@@ -13,7 +13,7 @@ import torch
 from shardwise.core.placement import MaskPartial, Partial, Replicate
 from shardwise.core.spec import TensorMeta
 from shardwise.rules.notation import Dim, Factors, Row
-from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise, overloads, rule
+from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise, is_zero, overloads, rule
 
 aten = torch.ops.aten
 Groups = tuple[tuple[int, ...], ...]
@@ -233,7 +233,7 @@ def masked_fill_tensor(call: Call) -> Factors:
     return either(call, (0, 2))
 
 
-@rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, reads=("value",))
+@rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, reads={"value": is_zero})
 def masked_fill(call: Call) -> Factors:
     """A number put in: zero is the reduction of zeros of any kind, another number only of itself."""
     if call["value"] == 0:
@@ -275,11 +275,15 @@ def clamp(call: Call) -> Factors:
     return Factors(*broadcast(call), rows=rows)
 
 
-@rule(aten.pow.Tensor_Scalar, aten.pow_.Scalar, reads=("exponent",))
+def is_positive(exponent: complex) -> tuple[type, bool]:
+    """The type of an exponent, which the result's depends on, and whether zero to that power is zero."""
+    return type(exponent), not isinstance(exponent, complex) and exponent > 0
+
+
+@rule(aten.pow.Tensor_Scalar, aten.pow_.Scalar, reads={"exponent": is_positive})
 def power(call: Call) -> Factors:
     """Zero to a positive power is zero."""
-    exponent = call["exponent"]
-    return Factors(*broadcast(call), keeps_zero=not isinstance(exponent, complex) and exponent > 0)
+    return Factors(*broadcast(call), keeps_zero=is_positive(call["exponent"])[1])
 
 
 @rule(aten._to_copy.default)

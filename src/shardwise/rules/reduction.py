@@ -20,7 +20,8 @@ from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
 
-Dims = int | Sequence[int] | None
+Sizes = tuple[int, ...] | list[int]
+Dims = int | Sizes | None
 Coordinate = tuple[int, ...]
 FIRST = ((0,),)  # linear in the first operand
 HALVES = (torch.float16, torch.bfloat16)
@@ -274,7 +275,7 @@ def split_axes(x: Any, dims: Sequence[int]) -> list[int]:
 
 def settled(x: Any, dims: Sequence[int] = ()) -> Any:
     """`x` with nothing Partial: sharded by a dim that is free and not among `dims` where that is even, else whole."""
-    placements = list(getattr(x, "placements", ()))
+    placements: list[Any] = list(getattr(x, "placements", ()))
     partial = [a for a, p in enumerate(placements) if isinstance(p, Partial)]
     if not partial:
         return x
@@ -327,7 +328,7 @@ _library.define("power_sum(Tensor self, Scalar ord, int[]? dim, bool keepdim, *,
 def power_sum(
     local: torch.Tensor,
     ord: float,  # noqa: A002  as torch has it
-    dim: Sequence[int] | None,
+    dim: Sizes | None,
     keepdim: bool,
     *,
     dtype: torch.dtype | None = None,
@@ -452,7 +453,7 @@ _declare_variance(aten.std_mean.correction, root=True, both=True)
 # ---------------------------------------------------------------- where the extremes are
 
 
-def first_index(match: Any, dims: Sequence[int], keepdim: bool) -> Any:
+def first_index(match: Any, dims: Sizes, keepdim: bool) -> Any:
     """The first position, counted over `dims`, at which `match` is true: a sharded count and a small minimum."""
     position: Any = torch.zeros_like(match, dtype=torch.int64)
     step = 1

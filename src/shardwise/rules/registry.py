@@ -6,7 +6,7 @@ Pure: a rule looks at a `Call` (global shapes and plain values) and says what on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def _no_factors(call: Call) -> None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """What an operator allows.
 
@@ -64,14 +64,15 @@ class Rule:
             run replicated).
         layouts: in place of factors, for operators whose axes cannot be looked at one by one.
         localize: arguments to be replaced on each rank (sizes, offsets).
-        reads: arguments of kind Scalar or float that the rule reads: they are part of the dispatch key.
+        reads: arguments of kind Scalar or float that the rule reads, each with what it looks at (whether it is zero, say):
+            that is part of the dispatch key. Other numbers are not.
         local_op: what to run on the locals in place of the operator, with the same arguments.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
     layouts: Layouts | None = None
     localize: Localize | None = None
-    reads: frozenset[str] = frozenset()
+    reads: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     local_op: Callable[..., Any] | None = None
 
 
@@ -81,7 +82,7 @@ RULES: dict[OpOverload, Rule] = {}
 def rule(
     *ops: Any,
     localize: Localize | None = None,
-    reads: Sequence[str] = (),
+    reads: Sequence[str] | Mapping[str, Callable[[Any], Any]] = (),
     local_op: Callable[..., Any] | None = None,
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
@@ -90,10 +91,19 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        declare_rule(Rule(factors, None, localize, frozenset(reads), local_op), *ops)
+        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op), *ops)
         return factors
 
     return declare
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a number that a rule reads is zero: all that many rules look at."""
+    return value == 0
+
+
+def _looked_at(reads: Sequence[str] | Mapping[str, Callable[[Any], Any]]) -> Mapping[str, Callable[[Any], Any]]:
+    return reads if isinstance(reads, Mapping) else dict.fromkeys(reads, lambda value: value)
 
 
 def layout_rule(

@@ -1,0 +1,408 @@
+"""The dispatcher: keys, caches, plain tensors, writes, strict mode, warnings."""
+
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise as sw
+from shardwise.debug import CommDebugMode
+from shardwise.tensor import _dispatcher
+from tests.virtual.parity import assert_parity
+
+FLOAT = torch.float64
+
+
+@pytest.fixture
+def mesh() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", (4,))
+
+
+def sharded(mesh: sw.DeviceMesh, *size: int, dim: int = 0) -> sw.DTensor:
+    return sw.distribute_tensor(torch.randn(*size, dtype=FLOAT), mesh, [sw.Shard(dim)])
+
+
+# ---------------------------------------------------------------- keys and caches
+
+
+def entries() -> int:
+    return sw.cache_info().entries
+
+
+def test_a_scalar_that_no_rule_reads_makes_no_new_entry(mesh):
+    x = sharded(mesh, 8, 4)
+    for fn in (lambda s: x + s, lambda s: x * s, lambda s: x.clamp(min=s), lambda s: x.add(x, alpha=s), lambda s: x**s):
+        fn(0.5)
+        before = entries()
+        for step in range(20):
+            fn(step + 0.25)
+        assert entries() == before
+
+
+def test_the_type_of_a_scalar_is_in_the_key(mesh):
+    x = sw.ones(4, dtype=torch.int64, device_mesh=mesh, placements=[sw.Shard(0)])
+    plain = torch.ones(4, dtype=torch.int64)
+    for scalar in (1, 1.0, True, 1 + 0j, 2, 2.0):
+        assert (x + scalar).dtype is (plain + scalar).dtype
+        assert torch.equal((x + scalar).full_tensor(), plain + scalar)
+    for scalar in (0.0, -0.0):
+        got, wanted = torch.copysign(x.double(), scalar).full_tensor(), torch.copysign(plain.double(), scalar)
+        assert torch.equal(got, wanted)
+
+
+def test_sizes_are_in_the_key_and_the_cache_is_bounded(mesh, monkeypatch):
+    monkeypatch.setattr("shardwise.dispatch.MAX_ENTRIES", entries() + 16)
+    for size in range(1, 60):
+        x = sw.ones(size, device_mesh=mesh, placements=[sw.Shard(0)])
+        assert (x + x).sum().item() == 2 * size
+    assert entries() <= sw.cache_info().limit + 16
+
+
+def test_stack_and_cat_of_hundreds_hit_the_cache(mesh):
+    tensors = [sharded(mesh, 4, 3) for _ in range(300)]
+    torch.stack(tensors)
+    torch.cat(tensors, 1)
+    before = sw.cache_info().misses
+    assert torch.stack(tensors).shape == (300, 4, 3)
+    assert torch.cat(tensors, 1).shape == (4, 900)
+    assert sw.cache_info().misses == before
+
+
+def test_warm_add_enters_few_frames():
+    """Speed is protected by a count: Python frames of ours that a warm `a + b` enters. Without beartype's wrappers."""
+    program = """
+import sys, torch, shardwise as sw
+mesh = sw.init_device_mesh("cpu", (2,))
+a = sw.ones(4, device_mesh=mesh, placements=[sw.Shard(0)])
+a + a
+frames = []
+def look(frame, event, arg):
+    if event == "call" and "shardwise" in frame.f_code.co_filename:
+        frames.append(frame.f_code.co_qualname)
+sys.setprofile(look)
+a + a
+sys.setprofile(None)
+print(len(frames), frames)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    count, _, names = done.stdout.partition(" ")
+    assert int(count) <= 6, names  # dispatch, executor, its list, two wrappers
+
+
+def test_many_threads_see_one_answer(mesh):
+    wrong = []
+
+    def work(seed: int) -> None:
+        value = torch.full((8, 4), float(seed), dtype=FLOAT)
+        x = sw.distribute_tensor(value, mesh, [sw.Shard(0)]).requires_grad_()
+        (x * x + seed).sum().backward()
+        if not torch.equal(x.grad.full_tensor(), 2 * value):
+            wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---------------------------------------------------------------- plain tensors among DTensors
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, p: x + p,
+        lambda x, p: torch.add(x, p),
+        lambda x, p: p * x,
+        lambda x, p: x @ p.t(),
+        lambda x, p: torch.cat([x, p]),
+        lambda x, p: torch.where(x > 0, x, p),
+        lambda x, p: F.linear(x, p),
+        lambda x, p: torch.einsum("ij,kj->ik", x, p),
+        lambda x, p: torch.matmul(x[None], p.t()),
+        lambda x, p: F.mse_loss(x, p),
+        lambda x, p: torch.nn.Linear(3, 4, dtype=FLOAT)(x),
+    ],
+)
+def test_a_users_plain_tensor_is_refused_by_name(mesh, mix):
+    x = sharded(mesh, 4, 3)
+    with pytest.raises(sw.PlainTensorError, match=r"aten\.\w+.*argument '\w+' is a plain torch.Tensor"):
+        mix(x, torch.randn(4, 3, dtype=FLOAT))
+
+
+def test_one_element_is_promoted_and_implicit_replication_allows_more(mesh):
+    x = sharded(mesh, 4, 3)
+    whole = x.full_tensor()
+    assert torch.equal((x + torch.tensor(2.0)).full_tensor(), whole + 2)
+    assert torch.equal((x * torch.tensor([3.0])).full_tensor(), whole * 3)
+    other = torch.randn(4, 3, dtype=FLOAT)
+    with sw.implicit_replication():
+        assert torch.equal((x + other).full_tensor(), whole + other)
+        assert torch.equal((other - x).full_tensor(), other - whole)
+    with pytest.raises(sw.PlainTensorError):
+        x + other
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.mvlgamma(x.abs() + 3, 2),
+        lambda x: torch.cartesian_prod(x[:, 0], x[:, 1]),
+        lambda x: x.cummax(1)[0],
+        lambda x: x.max(1)[0],
+        lambda x: F.one_hot(x.abs().long(), 10).double(),
+        lambda x: x.prod(1),
+        lambda x: torch.vander(x[:, 0]),
+    ],
+)
+def test_operators_that_make_plain_tensors_inside_work(fn):
+    assert_parity(fn, torch.randn(4, 5, dtype=FLOAT), limit=8)
+
+
+def test_svd_lowrank_makes_plain_tensors_in_python(mesh):
+    matrix = torch.randn(6, 4, dtype=FLOAT)
+    torch.manual_seed(0)
+    wanted = torch.svd_lowrank(matrix, q=4)[1]
+    torch.manual_seed(0)
+    got = torch.svd_lowrank(sw.distribute_tensor(matrix, mesh, [sw.Shard(0)]), q=4)[1]
+    torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+# ---------------------------------------------------------------- writes
+
+
+def write_slice(a):
+    a = a * 1
+    a[1:3] = 0
+    return a
+
+
+def write_column(a):
+    a = a * 1
+    a[:, 2].add_(1)
+    return a
+
+
+def write_flat(a):
+    a = a * 1
+    a.view(-1)[7] = 1.0
+    return a
+
+
+def write_through_two_views(a):
+    a = a * 1
+    a.view(24, 5)[3:10].mul_(2)
+    return a
+
+
+def write_transposed(a):
+    a = a * 1
+    a.transpose(0, 1)[2:4].fill_(3.0)
+    return a
+
+
+def write_diagonal(a):
+    a = a * 1
+    a.diagonal(0, 0, 1).zero_()
+    return a
+
+
+def write_masked(a):
+    a = a * 1
+    a[a > 0] = 0
+    return a
+
+
+def write_in_place(a):
+    return (a * 1).add_(1).neg_().mul_(2).sub_(a).div_(3)
+
+
+def write_out(a):
+    a = a.detach()
+    out = torch.empty_like(a)
+    torch.add(a, a, out=out)
+    return out
+
+
+def write_reshaped(a):
+    a = a * 1
+    a.unsqueeze_(0).transpose_(1, 2).squeeze_(0)
+    return a + 1
+
+
+def write_chunks(a):
+    a = a * 1
+    for i in range(3):
+        a.narrow(1, 2 * i, 2).add_(i)
+    return a
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        write_slice,
+        write_column,
+        write_flat,
+        write_through_two_views,
+        write_transposed,
+        write_diagonal,
+        write_masked,
+        write_in_place,
+        write_reshaped,
+        write_chunks,
+    ],
+)
+def test_a_write_is_never_lost(fn):
+    assert_parity(fn, torch.randn(4, 6, 5, dtype=FLOAT), limit=16)
+
+
+def test_out_is_written(mesh):
+    assert_parity(write_out, torch.randn(4, 6, dtype=FLOAT), gradients=False)
+    x = sharded(mesh, 4, 3)
+    with pytest.raises(sw.LayoutError, match="cannot be written into"):
+        torch.add(x, x, out=sharded(mesh, 5, 3))
+
+
+def test_fill_of_a_partial_means_the_value(mesh):
+    x = sw.zeros(4, device_mesh=mesh, placements=[sw.Partial()])
+    assert torch.equal(x.fill_(3.0).full_tensor(), torch.full((4,), 3.0))
+    assert torch.equal(torch.full_like(x, 2.0).full_tensor(), torch.full((4,), 2.0))
+    assert torch.equal(torch.ones_like(x).full_tensor(), torch.ones(4))
+    assert (x + 1).full_tensor().tolist() == [4.0] * 4
+    assert bool((x == 3).all())
+    assert x.sum().item() == 12.0
+
+
+# ---------------------------------------------------------------- what people trip on with torch's DTensor
+
+MEAN_LOSSES = {
+    "mse": F.mse_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "bce": lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.sigmoid()),
+    "soft_margin": lambda a, b: F.soft_margin_loss(a, b.detach().sign()),
+}
+
+
+@pytest.mark.parametrize("name", MEAN_LOSSES)
+@pytest.mark.parametrize("size", [4, 7])
+def test_mean_losses_on_even_and_uneven_shards(name, size):
+    a, b = torch.randn(size, dtype=FLOAT), torch.randn(size, dtype=FLOAT)
+    assert_parity(MEAN_LOSSES[name], a, b, limit=12)
+
+
+PITFALLS = {
+    "partial + scalar": lambda x: x + 1,
+    "max": lambda x: x.max(),
+    "min over a dim": lambda x: x.min(1),
+    "argmax": lambda x: x.argmax(0),
+    "argmin of all": lambda x: x.argmin(),
+    "flatten an uneven dim": lambda x: x.flatten(),
+    "view of an uneven dim": lambda x: x.reshape(5, -1),
+    "quantile": lambda x: x.quantile(0.3, dim=1),
+    "inf norm": lambda x: torch.linalg.vector_norm(x, float("inf")),
+    "amax": lambda x: x.amax(0),
+    "fft": lambda x: torch.fft.fft(x, dim=0).abs(),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "cosine embedding": lambda x: F.cosine_embedding_loss(x, x.flip(0), x[:, 0].sign()),
+    "one hot": lambda x: F.one_hot(x.abs().long().clamp(max=3), 4).double(),
+    "softmax": lambda x: x.softmax(1),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(0)[0],
+    "topk": lambda x: x.topk(2, 1)[0],
+    "std": lambda x: x.std(0),
+    "roll": lambda x: x.roll(2, 0),
+    "tril": lambda x: x.tril(),
+}
+
+
+@pytest.mark.parametrize("name", PITFALLS)
+@pytest.mark.parametrize("shape", [(5, 3), (4, 6), (2, 7)])
+def test_known_pitfalls(name, shape):
+    if name.startswith("view") and shape[0] * shape[1] % 5:
+        pytest.skip("the shape does not divide")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sw.ReplicationWarning)
+        assert_parity(PITFALLS[name], torch.randn(*shape, dtype=FLOAT), limit=12)
+
+
+@pytest.mark.parametrize("length", [4, 6, 7])
+def test_linear_on_a_sharded_sequence_moves_nothing(length, mesh):
+    x, weight, bias = torch.randn(2, length, 5, dtype=FLOAT), torch.randn(3, 5, dtype=FLOAT), torch.randn(3, dtype=FLOAT)
+    assert_parity(F.linear, x, weight, bias, limit=12)
+    whole = [sw.Replicate()]
+    shards = sw.distribute_tensor(x, mesh, [sw.Shard(1)])
+    with CommDebugMode() as comm:
+        got = F.linear(shards, sw.distribute_tensor(weight, mesh, whole), sw.distribute_tensor(bias, mesh, whole))
+    assert comm.get_total_counts() == 0
+    assert got.placements == (sw.Shard(1),)
+
+
+def test_item_and_bool_of_a_partial(mesh):
+    x = sharded(mesh, 6, 2)
+    total = x.sum()
+    assert total.placements == (sw.Partial(),)
+    assert total.item() == pytest.approx(x.full_tensor().sum().item())
+    assert bool(total > 0) == bool(x.full_tensor().sum() > 0)
+
+
+# ---------------------------------------------------------------- strict mode and warnings
+
+
+def test_strict_names_operator_layouts_bytes_and_line(mesh):
+    x = sharded(mesh, 8, 4)
+    y = sharded(mesh, 8, 4, dim=1)
+    with sw.strict():
+        x + x
+        with pytest.raises(sw.ImplicitCommunicationError) as caught:
+            x + y
+        x + y.redistribute(placements=[sw.Shard(0)])
+        with sw.allow_implicit(torch.ops.aten.add):
+            x + y
+    message = str(caught.value)
+    assert "aten.add.Tensor" in message
+    assert "test_dispatch.py:" in message
+    assert "S1 -> S0" in message or "S0 -> S1" in message
+    assert "bytes" in message
+    x + y
+
+
+def test_strict_holds_in_backward(mesh):
+    x = sharded(mesh, 8, 4).requires_grad_()
+    y = sharded(mesh, 8, 4, dim=1).redistribute(placements=[sw.Replicate()])
+    loss = (x * y).sum()
+    with sw.strict():
+        loss.backward()
+
+
+def test_one_warning_for_an_operator_and_line(mesh):
+    x = sw.distribute_tensor(torch.randn(8, 8, dtype=FLOAT), mesh, [sw.Shard(0)])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            torch.linalg.matrix_exp(x)
+    ours = [w for w in seen if issubclass(w.category, sw.ReplicationWarning)]
+    assert len(ours) <= 1
+
+
+def test_operands_on_different_meshes_are_refused(mesh):
+    other = sw.init_device_mesh("cpu", (2, 2))
+    with pytest.raises(sw.MeshError, match="different meshes"):
+        sharded(mesh, 4, 2) + sw.distribute_tensor(torch.randn(4, 2, dtype=FLOAT), other, [sw.Replicate()] * 2)
+
+
+def test_dispatcher_counts_misses(mesh):
+    x = sharded(mesh, 3, 11)
+    before = sw.cache_info().misses
+    x.sinh()
+    assert sw.cache_info().misses == before + 1
+    x.sinh()
+    assert sw.cache_info().misses == before + 1
+    assert _dispatcher.info().entries == len(_dispatcher.cache)

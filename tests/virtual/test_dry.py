@@ -1,0 +1,134 @@
+"""Dry runs: shapes, bytes and seconds of thousands of ranks, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise.plan.cost import CostModel, Link, set_cost_model
+
+RANKS = 16_384
+SIDE = 128
+ROWS, COLUMNS = 32_768, 8_192  # of bf16: 512 MiB in all
+WHOLE = ROWS * COLUMNS * 2
+ALPHA, BETA = 1e-5, 1e-11
+
+
+@pytest.fixture(autouse=True)
+def model():
+    before = set_cost_model(CostModel(devices={"cuda": Link(ALPHA, BETA), "cpu": Link(ALPHA, BETA)}))
+    yield
+    set_cost_model(before)
+
+
+def big_mesh() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cuda", (SIDE, SIDE), mesh_dim_names=("dp", "tp"))
+
+
+def test_a_mesh_of_cuda_ranks_needs_no_cuda() -> None:
+    with sw.dry_run():
+        mesh = big_mesh()
+        assert (mesh.fabric, mesh.device_type, mesh.size()) == ("dry", "cuda", RANKS)
+        x = sw.zeros(ROWS, COLUMNS, dtype=torch.bfloat16, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+    assert x.shape == (ROWS, COLUMNS)
+    assert x.to_local().device.type == "meta"
+    assert x.to_local().shape == (ROWS // SIDE, COLUMNS // SIDE)
+    assert sw.init_device_mesh("cpu", (2,)).fabric == "virtual"
+
+
+def test_bytes_and_seconds_of_a_route() -> None:
+    with sw.dry_run() as run:
+        x = sw.ones(ROWS, COLUMNS, dtype=torch.bfloat16, device_mesh=big_mesh(), placements=[Shard(0), Replicate()])
+        assert (run.bytes, run.seconds, run.steps) == (0, 0, [])
+        y = x.redistribute(placements=[Shard(1), Replicate()])
+    received = (SIDE - 1) * WHOLE // SIDE // SIDE
+    assert y.to_local().shape == (ROWS, COLUMNS // SIDE)
+    assert run.bytes == received
+    assert run.seconds == pytest.approx(ALPHA + received * BETA)
+    assert run.collectives == Counter(all_to_all=1)
+    (record,) = run.steps
+    assert record.step.describe() == "all-to-all dim 0 -> dim 1 over dp"
+
+
+def test_a_gathered_dim_and_a_reduced_sum() -> None:
+    with sw.dry_run() as run:
+        mesh = big_mesh()
+        x = sw.zeros(ROWS, COLUMNS, dtype=torch.bfloat16, device_mesh=mesh, placements=[Shard(0), Shard(0)])
+        x.redistribute(placements=[Replicate(), Replicate()])
+        gathered = run.bytes
+        y = sw.zeros(ROWS, COLUMNS, dtype=torch.bfloat16, device_mesh=mesh, placements=[Partial(), Partial()])
+        y.redistribute(placements=[Shard(0), Shard(0)])
+    assert gathered == (RANKS - 1) * WHOLE // RANKS
+    assert run.bytes - gathered == (RANKS - 1) * WHOLE // RANKS
+    assert run.collectives == Counter(all_gather=1, reduce_scatter=1)
+    assert run.seconds == pytest.approx(2 * ALPHA + run.bytes * BETA)
+
+
+def test_the_peak_is_that_of_what_lives_at_once() -> None:
+    shard, half = WHOLE // RANKS, WHOLE // SIDE
+    with sw.dry_run() as run:
+        x = sw.zeros(ROWS, COLUMNS, dtype=torch.bfloat16, device_mesh=big_mesh(), placements=[Shard(0), Shard(1)])
+        assert (run.live_bytes, run.peak_bytes) == (shard, shard)
+        y = x.redistribute(placements=[Shard(0), Replicate()])
+        assert (run.live_bytes, run.peak_bytes) == (shard + half, shard + half)
+        del y
+        gc.collect()
+        assert (run.live_bytes, run.peak_bytes) == (shard, shard + half)
+        z = x.redistribute(placements=[Shard(1), Shard(0)])
+        assert (run.live_bytes, run.peak_bytes) == (2 * shard, shard + half)
+        del x, z
+        gc.collect()
+    assert (run.live_bytes, run.peak_bytes) == (0, shard + half)
+
+
+def test_a_tensor_of_the_users_is_only_measured() -> None:
+    with sw.dry_run() as run:
+        x = sw.distribute_tensor(torch.ones(1024, 4), big_mesh(), [Shard(0), Replicate()])
+        assert x.to_local().device.type == "meta"
+        assert x.full_tensor().shape == (1024, 4)
+    assert run.bytes == (SIDE - 1) * 8 * 4 * 4
+
+
+def test_uneven_shards_count_as_the_largest() -> None:
+    with sw.dry_run() as run:
+        x = sw.zeros(1001, device_mesh=sw.init_device_mesh("cpu", (10,)), placements=[Shard(0)])
+    assert x.to_local().shape == (101,)
+    assert run.peak_bytes == 101 * 4
+
+
+def test_gradients_are_counted_too() -> None:
+    with sw.dry_run() as run:
+        x = sw.zeros(ROWS, COLUMNS, device_mesh=big_mesh(), placements=[Shard(0), Replicate()], requires_grad=True)
+        y = x.redistribute(placements=[Shard(1), Replicate()])
+        forward = run.bytes
+        y.to_local().backward(torch.empty_like(y.to_local()))
+    assert run.bytes == 2 * forward > 0
+    assert x.grad.shape == (ROWS, COLUMNS)
+    assert x.grad.to_local().device.type == "meta"
+
+
+def test_runs_inside_runs_each_see_what_is_theirs() -> None:
+    with sw.dry_run() as outer:
+        x = sw.zeros(8, device_mesh=sw.init_device_mesh("cpu", (4,)), placements=[Shard(0)])
+        x.full_tensor()
+        with sw.dry_run() as inner:
+            x.full_tensor()
+        x.full_tensor()
+    assert (outer.collectives["all_gather"], inner.collectives["all_gather"]) == (3, 1)
+
+
+def test_dry_ranks_have_no_groups() -> None:
+    with sw.dry_run():
+        mesh = sw.init_device_mesh("cpu", (4,))
+    with pytest.raises(sw.UnsupportedError, match="has no process groups"):
+        mesh.get_group()
+
+
+def test_a_source_outside_the_mesh_is_refused_as_it_would_be_for_real() -> None:
+    with sw.dry_run(), pytest.raises(sw.MeshError, match="src_data_rank=4 is not in"):
+        sw.distribute_tensor(torch.ones(4), sw.init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=4)

@@ -1,0 +1,103 @@
+"""Look-up in tables against one device: rows, columns and indices sharded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
+from tests.virtual.parity import assert_parity
+
+pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")
+
+t = tensor
+MASKED = sw.MaskPartial()
+
+
+def indices(rows: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(1))
+
+
+TABLE, WORDS = t(7, 5), indices(7, 4, 6)
+FLAT, OFFSETS = indices(7, 11), torch.tensor([0, 3, 3, 8])
+
+
+def look_up(**options: Any) -> Callable[..., Any]:
+    return lambda w, i: F.embedding(i, w, **options)
+
+
+def bag(mode: str) -> Callable[..., Any]:
+    return lambda w, i, o: F.embedding_bag(i, w, o, mode=mode)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "look-up": (look_up(), TABLE, WORDS),
+    "of a vector": (look_up(), TABLE, WORDS[0]),
+    "of one": (look_up(), TABLE, WORDS[0, 0]),
+    "of none": (look_up(), TABLE, WORDS[:0]),
+    "fewer rows than ranks": (look_up(), t(3, 2), indices(3, 2, 3)),
+    "padding": (look_up(padding_idx=2), TABLE, WORDS),
+    "by frequency": (look_up(scale_grad_by_freq=True), TABLE, WORDS),
+    "normed": (lambda w, i: F.embedding(i, w.detach().clone(), max_norm=1.0), TABLE, WORDS),
+    "then a product": (lambda w, i, m: F.embedding(i, w) @ m, TABLE, WORDS, t(5, 3)),
+    "then a function": (lambda w, i: F.embedding(i, w).relu(), TABLE, WORDS),
+    "then mixed, then a function": (lambda w, i, m: (m @ F.embedding(i, w)).relu(), TABLE, WORDS, t(4, 3, 6)),
+    "tied": (lambda w, i: F.linear(F.embedding(i, w).tanh(), w), TABLE, WORDS),
+    "bags of sums": (bag("sum"), TABLE, FLAT, OFFSETS),
+    "bags of means": (bag("mean"), TABLE, FLAT, OFFSETS),
+    "bags of maxima": (bag("max"), TABLE, FLAT, OFFSETS),
+    "bags with weights": (
+        lambda w, i, o, p: F.embedding_bag(i, w, o, mode="sum", per_sample_weights=p), TABLE, FLAT, OFFSETS, t(11),
+    ),
+    "one hot": (lambda i: F.one_hot(i, 7), WORDS),
+    "one hot, classes counted": (F.one_hot, WORDS),
+    "one hot, empty shards": (lambda i: F.one_hot(i, 7), WORDS[:2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_as_one_device(name: str) -> None:
+    assert_parity(*CASES[name], limit=8)
+
+
+@pytest.mark.parametrize(
+    ("placements", "result"),
+    [
+        ((S0, R), MASKED),  # rows: each rank gives what it holds
+        ((S1, R), S2),  # columns
+        ((R, S0), S0),  # indices: the gradient is a sum
+        ((R, S1), S1),
+        ((P, R), P),
+    ],
+)
+@pytest.mark.parametrize("rows", [8, 7, 3])
+def test_without_communication(placements: Any, result: Any, rows: int) -> None:
+    args = t(rows, 4), indices(rows, 4, 6)
+    assert collectives(look_up(), args, placements) == ((result,), 0)
+
+
+def test_two_axes_without_communication() -> None:
+    assert collectives(look_up(), (t(8, 4), WORDS), ([S0, S1], [R, R]), (2, 2)) == ((MASKED, S2), 0)
+    assert collectives(look_up(), (t(8, 4), WORDS), ([R, S0], [S0, R]), (2, 2)) == ((S0, MASKED), 0)
+    assert collectives(look_up(), (t(7, 4), WORDS), ([S0, S0], [R, R]), (2, 2)) == ((MASKED, MASKED), 0)
+
+
+def test_gradient_of_a_table_is_a_sum_over_the_indices() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    table = sw.distribute_tensor(TABLE, mesh, [R]).requires_grad_()
+    F.embedding(sw.distribute_tensor(WORDS, mesh, [S0]), table).sum().backward()
+    assert table.grad is not None
+    expected = torch.bincount(WORDS.flatten(), minlength=7).double().unsqueeze(1).expand(7, 5)
+    torch.testing.assert_close(table.grad.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("bad", [7, -1])
+def test_index_outside_of_a_sharded_table_is_an_error(bad: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    table = sw.distribute_tensor(TABLE, mesh, [S0])
+    words = sw.distribute_tensor(torch.tensor([0, bad]), mesh, [R])
+    with pytest.raises(RuntimeError, match="not in the table of 7 rows"):
+        F.embedding(words, table)
