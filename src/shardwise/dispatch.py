@@ -281,7 +281,7 @@ class OpDispatcher:
             if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
                 return tuple(value)
             return tuple(
-                _plain_key(item, _nobody_else_holds(item, 2))
+                _plain_key(item, _nobody_else_holds(item, 3))
                 if isinstance(item, torch.Tensor) and item.__class__ is not self.tensor_class
                 else self._key_part(item, unread)
                 for item in value
@@ -386,6 +386,11 @@ class OpDispatcher:
         tensors = results if isinstance(results, tuple | list) else () if results is None else (results,)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return None
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            raise UnsupportedError(
+                f"{info.op} gives a sparse tensor, and a DTensor is dense",
+                hint="use to_local() or full_tensor() and make that sparse",
+            )
         return tuple(TensorMeta.of(tensor) for tensor in tensors)
 
     # ---------------------------------------------------------------- executors

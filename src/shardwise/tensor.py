@@ -5,17 +5,18 @@ What a move does to gradients is the table `GRADIENT_OF`. Operators are the disp
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.mesh import DeviceMesh, rebuild_mesh
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.dispatch import CacheInfo, OpDispatcher
-from shardwise.errors import AgreementError, LayoutError
+from shardwise.errors import AgreementError, LayoutError, ShardwiseError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
@@ -153,8 +154,8 @@ class DTensor(torch.Tensor):
             torch.Size([8, 3])
         """
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
-        if local_tensor.is_conj() or local_tensor.is_neg():
-            local_tensor = local_tensor.resolve_conj().resolve_neg()
+        if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
+            local_tensor = _resolved(local_tensor)
         if mesh.fabric == "virtual" and not isinstance(local_tensor, RankTensor):
             local_tensor = _OnEveryRank.apply(local_tensor, mesh)
         key = (
@@ -162,15 +163,14 @@ class DTensor(torch.Tensor):
             local_tensor.dtype,
         )  # fmt: skip
         spec = _local_specs.get(key) if shape is None and shard_order is None else None
-        if spec is None:
+        if run_check:
+            spec = _agreed_spec(local_tensor, mesh, placements, shape, stride, shard_order)
+        elif spec is None:
             spec = _spec_from_local(local_tensor, mesh, placements, shape, stride, shard_order)
-            _check_local(local_tensor, spec)
             if shape is None and shard_order is None and mesh.fabric != "virtual":
                 if len(_local_specs) >= MAX_LOCAL_SPECS:
                     _local_specs.clear()
                 _local_specs[key] = spec
-        if run_check:
-            _check_agreement(local_tensor, spec)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
             return _FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements))
         return _make(local_tensor, spec)
@@ -272,7 +272,11 @@ class DTensor(torch.Tensor):
         return DTensor(inner["_local_tensor"], spec)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._local_tensor, self._spec, self.requires_grad)
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
+
+    def _kept_attributes(self) -> dict[str, Any]:
+        """What users and nn.Parameter have set on it; how a view came about does not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_copied_view"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -284,7 +288,7 @@ class DTensor(torch.Tensor):
         memo[id(self)] = copied
         if self.grad is not None:
             copied.grad = self.grad.__deepcopy__(memo)
-        for name, value in self.__dict__.items():
+        for name, value in self._kept_attributes().items():
             setattr(copied, name, value)
         return copied
 
@@ -324,8 +328,17 @@ def _make(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
-def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    return DTensor(local, spec, requires_grad=requires_grad)
+def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attributes: Mapping[str, Any]) -> DTensor:
+    made = DTensor(local, spec, requires_grad=requires_grad)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+# What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
+torch.serialization.add_safe_globals(
+    [_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, Shard, StridedShard, Replicate, Partial, MaskPartial]
+)
 
 
 # ---------------------------------------------------------------- checks of from_local
@@ -344,7 +357,7 @@ def _spec_from_local(
     kept = checked_placements(placements, mesh, local.dim() if shape is None else len(shape))
     if shape is None:
         if stride is not None:
-            raise LayoutError("from_local: stride= needs shape= beside it")
+            raise LayoutError("from_local: stride= without shape=", hint="give the global shape beside its strides")
         sizes = list(local.shape)
         for axis, placement in enumerate(kept):
             if isinstance(placement, Shard | StridedShard):
@@ -352,7 +365,9 @@ def _spec_from_local(
         shape = sizes
     if stride is None:
         stride = dense_strides(shape, like=local.stride() if local.dim() == len(shape) else None)
-    return DTensorSpec(mesh, kept, TensorMeta(shape, stride, local.dtype), shard_order)
+    spec = DTensorSpec(mesh, kept, TensorMeta(shape, stride, local.dtype), shard_order)
+    _check_local(local, spec)
+    return spec
 
 
 def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -367,28 +382,64 @@ def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
             )
 
 
-def _check_agreement(local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Every rank must mean the same tensor: shape, dtype, placements, and the same values where it is replicated."""
-    facts = (repr(spec), tuple(spec.tensor_meta.stride), [tuple(map(int, t.shape)) for t in _tensors_of(local)])
-    said = fabric_of(spec.mesh).agree(spec.mesh, facts, local)
-    named = [fact[:2] for fact in said]
-    if len(set(named)) > 1:
-        lines = "\n".join(f"    rank {rank}: {fact[0]}, local {fact[2]}" for rank, fact in enumerate(said))
+def _agreed_spec(local: torch.Tensor, mesh: DeviceMesh, *description: Any) -> DTensorSpec:
+    """The spec that every rank means: same shape, dtype and placements, and equal values where it is replicated.
+
+    A rank whose own arguments are wrong says so to the others, so that all of them raise and none waits.
+    """
+    spec, error = None, None
+    try:
+        spec = _spec_from_local(local, mesh, *description)
+        facts = (repr(spec), tuple(spec.tensor_meta.stride), _fingerprints(local, spec))
+    except ShardwiseError as own:
+        error, facts = own, (f"error: {own}", (), [])
+    said = fabric_of(mesh).agree(mesh, facts, local)
+    if error is not None:
+        raise error
+    if len({fact[:2] for fact in said}) > 1:
+        lines = "\n".join(f"    rank {rank}: {fact[0]}" for rank, fact in enumerate(said))
         raise AgreementError(
-            f"from_local: the ranks of {spec.mesh} do not mean the same tensor:\n{lines}",
-            hint="give every rank the same global shape= and placements",
+            f"from_local: the ranks of {mesh} do not mean the same tensor:\n{lines}",
+            hint="give every rank the same global shape= and placements, and a local that fits them",
         )
+    blocks: dict[Any, Any] = {}
+    for _, _, prints in said:
+        for block, fingerprint in prints:
+            if blocks.setdefault(block, fingerprint) != fingerprint:
+                raise AgreementError(
+                    f"from_local: ranks of {mesh} hold different values of the block at {block} of {spec}",
+                    hint="replicas must be equal: broadcast one of them, or distribute_tensor from one rank",
+                )
+    assert spec is not None
+    return spec
 
 
-def _tensors_of(local: torch.Tensor) -> Sequence[torch.Tensor]:
-    return local.tensors if isinstance(local, RankTensor) else (local,)
+def _fingerprints(local: torch.Tensor, spec: DTensorSpec) -> list[tuple[Any, str]]:
+    """For each rank here which block it holds, and a digest of the bytes."""
+    own = [axis for axis, placement in enumerate(spec.placements) if not isinstance(placement, Replicate)]
+    return [
+        (
+            tuple(coordinate[axis] for axis in own),
+            hashlib.sha1(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
+        )
+        for coordinate, tensor in fabric_of(spec.mesh).parts(spec.mesh, local)
+    ]
+
+
+def _resolved(local: torch.Tensor) -> torch.Tensor:
+    if isinstance(local, RankTensor) and any(t.is_conj() or t.is_neg() for t in local.tensors):
+        return RankTensor([t.resolve_conj().resolve_neg() for t in local.tensors])
+    return local.resolve_conj().resolve_neg()
 
 
 def _gradient_placements(spec: DTensorSpec, given: Sequence[Any] | None) -> DTensorSpec:
     """The spec of a gradient: as the user says, or as the table has it."""
     if given is None:
         return gradient_spec(spec)
-    return DTensorSpec(spec.mesh, given, spec.tensor_meta)
+    chosen = DTensorSpec(spec.mesh, given, spec.tensor_meta)
+    # dims that the same axes split are split in the same order
+    order = [entry for entry in spec.shard_order if sorted(entry.axes) == sorted(chosen.dim_axes[entry.dim])]
+    return chosen if not order else DTensorSpec(spec.mesh, given, spec.tensor_meta, order)
 
 
 # ---------------------------------------------------------------- moving

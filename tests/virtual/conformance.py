@@ -36,6 +36,7 @@ from shardwise.fabric import routes
 from tests.virtual.parity import (
     MESHES,
     Diverged,
+    check_locals,
     distribute,
     gradients_of,
     plain_layouts,
@@ -391,9 +392,10 @@ def _check(name: str, what: str, got: Any, wanted: Any) -> None:
         assert a.dtype == b.dtype, f"{at}: {a.dtype} is not {b.dtype}"
         assert a.shape == b.shape, f"{at}: {tuple(a.shape)} is not {tuple(b.shape)}"
         assert a.layout == b.layout, f"{at}: {a.layout} is not {b.layout}"
-        full = whole(a, exact=name not in INEXACT)
-        if name not in UNINITIALIZED:
-            _close(full, b, f"{at} ({getattr(a, 'spec', 'plain')})")
+        if name in UNINITIALIZED:
+            check_locals(a)
+        else:
+            _close(whole(a, exact=name not in INEXACT), b, f"{at} ({getattr(a, 'spec', 'plain')})")
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, at: str) -> None:

@@ -23,7 +23,6 @@ KNOWN: dict[str, str] = {
     "normal.in_place": PARTIAL_DRAW,
     "tensor_split": "torch reads the memory of the index tensor itself",
     "to_sparse": "there are no sparse DTensors",
-    "uniform": PARTIAL_DRAW,
 }
 
 

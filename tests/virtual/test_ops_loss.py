@@ -65,7 +65,7 @@ LOSSES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_same_as_one_device(name: str, reduction: str) -> None:
     fn, *args = LOSSES[name]
-    assert_parity(lambda *tensors: fn(*tensors, reduction=reduction), *args, limit=5)
+    assert_parity(lambda *tensors: fn(*tensors, reduction=reduction), *args, meshes=((4,), (2, 3)), limit=3)
 
 
 def test_a_mean_of_halves_does_not_overflow() -> None:

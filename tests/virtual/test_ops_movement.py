@@ -10,61 +10,105 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import MaskPartial, Partial, Replicate, Shard
 from tests.virtual.parity import assert_parity, bytes_moved
-from tests.virtual.test_ops_pointwise import KINDS, assert_value, held, mesh_of
+from tests.virtual.partials import KINDS, assert_value, held, mesh_of
 
 X = torch.arange(5 * 6 * 4, dtype=torch.float64).reshape(5, 6, 4).sin()
 MESHES = ((4,), (2, 3))
 
 MOVED: dict[str, Callable[[Any], Any]] = {
-    "slice": lambda x: x[1:4, :, 1::2], "slice little": lambda x: (x[1:2] * 2, x[:, 4:], x[..., ::3]),
-    "slice all": lambda x: x[:, 0:6:1], "slice none": lambda x: x[3:3], "negative": lambda x: x[-2:, :-1],
-    "select": lambda x: (x[0], x[:, -1], x.select(2, 3)), "select twice": lambda x: x[2][3][1], "narrow": lambda x: x.narrow(1, 2, 3),
-    "split": lambda x: x.split(2, 1), "split sizes": lambda x: x.split([1, 2, 3], -2), "chunk": lambda x: x.chunk(4, 0),
-    "unbind": lambda x: x.unbind(1), "tensor_split": lambda x: x.tensor_split(4, 1), "flip": lambda x: x.flip(0, -1),
-    "roll": lambda x: x.roll((1, -2), (0, 1)), "roll flat": lambda x: x.roll(3), "rot90": lambda x: x.rot90(1, (0, 2)),
-    "repeat": lambda x: x.repeat(2, 1, 3, 1), "tile": lambda x: x.tile(2), "interleave": lambda x: x.repeat_interleave(2, 1),
-    "pad": lambda x: F.pad(x, (1, 2)), "pad value": lambda x: F.pad(x, (0, 0, 1, 1), value=2.5),
-    "crop": lambda x: F.pad(x, (-1, -1, 0, 0)), "reflect": lambda x: F.pad(x, (1, 2), mode="reflect"),
-    "replicate": lambda x: F.pad(x, (1, 1, 2, 0), mode="replicate"), "tril": lambda x: x.tril(), "triu": lambda x: x.triu(-1),
-    "tril of strided": lambda x: x.reshape(30, 4).tril(3), "triu_": lambda x: (x * 1).triu_(1), "diagonal": lambda x: x.diagonal(1, 0, 1),
-    "diag_embed": lambda x: x.diag_embed(1, 0, 2), "unfold": lambda x: x.unfold(1, 3, 2), "movedim": lambda x: x.movedim(0, 2),
-    "swapaxes": lambda x: x.swapaxes(0, 1), "as_strided": lambda x: x.as_strided((3, 4), (5, 1), 2),
-    "as_strided of a view": lambda x: x.transpose(0, 2).as_strided((3, 4), (1, 4)), "mT": lambda x: x.mT,
-    "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x * 2)), "real": lambda x: torch.complex(x, x * 2).imag,
-    "view_as_complex": lambda x: torch.view_as_complex(x.reshape(5, 12, 2) * 1).abs(), "clone": lambda x: x.clone(),
-    "channels_last": lambda x: x[None].clone(memory_format=torch.channels_last), "contiguous": lambda x: x.mT.contiguous(),
-    "channel_shuffle": lambda x: F.channel_shuffle(x[None], 5), "pixel_shuffle": lambda x: F.pixel_shuffle(x.reshape(5, 4, 3, 2), 2),
-    "broadcast": lambda x: x[:, :1].expand(5, 6, 4) + x.unsqueeze(1).expand(5, 2, 6, 4).sum(1), "meshgrid": lambda x: torch.meshgrid(x[0, 0], x[0, :, 0], indexing="ij"),
-}  # fmt: skip
+    "slice": lambda x: x[1:4, :, 1::2],
+    "slice little": lambda x: (x[1:2] * 2, x[:, 4:], x[..., ::3]),
+    "slice all": lambda x: x[:, 0:6:1],
+    "slice none": lambda x: x[3:3],
+    "negative": lambda x: x[-2:, :-1],
+    "select": lambda x: (x[0], x[:, -1], x.select(2, 3)),
+    "select twice": lambda x: x[2][3][1],
+    "narrow": lambda x: x.narrow(1, 2, 3),
+    "split": lambda x: x.split(2, 1),
+    "split sizes": lambda x: x.split([1, 2, 3], -2),
+    "chunk": lambda x: x.chunk(4, 0),
+    "unbind": lambda x: x.unbind(1),
+    "tensor_split": lambda x: x.tensor_split(4, 1),
+    "flip": lambda x: x.flip(0, -1),
+    "roll": lambda x: x.roll((1, -2), (0, 1)),
+    "roll flat": lambda x: x.roll(3),
+    "rot90": lambda x: x.rot90(1, (0, 2)),
+    "repeat": lambda x: x.repeat(2, 1, 3, 1),
+    "tile": lambda x: x.tile(2),
+    "interleave": lambda x: x.repeat_interleave(2, 1),
+    "pad": lambda x: F.pad(x, (1, 2)),
+    "pad value": lambda x: F.pad(x, (0, 0, 1, 1), value=2.5),
+    "crop": lambda x: F.pad(x, (-1, -1, 0, 0)),
+    "reflect": lambda x: F.pad(x, (1, 2), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (1, 1, 2, 0), mode="replicate"),
+    "tril": lambda x: x.tril(),
+    "triu": lambda x: x.triu(-1),
+    "tril of strided": lambda x: x.reshape(30, 4).tril(3),
+    "triu_": lambda x: (x * 1).triu_(1),
+    "diagonal": lambda x: x.diagonal(1, 0, 1),
+    "diag_embed": lambda x: x.diag_embed(1, 0, 2),
+    "unfold": lambda x: x.unfold(1, 3, 2),
+    "movedim": lambda x: x.movedim(0, 2),
+    "swapaxes": lambda x: x.swapaxes(0, 1),
+    "as_strided": lambda x: x.as_strided((3, 4), (5, 1), 2),
+    "as_strided of a view": lambda x: x.transpose(0, 2).as_strided((3, 4), (1, 4)),
+    "mT": lambda x: x.mT,
+    "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x * 2)),
+    "real": lambda x: torch.complex(x, x * 2).imag,
+    "view_as_complex": lambda x: torch.view_as_complex(x.reshape(5, 12, 2) * 1).abs(),
+    "clone": lambda x: x.clone(),
+    "channels_last": lambda x: x[None].clone(memory_format=torch.channels_last),
+    "contiguous": lambda x: x.mT.contiguous(),
+    "channel_shuffle": lambda x: F.channel_shuffle(x[None], 5),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x.reshape(5, 4, 3, 2), 2),
+    "broadcast": lambda x: x[:, :1].expand(5, 6, 4) + x.unsqueeze(1).expand(5, 2, 6, 4).sum(1),
+    "meshgrid": lambda x: torch.meshgrid(x[0, 0], x[0, :, 0], indexing="ij"),
+}
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_layouts(name: str) -> None:
-    assert_parity(MOVED[name], X, limit=6, meshes=MESHES)
+    assert_parity(MOVED[name], X, limit=4, meshes=MESHES)
 
 
 TWO: dict[str, Callable[[Any, Any], Any]] = {
-    "cat": lambda a, b: torch.cat([a, b, a], 1), "cat last": lambda a, b: torch.cat([a, b[..., :2]], -1),
-    "stack": lambda a, b: torch.stack([a, b], 1), "slice_scatter": lambda a, b: a.slice_scatter(b[:, :2], 1, 3, 5),
-    "select_scatter": lambda a, b: a.select_scatter(b[1], 0, -1), "hstack": lambda a, b: torch.hstack([a, b]),
-    "diagonal_scatter": lambda a, b: a.diagonal_scatter(b.diagonal(0, 0, 1), 0, 0, 1), "dstack": lambda a, b: torch.dstack([a, b]),
+    "cat": lambda a, b: torch.cat([a, b, a], 1),
+    "cat last": lambda a, b: torch.cat([a, b[..., :2]], -1),
+    "stack": lambda a, b: torch.stack([a, b], 1),
+    "slice_scatter": lambda a, b: a.slice_scatter(b[:, :2], 1, 3, 5),
+    "select_scatter": lambda a, b: a.select_scatter(b[1], 0, -1),
+    "hstack": lambda a, b: torch.hstack([a, b]),
+    "diagonal_scatter": lambda a, b: a.diagonal_scatter(b.diagonal(0, 0, 1), 0, 0, 1),
+    "dstack": lambda a, b: torch.dstack([a, b]),
     "old empty": lambda a, b: torch.cat([a, torch.zeros_like(a[0, 0, :0]), b], 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_layouts_of_two(name: str) -> None:
-    assert_parity(TWO[name], X, X.cos(), limit=8, meshes=MESHES)
+    assert_parity(TWO[name], X, X.cos(), limit=5, meshes=MESHES)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_partial_passes(kind: Any) -> None:
     x, y = held((4, 6), kind), held((4, 6), kind, seed=1)
     for fn in (
-        lambda x: x.flip(0), lambda x: x[1:3], lambda x: x[2], lambda x: x.roll(1, 1), lambda x: x.t(), lambda x: F.pad(x, (1, 1)),
-        lambda x: x.tril(), lambda x: x.split(2, 1), lambda x: x.repeat(2, 1), lambda x: x.diagonal(), lambda x: x.diag_embed(),
-        lambda x: x.view(24), lambda x: F.pad(x[None], (1, 1), mode="reflect"), lambda x: x.unfold(1, 2, 1), torch.clone,
-    ):  # fmt: skip
+        lambda x: x.flip(0),
+        lambda x: x[1:3],
+        lambda x: x[2],
+        lambda x: x.roll(1, 1),
+        lambda x: x.t(),
+        lambda x: F.pad(x, (1, 1)),
+        lambda x: x.tril(),
+        lambda x: x.split(2, 1),
+        lambda x: x.repeat(2, 1),
+        lambda x: x.diagonal(),
+        lambda x: x.diag_embed(),
+        lambda x: x.view(24),
+        lambda x: F.pad(x[None], (1, 1), mode="reflect"),
+        lambda x: x.unfold(1, 2, 1),
+        torch.clone,
+    ):
         got, collectives, _ = bytes_moved(lambda fn=fn: fn(x))
         assert collectives == 0
         for one in got if isinstance(got, tuple) else (got,):
@@ -79,7 +123,7 @@ def test_every_partial_passes(kind: Any) -> None:
 def test_casts_inside_cat_reduce_first() -> None:
     whole = sw.distribute_tensor(torch.ones(4, 6, dtype=torch.float32), mesh_of(3), [Replicate()])
     got = assert_value(lambda a, b: torch.cat([a, b]), held((4, 6), Partial(), torch.int64), whole)
-    assert got.placements == (Replicate(),)
+    assert not got.placements[0].is_partial()
 
 
 # ---------------------------------------------------------------- what is moved
@@ -138,11 +182,18 @@ def test_hundreds_of_operands() -> None:
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
-    "select": lambda x: x[1].fill_(3.0), "setitem": lambda x: x.__setitem__(1, 7.0), "slice": lambda x: x[1:3].mul_(2),
-    "setitem slice": lambda x: x.__setitem__((slice(None), slice(1, 3)), 0.0), "both": lambda x: x[1, 2:4].add_(1),
-    "step": lambda x: x[::3].exp_(), "diagonal": lambda x: x.diagonal(0, 0, 1).zero_(), "deep": lambda x: x[0][1][2].mul_(5),
-    "copy": lambda x: x[2].copy_(x[3]), "transpose": lambda x: x.mT[0, 1:2].sub_(1), "as_strided": lambda x: x.as_strided((2,), (4,)).neg_(),
-}  # fmt: skip
+    "select": lambda x: x[1].fill_(3.0),
+    "setitem": lambda x: x.__setitem__(1, 7.0),
+    "slice": lambda x: x[1:3].mul_(2),
+    "setitem slice": lambda x: x.__setitem__((slice(None), slice(1, 3)), 0.0),
+    "both": lambda x: x[1, 2:4].add_(1),
+    "step": lambda x: x[::3].exp_(),
+    "diagonal": lambda x: x.diagonal(0, 0, 1).zero_(),
+    "deep": lambda x: x[0][1][2].mul_(5),
+    "copy": lambda x: x[2].copy_(x[3]),
+    "transpose": lambda x: x.mT[0, 1:2].sub_(1),
+    "as_strided": lambda x: x.as_strided((2,), (4,)).neg_(),
+}
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -152,4 +203,4 @@ def test_writes_reach_the_base(name: str) -> None:
         WRITES[name](x)
         return x
 
-    assert_parity(fn, X, limit=8, meshes=MESHES)
+    assert_parity(fn, X, limit=5, meshes=MESHES)

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     **{f"log_softmax uneven {d}": (lambda x, d=d: F.log_softmax(x, d), UNEVEN) for d in (0, 1)},
     **{f"safe softmax {d}": (lambda x, d=d: torch._safe_softmax(x, d), MASKED) for d in (0, 1)},
     "softmax of nothing allowed": (lambda x: F.softmax(x, 1), MASKED),
+    "softmax of nothing": (lambda x: F.softmax(x, 1), t(3, 0, 2)),
     "softmax of a number": (lambda x: F.softmax(x, 0), t()),
     "layer norm": (layer_norm(1), EVEN, t(8), t(8) + 1),
     "layer norm uneven": (layer_norm(1), UNEVEN, t(3), t(3) + 1),
@@ -89,7 +90,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_device(name: str) -> None:
-    assert_parity(*CASES[name], limit=6)
+    assert_parity(*CASES[name], meshes=((4,), (2, 3)), limit=4)
 
 
 @pytest.mark.parametrize("name", ["layer norm", "batch norm", "group norm", "rms norm", "softmax -1"])
@@ -140,11 +141,11 @@ def test_variants_of_batch_norm(placement: Any) -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x, weight = distribute(UNEVEN, mesh, [placement]), distribute(t(7), mesh, [R])
     plain = [t(7).clone(), t(7).abs()]
-    wanted = aten.native_batch_norm.default(UNEVEN, t(7), None, *plain, True, 0.1, 1e-5)
+    wanted = aten.native_batch_norm.default(UNEVEN, t(7), t(7), *plain, True, 0.1, 1e-5)
     for op in (aten._native_batch_norm_legit.default, aten._batch_norm_with_update.default):
         stats = [distribute(one, mesh, [R]) for one in (t(7), t(7).abs())]
         training = (True,) if op is aten._native_batch_norm_legit.default else ()
-        got = op(x, weight, None, *stats, *training, 0.1, 1e-5)
+        got = op(x, weight, weight, *stats, *training, 0.1, 1e-5)
         torch.testing.assert_close(whole(list(got[:3])), list(wanted))
         torch.testing.assert_close(whole(stats), plain)
 

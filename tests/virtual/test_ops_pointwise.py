@@ -1,6 +1,6 @@
 """Pointwise operators: which kinds of Partial pass, what is moved, in-place forms, casts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,33 +9,8 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import MaskPartial, Partial, Replicate, Shard
-from tests.virtual.parity import assert_parity, assert_same, bytes_moved, whole
-
-KINDS = [Partial(), Partial("avg"), Partial("min"), Partial("max"), Partial("product"), MaskPartial()]
-RANKS = 3
-
-
-def mesh_of(*shape: int) -> Any:
-    return sw.init_device_mesh("cpu", shape)
-
-
-def held(shape: Sequence[int], kind: Any, dtype: torch.dtype = torch.float64, seed: int = 0) -> sw.DTensor:
-    """A DTensor of one axis whose ranks hold unlike parts of both signs; of a mask, each element is one rank's."""
-    torch.manual_seed(seed)
-    parts = [torch.randn(shape, dtype=torch.float64) * 3 for _ in range(RANKS)]
-    if isinstance(kind, MaskPartial):
-        owner = torch.randint(0, RANKS, tuple(shape))
-        parts = [torch.where(owner == rank, part, 0) for rank, part in enumerate(parts)]
-    locals_ = sw.RankTensor([part.to(dtype) for part in parts])
-    return sw.DTensor.from_local(locals_, mesh_of(RANKS), [kind], shape=tuple(shape), stride=parts[0].stride())
-
-
-def assert_value(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn` of DTensors has the value that it has of their values."""
-    plain = [arg.full_tensor() if isinstance(arg, sw.DTensor) else arg for arg in args]
-    got = fn(*args)
-    assert_same(whole(got), fn(*plain), f"{[a.spec for a in args if isinstance(a, sw.DTensor)]}")
-    return got
+from tests.virtual.parity import assert_parity, bytes_moved
+from tests.virtual.partials import KINDS, RANKS, assert_value, held, mesh_of
 
 
 def moves(fn: Callable[[], Any]) -> int:
@@ -46,35 +21,73 @@ def moves(fn: Callable[[], Any]) -> int:
 
 NAMES = (
     "neg", "abs", "exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "sin", "cos", "tan", "asin", "acos",
-    "atan", "sinh", "cosh", "asinh", "tanh", "sigmoid", "erf", "erfc", "floor", "ceil", "round", "trunc", "frac", "sign",
-    "square", "reciprocal", "relu", "selu", "logical_not", "isnan", "isinf", "signbit", "positive", "deg2rad",
+    "atan", "sinh", "cosh", "asinh", "tanh", "sigmoid", "erf", "erfc", "floor", "ceil", "round", "trunc", "frac",
+    "sign", "square", "reciprocal", "relu", "selu", "logical_not", "isnan", "isinf", "signbit", "positive", "deg2rad",
     "rad2deg", "nan_to_num", "digamma", "lgamma",
 )  # fmt: skip
 EYE = torch.eye(4, 5, dtype=torch.bool)
 HALF = torch.full((5,), 0.5, dtype=torch.float64)
 
 UNARY: dict[str, Callable[[Any], Any]] = {name: getattr(torch, name) for name in NAMES} | {
-    "relu6": F.relu6, "gelu": F.gelu, "silu": F.silu, "mish": F.mish, "elu": F.elu, "celu": F.celu,
-    "softplus": F.softplus, "hardswish": F.hardswish, "hardtanh": F.hardtanh, "hardsigmoid": F.hardsigmoid,
-    "leaky_relu": F.leaky_relu, "logsigmoid": F.logsigmoid, "softsign": F.softsign,
-    "negative slope": lambda x: F.leaky_relu(x, -0.5), "softplus reversed": lambda x: F.softplus(x, beta=-1),
-    "glu": lambda x: F.glu(x, 0), "clamp": lambda x: x.clamp(-1, 2), "clamp_min": lambda x: x.clamp_min(0.5),
-    "clamp_max": lambda x: x.clamp_max(0.5), "x + 1": lambda x: x + 1, "1 - x": lambda x: 1 - x,
-    "x * 2": lambda x: x * 2, "x * -2": lambda x: x * -2, "x / 2": lambda x: x / 2, "1 / x": lambda x: 1 / x,
-    "x // 2": lambda x: x // 2, "x ** 2": lambda x: x**2, "x ** 3": lambda x: x**3, "x ** 0": lambda x: x**0,
-    "x ** -1": lambda x: x**-1.0, "x % 2": lambda x: x % 2, "x > 0": lambda x: x > 0, "x == x": lambda x: x == x,
-    "not": lambda x: ~(x > 0), "floor_divide": lambda x: x.floor_divide(2),
-    "masked_fill 0": lambda x: x.masked_fill(EYE, 0), "masked_fill 3": lambda x: x.masked_fill(EYE, 3.0),
-    "masked_fill inf": lambda x: x.masked_fill(EYE, -torch.inf), "to f32": lambda x: x.to(torch.float32),
-    "to int": lambda x: x.to(torch.int64), "to bool": lambda x: x.to(torch.bool),
-    "to complex": lambda x: x.to(torch.complex128), "zeros_like": torch.zeros_like, "ones_like": torch.ones_like,
-    "full_like": lambda x: torch.full_like(x, 3), "clone": torch.clone, "fill": lambda x: x.clone().fill_(2),
-    "zero_": lambda x: x.clone().zero_(), "mul_": lambda x: x.clone().mul_(2), "neg_": lambda x: x.clone().neg_(),
-    "add_": lambda x: x.clone().add_(1), "exp_": lambda x: x.clone().exp_(), "relu_": lambda x: x.clone().relu_(),
-    "clamp_": lambda x: x.clone().clamp_(0, 1), "sqrt_": lambda x: x.clone().abs_().sqrt_(),
-    "pow_": lambda x: x.clone().pow_(2), "gt_": lambda x: x.clone().gt_(0),
+    "relu6": F.relu6,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "mish": F.mish,
+    "elu": F.elu,
+    "celu": F.celu,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "hardsigmoid": F.hardsigmoid,
+    "leaky_relu": F.leaky_relu,
+    "logsigmoid": F.logsigmoid,
+    "softsign": F.softsign,
+    "negative slope": lambda x: F.leaky_relu(x, -0.5),
+    "softplus reversed": lambda x: F.softplus(x, beta=-1),
+    "glu": lambda x: F.glu(x, 0),
+    "clamp": lambda x: x.clamp(-1, 2),
+    "clamp_min": lambda x: x.clamp_min(0.5),
+    "clamp_max": lambda x: x.clamp_max(0.5),
+    "x + 1": lambda x: x + 1,
+    "1 - x": lambda x: 1 - x,
+    "x * 2": lambda x: x * 2,
+    "x * -2": lambda x: x * -2,
+    "x / 2": lambda x: x / 2,
+    "1 / x": lambda x: 1 / x,
+    "x // 2": lambda x: x // 2,
+    "x ** 2": lambda x: x**2,
+    "x ** 3": lambda x: x**3,
+    "x ** 0": lambda x: x**0,
+    "x ** -1": lambda x: x**-1.0,
+    "x % 2": lambda x: x % 2,
+    "x > 0": lambda x: x > 0,
+    "x == x": lambda x: x == x,
+    "not": lambda x: ~(x > 0),
+    "floor_divide": lambda x: x.floor_divide(2),
+    "masked_fill 0": lambda x: x.masked_fill(EYE, 0),
+    "masked_fill 3": lambda x: x.masked_fill(EYE, 3.0),
+    "masked_fill inf": lambda x: x.masked_fill(EYE, -torch.inf),
+    "to f32": lambda x: x.to(torch.float32),
+    "to int": lambda x: x.to(torch.int64),
+    "to bool": lambda x: x.to(torch.bool),
+    "to complex": lambda x: x.to(torch.complex128),
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "full_like": lambda x: torch.full_like(x, 3),
+    "clone": torch.clone,
+    "fill": lambda x: x.clone().fill_(2),
+    "zero_": lambda x: x.clone().zero_(),
+    "mul_": lambda x: x.clone().mul_(2),
+    "neg_": lambda x: x.clone().neg_(),
+    "add_": lambda x: x.clone().add_(1),
+    "exp_": lambda x: x.clone().exp_(),
+    "relu_": lambda x: x.clone().relu_(),
+    "clamp_": lambda x: x.clone().clamp_(0, 1),
+    "sqrt_": lambda x: x.clone().abs_().sqrt_(),
+    "pow_": lambda x: x.clone().pow_(2),
+    "gt_": lambda x: x.clone().gt_(0),
     "masked_fill_": lambda x: x.clone().masked_fill_(EYE, 3.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -93,17 +106,28 @@ PAIRED = (
     "remainder", "fmod", "copysign", "logaddexp", "floor_divide", "rsub", "complex",
 )  # fmt: skip
 BINARY: dict[str, Callable[[Any, Any], Any]] = {name: getattr(torch, name) for name in PAIRED} | {
-    "add alpha": lambda a, b: torch.add(a, b, alpha=-2), "sub alpha": lambda a, b: a.sub(b, alpha=3),
-    "lerp": lambda a, b: torch.lerp(a, b, 0.25), "lerp tensor": lambda a, b: torch.lerp(a, b, HALF),
-    "where": lambda a, b: torch.where(EYE, a, b), "where on itself": lambda a, b: torch.where(a > 0, a, b),
-    "addcmul": lambda a, b: torch.addcmul(a, b, HALF, value=3), "addcmul both": lambda a, b: torch.addcmul(a, b, b),
-    "addcdiv": lambda a, b: torch.addcdiv(a, a, b), "addcdiv first": lambda a, b: torch.addcdiv(a, b, HALF),
-    "clamp": lambda a, b: torch.clamp(a, b - 1, b + 1), "clamp_min": lambda a, b: torch.clamp_min(a, b),
-    "copy_": lambda a, b: a.clone().copy_(b), "add_": lambda a, b: a.clone().add_(b),
-    "sub_": lambda a, b: a.clone().sub_(b), "mul_": lambda a, b: a.clone().mul_(b), "div_": lambda a, b: a.clone().div_(b),
-    "lt_": lambda a, b: a.clone().lt_(b), "copy_ f32": lambda a, b: a.to(torch.float32).copy_(b),
-    "copy_ int": lambda a, b: a.to(torch.int64).copy_(b), "masked_fill": lambda a, b: a.masked_fill(EYE, b[0, 0]),
-}  # fmt: skip
+    "add alpha": lambda a, b: torch.add(a, b, alpha=-2),
+    "sub alpha": lambda a, b: a.sub(b, alpha=3),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.25),
+    "lerp tensor": lambda a, b: torch.lerp(a, b, HALF),
+    "where": lambda a, b: torch.where(EYE, a, b),
+    "where on itself": lambda a, b: torch.where(a > 0, a, b),
+    "addcmul": lambda a, b: torch.addcmul(a, b, HALF, value=3),
+    "addcmul both": lambda a, b: torch.addcmul(a, b, b),
+    "addcdiv": lambda a, b: torch.addcdiv(a, a, b),
+    "addcdiv first": lambda a, b: torch.addcdiv(a, b, HALF),
+    "clamp": lambda a, b: torch.clamp(a, b - 1, b + 1),
+    "clamp_min": lambda a, b: torch.clamp_min(a, b),
+    "copy_": lambda a, b: a.clone().copy_(b),
+    "add_": lambda a, b: a.clone().add_(b),
+    "sub_": lambda a, b: a.clone().sub_(b),
+    "mul_": lambda a, b: a.clone().mul_(b),
+    "div_": lambda a, b: a.clone().div_(b),
+    "lt_": lambda a, b: a.clone().lt_(b),
+    "copy_ f32": lambda a, b: a.to(torch.float32).copy_(b),
+    "copy_ int": lambda a, b: a.to(torch.int64).copy_(b),
+    "masked_fill": lambda a, b: a.masked_fill(EYE, b[0, 0]),
+}
 
 
 @pytest.mark.parametrize("first", [*KINDS, Replicate(), Shard(0)], ids=str)

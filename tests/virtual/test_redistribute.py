@@ -76,7 +76,7 @@ def check_values_and_gradients(source: DTensorSpec, target: DTensorSpec) -> None
     torch.testing.assert_close(before.grad.full_tensor(), weight, rtol=1e-14, atol=0)
 
 
-@settings(max_examples=1200)
+@settings(max_examples=1000)
 @given(spec_pairs(max_ranks=8))
 def test_values_and_gradients_on_one_mesh(pair: Pair) -> None:
     check_values_and_gradients(*pair)

@@ -123,7 +123,7 @@ class DeviceMesh(Interned):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a plain tuple: torch.load(weights_only=True) knows no range
-        return _rebuild, tuple(tuple(v) if isinstance(v := getattr(self, n), range) else v for n in self._fields)
+        return rebuild_mesh, tuple(tuple(v) if isinstance(v := getattr(self, n), range) else v for n in self._fields)
 
     # ---------------------------------------------------------------- looking at parts
 
@@ -337,9 +337,10 @@ class DeviceMesh(Interned):
         return f"DeviceMesh({self.device_type} {sizes}{part}{ranks}, {self.fabric})"
 
 
-def _rebuild(
+def rebuild_mesh(
     device_type: str, fabric: str, grid_shape: tuple[int, ...], grid_ranks: tuple[int, ...], *rest: Any
 ) -> DeviceMesh:
+    """The mesh of these fields; what pickle calls."""
     return DeviceMesh._intern(device_type, fabric, grid_shape, _as_range(grid_ranks), *rest)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import UnsupportedError
 from shardwise.rules.registry import Call, decomposition, layout_rule
 
 aten = torch.ops.aten
@@ -195,11 +196,14 @@ def norms(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None
     exact = exact if exact.itemsize >= 4 else torch.float32
     if power == math.inf:
         parts = [(size.amax() if size.numel() else size.sum()).to(exact) for size in sizes]
-        together = torch.stack(parts)
+        root = 1.0
     else:
         parts = [size.to(exact).pow(power).sum() for size in sizes]
-        together = torch.stack(parts).pow(1 / power)
-    return [norm.to(size.dtype) for norm, size in zip(together.unbind(0), sizes, strict=True)]
+        root = 1 / power
+    together: Any = torch.stack(parts)
+    # small as it is, in one step: parts of the root on each rank would be gathered right after
+    everywhere = together.redistribute(placements=[Replicate()] * together.device_mesh.ndim).pow(root)
+    return [norm.to(size.dtype) for norm, size in zip(everywhere.unbind(0), sizes, strict=True)]
 
 
 @decomposition(aten._foreach_max.default)
@@ -227,6 +231,7 @@ def aligned(op: Any) -> Callable[..., None]:
         bound = dict(zip(names, args, strict=False)) | kwargs
         parameters = bound["self"]
         back: list[tuple[Any, Any]] = []
+        changed = False
 
         def brought(name: str, tensor: Any, parameter: Any) -> Any:
             placements, order = [_unsummed(p) for p in parameter.placements], parameter.spec.shard_order
@@ -241,6 +246,9 @@ def aligned(op: Any) -> Callable[..., None]:
         for name, value in list(bound.items()):
             if isinstance(value, list | tuple) and value and name != "state_steps":
                 bound[name] = [brought(name, t, p) for t, p in zip(value, parameters, strict=True)]
+                changed = changed or any(a is not b for a, b in zip(value, bound[name], strict=True))
+        if not changed:
+            raise UnsupportedError(f"{op} on DTensors that lie alike: torch says nothing of it without values")
         op(**bound)
         for tensor, moved in back:
             tensor.copy_(moved)
@@ -252,11 +260,21 @@ def _unsummed(placement: Any) -> Any:
     return Replicate() if isinstance(placement, Partial) else placement
 
 
+def unless_meta(op: Any) -> Callable[..., None]:
+    """A fused optimizer on locals; those without values are left as they are."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        if args[0] and args[0][0].device.type != "meta":
+            op(*args, **kwargs)
+
+    return run
+
+
 for fused in FUSED:
     for overload in getattr(aten, fused).overloads():
         chosen = getattr(getattr(aten, fused), overload)
         if not any(a.is_out for a in chosen._schema.arguments):
-            layout_rule(chosen)(one_by_one)
+            layout_rule(chosen, local_op=unless_meta(chosen))(one_by_one)
             decomposition(chosen)(aligned(chosen))
 
 

@@ -98,9 +98,9 @@ declare(
 
 def rowwise(call: Call) -> Factors | None:
     """Each row by itself: classes must be whole, and weights of classes too."""
-    ndim, rows = len(call["self"].shape), call["self"].shape[0]
-    if ndim != 2:
+    if len(call["self"].shape) != 2:
         return None
+    rows = call["self"].shape[0]
     weight = call.get("weight")
 
     def dims(meta: Any) -> tuple[Dim, ...]:
@@ -216,42 +216,49 @@ def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index
     return as_result(loss, scores.dtype), as_result(total, scores.dtype)
 
 
-def nll_loss_backward_here(
+_library.define(
+    "place_class(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int ignore_index) -> Tensor"
+)
+
+
+def place_class(
     grad: torch.Tensor,
     scores: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
-    reduction: int,
     ignore_index: int,
-    total_weight: torch.Tensor,
-    *,
-    runs: Sequence[Run],
-    classes: int,
+    runs: Sequence[Run] | None = None,
+    classes: int | None = None,
 ) -> torch.Tensor:
-    """The gradient of the scores that a rank holds: something at each target's class, zeros elsewhere."""
+    """The gradient of what `pick_class` gives, for the scores that a rank holds: zeros but at each target's class."""
     at = class_dim(scores)
     found = torch.zeros_like(scores, memory_format=torch.contiguous_format)
-    position, held = positions(target, ignore_index, runs, classes)
-    if not scores.shape[at]:
+    size = scores.shape[at]
+    if scores.is_meta or not size:
         return found
-    value = -grad / total_weight if reduction == MEAN else -grad
-    if weight is not None:
-        value = value * weight[position]
-    value = torch.where(held, value, 0).to(scores.dtype)
-    return found.scatter_(at, position.unsqueeze(at), value.unsqueeze(at))
+    position, held = positions(target, ignore_index, runs or (Run(0, size),), size if classes is None else classes)
+    value = -grad if weight is None else -grad * weight[position]
+    return found.scatter_(at, position.unsqueeze(at), torch.where(held, value, 0).to(scores.dtype).unsqueeze(at))
 
 
-@rule(
-    aten.nll_loss_backward.default,
-    aten.nll_loss2d_backward.default,
-    localize=classes_here,
-    local_op=nll_loss_backward_here,
-)
-def nll_loss_backward(call: Call) -> Factors | None:
+_library.impl("place_class", place_class, "CompositeExplicitAutograd")
+
+
+@rule(torch.ops.shardwise.place_class.default, localize=classes_here, local_op=place_class)
+def placing(call: Call) -> Factors:
     """Every rank fills in the classes that it holds."""
     scores, target = class_factors(call)
-    if len(call["target"].shape) != len(target):
-        return None
     weight = () if call["weight"] is None else (("c",),)
-    grad = target if call["reduction"] == NONE else ()
-    return Factors((grad, scores, target, *weight, ()), (scores,), linear=FIRST)
+    grad = target if call["grad_output"].shape == call["target"].shape else ()
+    return Factors((grad, scores, target, *weight), (scores,), linear=FIRST)
+
+
+@decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(
+    grad: Any, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+) -> Any:
+    """The gradient of each target's score: nothing leaves its rank."""
+    if scores.dim() == 1 and target.dim() == 1:
+        target = target[0]
+    value = grad / reduced(total_weight) if reduction == MEAN else grad
+    return torch.ops.shardwise.place_class.default(value, scores, target, weight, ignore_index)

@@ -88,6 +88,8 @@ CDIST_BACKWARD = parse("... m n, ... m k!, ... n k!, ... m n -> ... m k!")
 
 @rule(aten._cdist_backward.default)
 def cdist_backward(call: Call) -> Factors:
-    """The gradient of the first vectors; of empty ones it would have the shape before broadcasting."""
+    """The gradient of the first vectors."""
     factors = pattern_factors(CDIST_BACKWARD, call, linear=((0,),))
-    return replace(factors, nonempty=frozenset(factors.names))
+    # where one is empty the kernel gives the shape before broadcasting
+    broadcasts = call["x1"].shape != call.results[0].shape
+    return replace(factors, nonempty=frozenset(factors.names)) if broadcasts else factors

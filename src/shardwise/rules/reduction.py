@@ -276,6 +276,8 @@ def split_axes(x: Any, dims: Sequence[int]) -> list[int]:
 def settled(x: Any, dims: Sequence[int] = ()) -> Any:
     """`x` with nothing Partial: sharded by a dim that is free and not among `dims` where that is even, else whole."""
     placements: list[Any] = list(getattr(x, "placements", ()))
+    if not x.numel():  # nothing to move, and no extreme to be found
+        return moved_to(x, [Replicate()] * len(placements))
     partial = [a for a, p in enumerate(placements) if isinstance(p, Partial)]
     if not partial:
         return x

@@ -143,9 +143,9 @@ def _uneven(spec: DTensorSpec, group: Group, after: Sequence[int], dim: int, axi
 def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
     """The axes that each input dim may keep, and the splits (axis, rows) of each output dim."""
     axes = [list(dim_axes) for dim_axes in spec.dim_axes]
+    if tuple(after) == tuple(spec.shape):
+        return axes, [[(a, spec.rows(a) or 0) for a in dim_axes] for dim_axes in axes]
     if 0 in spec.shape:
-        if tuple(after) == tuple(spec.shape):
-            return axes, [[(a, spec.rows(a) or 0) for a in dim_axes] for dim_axes in axes]
         return [[] for _ in axes], [[] for _ in after]
     placed: list[list[tuple[int, int]]] = [[] for _ in after]
     for dim, size in enumerate(spec.shape):
