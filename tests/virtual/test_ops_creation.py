@@ -82,7 +82,6 @@ LISTS: dict[str, Callable[..., Any]] = {
     "pow": lambda a, b, c: (torch._foreach_pow(a, 2), torch._foreach_pow(a, b), torch._foreach_pow(2.0, a)),
     "lerp": lambda a, b, c: (torch._foreach_lerp(a, b, 0.3), torch._foreach_lerp(a, b, c)),
     "addcmul": lambda a, b, c: torch._foreach_addcmul(a, b, c, 0.5),
-    "addcdiv": lambda a, b, c: torch._foreach_addcdiv(a, b, c, 0.5),
     "addcdiv scalars": lambda a, b, c: _in_place(torch._foreach_addcdiv_, a, b, c, [1.0, 2.0, 3.0, 4.0]),
     "norm": lambda a, b, c: (torch._foreach_norm(a), torch._foreach_norm(a, 1), torch._foreach_norm(a, torch.inf)),
     "max": lambda a, b, c: torch._foreach_max(a),
@@ -99,7 +98,7 @@ LISTS: dict[str, Callable[..., Any]] = {
 
 def _in_place(fn: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
     copies = [tensor.detach().clone() for tensor in tensors]
-    others = [[t.detach() for t in a] if isinstance(a, list) else a for a in args]
+    others = [[getattr(t, "data", t) for t in a] if isinstance(a, list) else a for a in args]
     fn(copies, *others, **kwargs)
     return copies
 
@@ -152,6 +151,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True, amsgrad=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True),
 }
 

@@ -423,7 +423,7 @@ def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
             sw.LayoutError, r"rank at \(0, 0\) .* gave a local of shape \(2, 2\), but .* puts \(3, 2\) there",
             lambda: DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Shard(1)], shape=(5, 4))),
         "a stride without a shape": (
-            sw.LayoutError, "stride= needs shape=", lambda: DTensor.from_local(x, mesh, stride=(1, 4))),
+            sw.LayoutError, "stride= without shape=", lambda: DTensor.from_local(x, mesh, stride=(1, 4))),
         "too few ranks": (
             sw.LayoutError, "needs a local with one tensor for each of its 4 ranks, got 2",
             lambda: DTensor.from_local(RankTensor([x, x]), mesh)),

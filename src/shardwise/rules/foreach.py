@@ -13,7 +13,6 @@ import torch
 
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.errors import UnsupportedError
 from shardwise.rules.registry import Call, decomposition, layout_rule
 
 aten = torch.ops.aten
@@ -223,6 +222,24 @@ if hasattr(aten, "_foreach_mm"):
 # ---------------------------------------------------------------- fused optimizers
 
 
+def unless_meta(op: Any) -> Callable[..., None]:
+    """A fused optimizer on locals; those without values are left as they are."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        parameters = args[0] if args else kwargs["self"]
+        if parameters and parameters[0].device.type != "meta":
+            op(*args, **kwargs)
+
+    return run
+
+
+def _locals(value: Any) -> Any:
+    """DTensors replaced by what this rank holds of them."""
+    if isinstance(value, list | tuple):
+        return [_locals(item) for item in value]
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def aligned(op: Any) -> Callable[..., None]:
     """A fused optimizer on lists that do not lie alike: all of a parameter is brought to where that lies."""
     names = [a.name for a in op._schema.arguments]
@@ -231,7 +248,6 @@ def aligned(op: Any) -> Callable[..., None]:
         bound = dict(zip(names, args, strict=False)) | kwargs
         parameters = bound["self"]
         back: list[tuple[Any, Any]] = []
-        changed = False
 
         def brought(name: str, tensor: Any, parameter: Any) -> Any:
             placements, order = [_unsummed(p) for p in parameter.placements], parameter.spec.shard_order
@@ -246,10 +262,7 @@ def aligned(op: Any) -> Callable[..., None]:
         for name, value in list(bound.items()):
             if isinstance(value, list | tuple) and value and name != "state_steps":
                 bound[name] = [brought(name, t, p) for t, p in zip(value, parameters, strict=True)]
-                changed = changed or any(a is not b for a, b in zip(value, bound[name], strict=True))
-        if not changed:
-            raise UnsupportedError(f"{op} on DTensors that lie alike: torch says nothing of it without values")
-        op(**bound)
+        unless_meta(op)(**{name: _locals(value) for name, value in bound.items()})
         for tensor, moved in back:
             tensor.copy_(moved)
 
@@ -258,16 +271,6 @@ def aligned(op: Any) -> Callable[..., None]:
 
 def _unsummed(placement: Any) -> Any:
     return Replicate() if isinstance(placement, Partial) else placement
-
-
-def unless_meta(op: Any) -> Callable[..., None]:
-    """A fused optimizer on locals; those without values are left as they are."""
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        if args[0] and args[0][0].device.type != "meta":
-            op(*args, **kwargs)
-
-    return run
 
 
 for fused in FUSED:
