@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from shardwise import modes
+from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, PlainTensorError, UnsupportedError
@@ -198,6 +199,13 @@ def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
     return base is None or sys.getrefcount(base) <= 3  # the variable, the argument, and the view itself
 
 
+def _without_shapes(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A key with only what a pointwise result's dtype depends on."""
+    return tuple(
+        (part.tensor_meta.dtype, part.ndim == 0) if part.__class__ is DTensorSpec else part for part in key
+    )
+
+
 def _flat(key: Any) -> Iterator[Any]:
     for part in key:
         if part.__class__ is tuple:
@@ -230,7 +238,7 @@ class OpDispatcher:
         self.tensor_class = tensor_class
         self.cache: dict[tuple[Any, ...], Executor] = {}
         self.misses = 0
-        self._warned: set[Any] = set()
+        self._dtypes: dict[tuple[Any, ...], torch.dtype] = {}  # of pointwise results, by signature without shapes
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
@@ -310,7 +318,8 @@ class OpDispatcher:
         if info.outs and functional is not None:
             return self._watched(info, self._through_functional(info, functional, slots, mesh))
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
-        metas = self._result_metas(info, slots, specs, args, kwargs)
+        metas = self._known_metas(info, key, specs) or self._result_metas(info, slots, specs, args, kwargs)
+        self._learn_dtypes(info, key, metas)
         pinned = tuple(i for i, slot in enumerate(slots) if slot.name in info.writes)
         sharding = ShardingPropagator().propagate(schema, metas, pinned) if metas is not None else None
         if torch.Tag.inplace_view in func.tags and functional is not None:
@@ -362,6 +371,30 @@ class OpDispatcher:
         for slot, spec in specs.items():
             slot.put(new_args, new_kwargs, spec)
         return info.bind(tuple(new_args), new_kwargs)
+
+    def _known_metas(
+        self, info: OpInfo, key: tuple[Any, ...], specs: Sequence[DTensorSpec]
+    ) -> tuple[TensorMeta, ...] | None:
+        """What a pointwise operator gives on contiguous operands of a new shape, once its dtype is known from another."""
+        if torch.Tag.pointwise not in info.op.tags or info.returns != ("Tensor",) or info.writes:
+            return None
+        dtype = self._dtypes.get(_without_shapes(key))
+        if dtype is None or any(spec.tensor_meta.stride != dense_strides(spec.shape) for spec in specs):
+            return None
+        shape: list[int] = []
+        for spec in specs:
+            own = spec.shape
+            shape[:0] = own[: len(own) - len(shape)] if len(own) > len(shape) else ()
+            for dim in range(1, len(own) + 1):
+                if own[-dim] != 1:
+                    if shape[-dim] not in (1, own[-dim]):
+                        return None  # do not broadcast: let the operator say so
+                    shape[-dim] = own[-dim]
+        return (TensorMeta(shape, None, dtype),)
+
+    def _learn_dtypes(self, info: OpInfo, key: tuple[Any, ...], metas: tuple[TensorMeta, ...] | None) -> None:
+        if torch.Tag.pointwise in info.op.tags and metas is not None and len(metas) == 1 and len(self._dtypes) < MAX_ENTRIES:
+            self._dtypes.setdefault(_without_shapes(key), metas[0].dtype)
 
     def _result_metas(
         self,
@@ -891,6 +924,8 @@ def _torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
     """What torch itself offers for an operator without a rule."""
     if op._can_decompose():
         return op.decompose
+    if OpInfo.of(op).is_view:  # these go by storage offsets, which a wrapper has none of
+        return None
     import torch._decomp  # half a second, needed by few programs
 
     return torch._decomp.decomposition_table.get(op)

@@ -109,7 +109,7 @@ class ShardingPropagator:
         self, specs: Sequence[DTensorSpec], factors: Factors, pinned: tuple[int, ...]
     ) -> list[Row] | None:
         mesh = specs[0].mesh
-        known: dict[tuple[Placement, ...], list[Row]] = {}
+        known: dict[tuple[Placement, ...], Sequence[Row]] = {}
         chosen = []
         for axis in range(mesh.ndim):
             given = tuple(spec.placements[axis] for spec in specs)

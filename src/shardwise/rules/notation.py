@@ -57,7 +57,7 @@ class Factors:
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
     whole: frozenset[str] = frozenset()
-    reduce: Mapping[str, str] = field(default_factory=dict)
+    reduce: Mapping[str, str] = field(default_factory=dict, hash=False)
     summed: frozenset[str] = frozenset()
     untouched: frozenset[tuple[str, int]] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
@@ -204,7 +204,7 @@ def _major(dim: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> Dim:
 # ---------------------------------------------------------------- the engine
 
 
-def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> list[Row]:
+def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tuple[Row, ...]:
     """The rows of one axis: each factor sharded in turn, what linearity and order allow, and all replicated.
 
     Args:
@@ -221,11 +221,16 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> li
         (Replicate(), Partial(sum)) (Partial(sum),)
         (Replicate(), Replicate()) (Replicate(),)
     """
-    rows = [row for name in factors.names for row in _sharded(factors, name, given or ())]
-    rows.extend(_partial(factors, given or ()))
+    return _candidates(factors, tuple(given or ()))
+
+
+@lru_cache(maxsize=8192)  # factors know no sizes: a new shape asks for rows that are known already
+def _candidates(factors: Factors, given: tuple[Placement, ...]) -> tuple[Row, ...]:
+    rows = [row for name in factors.names for row in _sharded(factors, name, given)]
+    rows.extend(_partial(factors, given))
     rows.extend(factors.rows)
     rows.append(Row((REPLICATE,) * len(factors.operands), (REPLICATE,) * len(factors.results)))
-    return rows
+    return tuple(rows)
 
 
 def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
