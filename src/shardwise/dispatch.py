@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch._ops import OpOverload
@@ -27,7 +27,7 @@ from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import BoundRoute, bound_route, cached_routes
 from shardwise.fabric.virtual import RankTensor
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, meta_tensor, replicated, replicated_spec
-from shardwise.rules.registry import DECOMPOSITIONS, find_rule
+from shardwise.rules.registry import DECOMPOSITIONS, RULES, find_rule
 
 __all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
 
@@ -187,6 +187,7 @@ def _plain_key(tensor: torch.Tensor, made_inside: bool) -> tuple[Any, ...]:
     return (PLAIN if same else USERS, TensorMeta.of(tensor))
 
 
+@no_type_check  # a run-time type checker would hold the tensor, too
 def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
     """Whether a tensor has just come out of a composite operator in C++: then only this call holds its Python object.
 
@@ -322,6 +323,9 @@ class OpDispatcher:
         self._learn_dtypes(info, key, metas)
         pinned = tuple(i for i, slot in enumerate(slots) if slot.name in info.writes)
         sharding = ShardingPropagator().propagate(schema, metas, pinned) if metas is not None else None
+        if torch.Tag.nondeterministic_seeded in func.tags and func not in RULES:
+            sharding = None  # a rule of its own speaks only where nothing is drawn; torch's tags do not
+        draws = torch.Tag.nondeterministic_seeded in func.tags and sharding is None
         if torch.Tag.inplace_view in func.tags and functional is not None:
             return self._watched(info, self._reshaping_in_place(info, functional))
         if info.writes:
@@ -330,10 +334,10 @@ class OpDispatcher:
                 return self._watched(info, self._decomposed(info, compute, mesh))
             if sharding is None and functional is not None:
                 return self._watched(info, self._through_functional(info, functional, slots, mesh))
-            if sharding is None or torch.Tag.nondeterministic_seeded in func.tags:
+            if sharding is None:
                 return self._watched(info, self._through_copies(info, slots, specs, pinned))
             return self._executor(info, slots, specs, sharding, pinned)
-        if torch.Tag.nondeterministic_seeded in func.tags and metas is not None:
+        if draws and metas is not None and not func._can_decompose():
             return self._drawing(info, slots, specs, metas)
         compute = DECOMPOSITIONS.get(func)
         if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
@@ -417,8 +421,9 @@ class OpDispatcher:
         except NotImplementedError:
             return None
         tensors = results if isinstance(results, tuple | list) else () if results is None else (results,)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        if tensors and not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return None
+        tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         if any(tensor.layout is not torch.strided for tensor in tensors):
             raise UnsupportedError(
                 f"{info.op} gives a sparse tensor, and a DTensor is dense",
@@ -469,8 +474,6 @@ class OpDispatcher:
         if not here:
             return None
         op, wrap, tensor_class = local_op or info.op, self.wrapper(spec), self.tensor_class
-        if torch.Tag.nondeterministic_seeded in info.op.tags:
-            return None
         if patches is not None:
             return self._patched_executor(info, op, wrap, patches[here[0]])
 
@@ -560,9 +563,10 @@ class OpDispatcher:
         pinned: tuple[int, ...] = (),
         local_op: Callable[..., Any] | None = None,
         copies: bool = False,
+        draws: bool = False,
     ) -> Executor:
         op = info.op
-        run_local = local_runner(info, slots, patches, mesh)
+        run_local = local_runner(info, slots, patches, mesh, draws)
         wraps = None if outputs is None else [self.wrapper(spec) for spec in outputs]
         moving = [route.route for route in routes if route is not None and route.communicates]
         lost = info.is_view and (bool(any(routes)) or copies or op in COPYING_VIEWS)
@@ -583,7 +587,8 @@ class OpDispatcher:
             if results is None:
                 return None
             if isinstance(results, tuple | list):
-                wrapped = _like(results, (wrap(result) for wrap, result in zip(wraps, results, strict=True)))
+                fresh = iter(wraps)
+                wrapped = _like(results, (next(fresh)(r) if isinstance(r, torch.Tensor) else r for r in results))
             else:
                 wrapped = wraps[0](results)
             if lost:
@@ -664,12 +669,16 @@ class OpDispatcher:
                     whole = fabric_of(mesh).parts(mesh, local if route is None else route.run(local))[0][1]
                 slot.put(new_args, new_kwargs, whole)
             results = info.op(*new_args, **new_kwargs)
-            drawn = results if isinstance(results, tuple) else (results,)
-            wrapped = []
-            for result, keep, wrap in zip(drawn, keeps, wraps, strict=True):
-                local = fabric_of(mesh).build(mesh, lambda coordinate, r=result: r.clone())
-                wrapped.append(wrap(local if keep is None else keep.run(local)))
-            return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
+            tools = iter(zip(keeps, wraps, strict=True))
+
+            def mine(result: Any) -> Any:
+                if not isinstance(result, torch.Tensor):
+                    return result
+                keep, wrap = next(tools)
+                local = fabric_of(mesh).build(mesh, lambda coordinate: result.clone())
+                return wrap(local if keep is None else keep.run(local))
+
+            return tuple(map(mine, results)) if isinstance(results, tuple) else mine(results)
 
         return run
 
@@ -704,7 +713,8 @@ class OpDispatcher:
         mesh = specs[0].mesh
         routes = _routes(specs, [replicated(spec) for spec in specs])
         outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
-        run = self._general_executor(info, slots, routes, None, outputs, mesh)
+        draws = torch.Tag.nondeterministic_seeded in info.op.tags
+        run = self._general_executor(info, slots, routes, None, outputs, mesh, draws=draws)
         moving = [route.route for route in routes if route is not None and route.communicates]
         if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
             return run
@@ -740,7 +750,8 @@ class OpDispatcher:
         """Write to whole copies on every rank, then bring them back to where the tensors lie."""
         mesh = specs[0].mesh
         wholes = [replicated(spec) for spec in specs]
-        run = self._general_executor(info, slots, (None,) * len(slots), None, None, mesh, pinned)
+        draws = torch.Tag.nondeterministic_seeded in info.op.tags
+        run = self._general_executor(info, slots, (None,) * len(slots), None, None, mesh, pinned, draws=draws)
         wraps = [self.wrapper(spec) for spec in wholes]
 
         def run_on_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -947,11 +958,11 @@ def local_runner(
     slots: tuple[Slot, ...],
     patches: Mapping[Coordinate, Mapping[str, Any]] | None,
     mesh: DeviceMesh,
+    draws: bool,
 ) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]:
     """How an operator is run on locals: once here, or once for each virtual rank."""
     here = coordinates_here(mesh)
     lockstep = mesh.fabric == VIRTUAL
-    draws = torch.Tag.nondeterministic_seeded in info.op.tags
     is_dry = mesh.fabric == dry.name
 
     def fill(

@@ -137,7 +137,8 @@ def test_every_partial(kind: Any) -> None:
     with sw.implicit_replication():
         for fn in (lambda x: x[k], lambda x: x.index_select(1, k), lambda x: x.gather(0, a), lambda x: x.take(k)):
             got, collectives, _ = bytes_moved(lambda fn=fn: fn(x))
-            assert (collectives, got.placements) == (0, (kind,))
+            if kind.linear:
+                assert (collectives, got.placements) == (0, (kind,))
             assert_value(fn, x)
         for fn in (lambda x: x.index_fill(0, k, 0), lambda x: x.index_fill(0, k, 2.0), lambda x: x.scatter(0, a, 3.0)):
             assert_value(fn, x)

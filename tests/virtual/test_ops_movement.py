@@ -94,8 +94,7 @@ def test_every_partial_passes(kind: Any) -> None:
     x, y = held((4, 6), kind), held((4, 6), kind, seed=1)
     for fn in (
         lambda x: x.flip(0),
-        lambda x: x[1:3],
-        lambda x: x[2],
+        lambda x: x[1:],
         lambda x: x.roll(1, 1),
         lambda x: x.t(),
         lambda x: F.pad(x, (1, 1)),
@@ -114,10 +113,40 @@ def test_every_partial_passes(kind: Any) -> None:
         for one in got if isinstance(got, tuple) else (got,):
             assert one.placements == (kind,)
         assert_value(fn, x)
+    assert_value(lambda x: (x[1:3], x[2]), x)
     assert_value(lambda x: F.pad(x, (1, 1), value=3.0), x)
     assert_value(lambda a, b: torch.cat([a, b]), x, y)
     assert_value(lambda a, b: torch.stack([a, b]), x, y)
     assert_value(lambda a, b: a.slice_scatter(b[1:2], 0, 1, 2), x, y)
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "product", "avg", "sum"])
+def test_unlike_reductions_do_not_meet(kind: str) -> None:
+    mesh, parts = mesh_of(2, 2), torch.randn(4, 4, 6, dtype=torch.float64)
+
+    def laid(at: list[int], placements: list[Any]) -> sw.DTensor:
+        return sw.DTensor.from_local(sw.RankTensor([parts[i] for i in at]), mesh, placements)
+
+    x, y = laid([0, 0, 1, 1], [Partial(kind), Replicate()]), laid([2, 3, 2, 3], [Replicate(), Partial()])
+    rows = sw.DTensor.from_local(
+        sw.RankTensor([parts[i][:2] for i in range(4)]), mesh, [Shard(0), Partial(kind)], shape=(4, 6), stride=(6, 1)
+    )
+    index = sw.distribute_tensor(torch.tensor([3, 0]), mesh, [Replicate(), Replicate()])
+    for fn in (
+        lambda a, b: torch.cat([a, b]),
+        lambda a, b: torch.stack([a, b]),
+        lambda a, b: torch.where(a.detach() > 0, a, b),
+        lambda a, b: a.slice_scatter(b[:1], 0, 0, 1),
+        lambda a, b: a.select_scatter(b[1], 0, 2),
+        lambda a, b: torch.copy(a, b),
+        lambda a, b: a.clone().copy_(b),
+    ):
+        assert_value(fn, x, y)
+    assert_value(lambda x: (x[1], x[1:3], x.tril(1)), rows)
+    for lookup in (lambda x, i: x[i], lambda x, i: x.index_select(0, i), lambda x, i: x.index_fill(0, i, 2.0)):
+        assert_value(lookup, rows, index)
+    for write in (lambda x, y, i: x.index_copy(0, i, y[:2]), lambda x, y, i: x.index_put((i,), y[:2])):
+        assert_value(write, x, y, index)
 
 
 def test_casts_inside_cat_reduce_first() -> None:

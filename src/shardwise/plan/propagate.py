@@ -6,6 +6,7 @@ axes. Pure: decides, runs nothing but the operator's shape function on meta tens
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -240,12 +241,16 @@ def _unfit(
         for spec, dims in zip(inputs, factors.operands, strict=True):
             if name in dims:
                 dim = dims.index(name)
-                size, parts = spec.shape[dim], math.prod(spec.mesh.shape[a] for a in spec.dim_axes[dim])
-                last = tuple(n - 1 for n in spec.mesh.shape)
-                empty = spec.local_shape(last)[dim] == 0
-                if empty or (name in factors.even and size % parts):
+                parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[dim])
+                if (name in factors.even and spec.shape[dim] % parts) or _some_empty(spec, dim):
                     unfit.add(name)
     return frozenset(unfit)
+
+
+def _some_empty(spec: DTensorSpec, dim: int) -> bool:
+    """Whether some rank holds nothing of a dim. Nested splits may leave one empty in the middle."""
+    ranges = [range(n) if axis in spec.dim_axes[dim] else (0,) for axis, n in enumerate(spec.mesh.shape)]
+    return any(spec.local_shape(coordinate)[dim] == 0 for coordinate in itertools.product(*ranges))
 
 
 def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:

@@ -15,18 +15,22 @@ from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate,
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.movement import sums_masks, wrapped
 from shardwise.rules.notation import Dim, Factors, Row
-from shardwise.rules.pointwise import EXTREMA, KINDS, alike, pointwise
+from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike, pointwise
 from shardwise.rules.registry import Call, declare_rule, decomposition, rule
 
 aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
 
 
-def lookup_row(operands: int, dim: int, dtype: torch.dtype) -> tuple[Row, ...]:
-    """The row in which the first operand is sharded along the dim that is looked up."""
+def lookup_rows(operands: int, dim: int, dtype: torch.dtype) -> tuple[Row, ...]:
+    """The rows of a look-up in the first operand: Partial there, or sharded along the dim that is looked up.
+
+    With the latter only sums pass: the sum over one axis and the extremum over another would not be one reduction.
+    """
     if not sums_masks(dtype):
-        return ()
-    return (Row((Shard(dim), *(Replicate(),) * (operands - 1)), (MaskPartial(),)),)
+        return alike(operands, (0,))
+    masked = Row((Shard(dim), *(Replicate(),) * (operands - 1)), (MaskPartial(),))
+    return (*alike(operands, (0,), kinds=SUMS), masked)
 
 
 def write_row(operands: int, dim: int) -> tuple[Row, ...]:
@@ -147,7 +151,7 @@ def index(call: Call) -> Factors | None:
     tensor, rows = found.tensor, alike(count, (0,))
     if len(found.dims) == 1:
         tensor = named_alone(tensor, found.dims[0])
-        rows += lookup_row(count, found.dims[0], call["self"].dtype)
+        rows = lookup_rows(count, found.dims[0], call["self"].dtype)
     return Factors((tensor, *found.indices), (found.taken,), whole=frozenset({"at"}), rows=rows)
 
 
@@ -200,7 +204,7 @@ def index_put(call: Call) -> Factors | None:
     if call["accumulate"]:
         return Factors(operands, (tensor,), whole=frozenset(whole), linear=(pair,), additive=(0,), rows=rows)
     whole.update(name for name in found.taken if name is not None and name.startswith("i"))
-    return Factors(operands, (tensor,), whole=frozenset(whole), rows=alike(count, pair) + rows)
+    return Factors(operands, (tensor,), whole=frozenset(whole), rows=alike(count, pair, kinds=SUMS) + rows)
 
 
 def declare_write(
@@ -295,7 +299,7 @@ def index_select(call: Call) -> Factors:
     own = [f"d{d}" for d in range(ndim)]
     place: Dim = "k" if call["index"].shape else None
     result = (*own[:at], place, *own[at + 1 :])
-    rows = alike(2, (0,)) + lookup_row(2, at, call["self"].dtype)
+    rows = lookup_rows(2, at, call["self"].dtype)
     return Factors((tuple(own), (place,) if place else ()), (result,), whole=frozenset({own[at]}), rows=rows)
 
 
@@ -326,7 +330,7 @@ def gather(call: Call) -> Factors:
         return unnamed(call, rows=alike(2, (0,)))
     tensor = tuple("at" if d == at else name for d, name in enumerate(own))
     taken = tuple("k" if d == at else name for d, name in enumerate(own))
-    rows = alike(2, (0,)) + lookup_row(2, at, call["self"].dtype)
+    rows = lookup_rows(2, at, call["self"].dtype)
     return Factors((tensor, taken), (taken,), whole=frozenset({"at"}), rows=rows)
 
 
@@ -368,7 +372,7 @@ def scatter_kind(call: Call) -> Write:
     if reduce == "mean":
         return Write(source, averages=call["self"].dtype.is_floating_point)
     if reduce is None:
-        return Write(source, picks=KINDS if source else kinds_of(call["value"]))
+        return Write(source, picks=SUMS if source else kinds_of(call["value"]))
     return Write(source)
 
 
@@ -413,10 +417,10 @@ for overload, read in (("src", ()), ("value", ("value",)), ("reduce", ()), ("val
 declare_write(aten.scatter_add.default, aten.scatter_add_.default, scatter)
 declare_write(aten.scatter_reduce.two, aten.scatter_reduce_.two, scatter)
 declare_write(aten.index_add.default, aten.index_add_.default, index_write(Write("source", adds=True)))
-declare_write(aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=KINDS)))
+declare_write(aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=SUMS)))
 declare_write(aten.index_reduce.default, aten.index_reduce_.default, index_write(Write("source")))
 declare_write(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar, index_write(Write()), reads=("value",))
-declare_write(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_write(Write("value", picks=KINDS)))
+declare_write(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_write(Write("value", picks=SUMS)))
 
 
 @rule(aten.take.default)

@@ -17,7 +17,7 @@ from shardwise.core.placement import MaskPartial, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.rules.notation import Dim, Factors, Row
-from shardwise.rules.pointwise import EXTREMA, alike
+from shardwise.rules.pointwise import EXTREMA, SUMS, alike
 from shardwise.rules.registry import Call, is_zero, rule
 from shardwise.rules.view import local_size
 
@@ -174,7 +174,23 @@ rule(
     aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.narrow_copy.default,
 )(along("dim"))  # fmt: skip
 rule(aten.flip.default, aten.rot90.default)(along("dims"))
-rule(aten.slice_scatter.default)(along("dim"))
+
+
+def together(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True) -> Factors:
+    """The factors of several operands whose elements are put into one result: they may be sums, all alike.
+
+    Extrema may not: that of one on one axis and a sum of another on another axis would not be one reduction.
+    """
+    count = len(operands)
+    return Factors(tuple(operands), (result,), rows=alike(count, range(count), kinds=SUMS) if fit else ())
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: Call) -> Factors:
+    """A tensor with some indices of a dim replaced."""
+    ndim = len(call["self"].shape)
+    own = tuple(kept(ndim, [wrapped(call["dim"], ndim)]))
+    return together((own, own), own)
 
 
 @rule(aten.roll.default)
@@ -222,7 +238,7 @@ def cat(call: Call) -> Factors:
     ndim = len(call.results[0].shape)
     own = tuple(kept(ndim, [wrapped(call["dim"], ndim)]))
     operands = tuple(own if len(m.shape) == ndim else (None,) * len(m.shape) for m in call.operands)
-    return Factors(operands, (own,), moves=same_dtype(call))
+    return together(operands, own, same_dtype(call))
 
 
 @rule(aten.stack.default, aten._stack.default)
@@ -231,7 +247,7 @@ def stack(call: Call) -> Factors:
     own = names(len(call.operands[0].shape))
     at = wrapped(call["dim"], len(own) + 1)
     result = (*own[:at], None, *own[at:])
-    return Factors((tuple(own),) * len(call.operands), (result,), moves=same_dtype(call))
+    return together((tuple(own),) * len(call.operands), result, same_dtype(call))
 
 
 @rule(aten.repeat.default)
@@ -277,7 +293,7 @@ def diagonal_scatter(call: Call) -> Factors:
     gone = [wrapped(call["dim1"], ndim), wrapped(call["dim2"], ndim)]
     own = kept(ndim, gone)
     diagonal = [*(name for d, name in enumerate(own) if d not in gone), None]
-    return Factors((tuple(own), tuple(diagonal)), (tuple(own),), moves=True)
+    return together((tuple(own), tuple(diagonal)), tuple(own))
 
 
 @rule(aten.select_scatter.default)
@@ -286,7 +302,7 @@ def select_scatter(call: Call) -> Factors:
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
     own = kept(ndim, [at])
-    return Factors((tuple(own), tuple(own[:at] + own[at + 1 :])), (tuple(own),), moves=True)
+    return together((tuple(own), tuple(own[:at] + own[at + 1 :])), tuple(own))
 
 
 # ---------------------------------------------------------------- taking a little of a sharded dim
@@ -297,9 +313,16 @@ def sums_masks(dtype: torch.dtype) -> bool:
     return dtype is not torch.bool and (dtype.itemsize > 1 or not dtype.is_floating_point)
 
 
-def masked_row(dim: int, dtype: torch.dtype) -> tuple[Row, ...]:
-    """The row in which `dim` of the only operand is sharded and each rank contributes what it holds of the result."""
-    return (Row((Shard(dim),), (MaskPartial(),)),) if sums_masks(dtype) else ()
+def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
+    """The factors of taking something of `dim`; `masked` where each rank may contribute what it holds of a sharded one.
+
+    Then only sums pass besides: the sum over one axis and the extremum over another would not be one reduction.
+    """
+    whole = frozenset({own[dim]})
+    if not masked:
+        return moved(own, result, whole=whole)
+    rows = (Row((Shard(dim),), (MaskPartial(),)),)
+    return Factors((tuple(own),), (tuple(result),), whole, linear=((0,),), keeps_zero=True, rows=rows)
 
 
 def runs_along(spec: DTensorSpec, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
@@ -344,7 +367,7 @@ def select(call: Call) -> Factors:
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
     own = names(ndim)
-    return moved(own, own[:at] + own[at + 1 :], whole=frozenset({own[at]}), rows=masked_row(at, call.results[0].dtype))
+    return contributed(own, own[:at] + own[at + 1 :], at, sums_masks(call.results[0].dtype))
 
 
 def slice_range(call: Call) -> range:
@@ -408,8 +431,7 @@ def slice_(call: Call) -> Factors:
     if len(slice_range(call)) == shape[at]:
         return moved(own, own)
     little = 2 * call.results[0].shape[at] <= shape[at]
-    result: list[Dim] = kept(len(shape), [at])
-    return moved(own, result, whole=frozenset({own[at]}), rows=masked_row(at, call.results[0].dtype) if little else ())
+    return contributed(own, kept(len(shape), [at]), at, little and sums_masks(call.results[0].dtype))
 
 
 # ---------------------------------------------------------------- backward of those

@@ -75,7 +75,8 @@ def sums_exactly(call: Call, group: Iterable[int]) -> bool:
 # ---------------------------------------------------------------- rows that several modules need
 
 EXTREMA = (Partial("min"), Partial("max"))  # the same value on every rank is its reduction
-KINDS = (Partial("sum"), MaskPartial(), Partial("avg"), *EXTREMA, Partial("product"))
+SUMS = (Partial("sum"), MaskPartial(), Partial("avg"))  # those that different axes of one tensor may have
+KINDS = (*SUMS, *EXTREMA, Partial("product"))
 
 
 def alike(operands: int, which: Iterable[int], results: int = 1, kinds: Sequence[Partial] = KINDS) -> tuple[Row, ...]:
@@ -214,10 +215,13 @@ for one, said in unary_facts().items():
 
 
 def either(call: Call, chosen: Sequence[int], **more: Any) -> Factors:
-    """An operator that picks each element from one of the operands `chosen`: any kind of Partial passes, all alike."""
+    """An operator that picks each element from one of the operands `chosen`: they may be Partial, all alike.
+
+    Of several only as sums: an extremum over one axis and a sum over another would not be one reduction.
+    """
     dtype = call.results[0].dtype if call.results else call.operands[0].dtype
     fit = all(call.operands[i].dtype is dtype for i in chosen)
-    rows = alike(len(call.operands), chosen) if fit else ()
+    rows = alike(len(call.operands), chosen, kinds=KINDS if len(chosen) == 1 else SUMS) if fit else ()
     return Factors(*broadcast(call), rows=rows, **more)
 
 
@@ -248,7 +252,10 @@ def copy(call: Call) -> Factors:
     if len(call.operands) < 2:
         return Factors(*broadcast(call))
     source = call.operands[1].dtype
-    return Factors(*broadcast(call), moves=source is kind, linear=TOGETHER if keeps_sums(source, kind) else ())
+    pinned = call.op is aten.copy_.default  # what is written to keeps its layout, so nothing is mixed
+    return Factors(
+        *broadcast(call), moves=pinned and source is kind, linear=TOGETHER if keeps_sums(source, kind) else ()
+    )
 
 
 def extremum(kind: str) -> Callable[[Call], Factors]:
