@@ -686,7 +686,7 @@ class OpDispatcher:
         """Computed from other operators; plain tensors that come out were made on the way, alike on every rank."""
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            with modes.decomposing():
+            with modes.decomposing(info.op):
                 results = self._wrap_plain(compute(*args, **kwargs), mesh)
             if info.is_view:
                 mark_views(info, args, kwargs, results)

@@ -93,20 +93,28 @@ def implicit_replication() -> Iterator[None]:
 
 def replicates_implicitly() -> bool:
     """Whether plain tensors are taken as replicated now."""
-    return _Modes.implicit_replication > 0 or getattr(_thread, "decomposing", 0) > 0
+    return _Modes.implicit_replication > 0 or bool(getattr(_thread, "decomposing", ()))
 
 
 _thread = threading.local()
 
 
 @contextlib.contextmanager
-def decomposing() -> Iterator[None]:
-    """While an operator is computed from others: plain tensors that are made on the way are the same on every rank."""
-    _thread.decomposing = getattr(_thread, "decomposing", 0) + 1
+def decomposing(op: Any) -> Iterator[None]:
+    """While `op` is computed from others: plain tensors that are made on the way are the same on every rank."""
+    before = getattr(_thread, "decomposing", ())
+    _thread.decomposing = (*before, op)
     try:
         yield
     finally:
-        _thread.decomposing -= 1
+        _thread.decomposing = before
+
+
+def check_decomposing(route: Route) -> None:
+    """A move inside an operator that is computed from others is not one that the user asked for."""
+    ops = getattr(_thread, "decomposing", ())
+    if ops:
+        check_strict(ops[0], [route])
 
 
 def _name(op: Any) -> str:

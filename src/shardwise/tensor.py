@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise import modes
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -454,6 +455,8 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     if source is target:
         return tensor
     bound = bound_route(source, target, max_bytes)
+    if bound.communicates:
+        modes.check_decomposing(bound.route)
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
         return _pending(tensor._local_tensor, bound, target)
     return _make(bound.run(tensor._local_tensor), target)

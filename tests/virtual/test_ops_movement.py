@@ -138,7 +138,7 @@ def test_unlike_reductions_do_not_meet(kind: str) -> None:
         lambda a, b: torch.where(a.detach() > 0, a, b),
         lambda a, b: a.slice_scatter(b[:1], 0, 0, 1),
         lambda a, b: a.select_scatter(b[1], 0, 2),
-        lambda a, b: torch.copy(a, b),
+        lambda a, b: torch.ops.aten.copy.default(a, b),
         lambda a, b: a.clone().copy_(b),
     ):
         assert_value(fn, x, y)

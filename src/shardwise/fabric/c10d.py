@@ -44,7 +44,7 @@ Start = Callable[[torch.Tensor], Wait]
 _CARRIED = {
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 }  # fmt: skip
-_WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.bfloat16: torch.float32}
+_WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32, torch.bfloat16: torch.float32}
 
 
 class C10dFabric(Fabric):
@@ -272,16 +272,17 @@ class C10dFabric(Fabric):
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[reduction(step)]
         finish = average_divider(step)
+        extremum = _extremum(step)
 
         def start(local: torch.Tensor) -> Wait:
-            wide = _WIDENED.get(local.dtype)
-            buffer = local.clone(memory_format=torch.contiguous_format) if wide is None else local.to(wide).contiguous()
+            buffer = _as_reducible(local, extremum)
+            if buffer is local or not buffer.is_contiguous():
+                buffer = buffer.clone(memory_format=torch.contiguous_format)
             work = group.allreduce([buffer], options)
 
             def wait() -> torch.Tensor:
                 work.wait()
-                total = buffer if finish is None else finish(buffer)
-                return total if wide is None else total.to(local.dtype)
+                return _from_reducible(buffer if finish is None else finish(buffer), local.dtype, extremum)
 
             return wait
 
@@ -319,6 +320,7 @@ class C10dFabric(Fabric):
         options = dist.ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[reduction(step)]
         finish = average_divider(step)
+        extremum = _extremum(step)
 
         def pack(local: torch.Tensor) -> torch.Tensor:
             if even:
@@ -329,8 +331,7 @@ class C10dFabric(Fabric):
             return packed
 
         def start(local: torch.Tensor) -> Wait:
-            wide = _WIDENED.get(local.dtype)
-            packed = pack(local if wide is None else local.to(wide))
+            packed = pack(_as_reducible(local, extremum))
             buffer = packed.new_empty(whole)
             work = group._reduce_scatter_base(buffer.view(-1), packed.view(-1), options)
 
@@ -339,7 +340,7 @@ class C10dFabric(Fabric):
                 total = buffer if finish is None else finish(buffer)
                 if mine != widest:
                     total = total.narrow(dim, 0, mine).clone()
-                return total if wide is None else total.to(local.dtype)
+                return _from_reducible(total, local.dtype, extremum)
 
             return wait
 

@@ -120,11 +120,6 @@ def first_indexed(call: Call) -> int:
     return next(d for d, index in enumerate(call["indices"]) if index is not None)
 
 
-def named_alone(tensor: tuple[Dim, ...], dim: int) -> tuple[Dim, ...]:
-    """The dims with a name for `dim`, so that its order of axes is kept."""
-    return (*tensor[:dim], "at", *tensor[dim + 1 :])
-
-
 def local_index(
     local: torch.Tensor, indices: Sequence[torch.Tensor | None], *, held: Held | None = None
 ) -> torch.Tensor:
@@ -148,11 +143,9 @@ def index(call: Call) -> Factors | None:
     if found is None:
         return None
     count = len(call.operands)
-    tensor, rows = found.tensor, alike(count, (0,))
-    if len(found.dims) == 1:
-        tensor = named_alone(tensor, found.dims[0])
-        rows = lookup_rows(count, found.dims[0], call["self"].dtype)
-    return Factors((tensor, *found.indices), (found.taken,), whole=frozenset({"at"}), rows=rows)
+    one = len(found.dims) == 1
+    rows = lookup_rows(count, found.dims[0], call["self"].dtype) if one else alike(count, (0,))
+    return Factors((found.tensor, *found.indices), (found.taken,), rows=rows)
 
 
 def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
@@ -194,17 +187,12 @@ def index_put(call: Call) -> Factors | None:
     given = tuple(
         found.taken[missing + k] if size == found.shape[missing + k] else None for k, size in enumerate(values.shape)
     )
-    tensor, rows = found.tensor, ()
-    whole = {"at"}
-    if len(found.dims) == 1:
-        tensor = named_alone(tensor, found.dims[0])
-        rows = write_row(count, found.dims[0])
-    operands = (tensor, *found.indices, given)
-    pair = (0, count - 1)
+    rows = write_row(count, found.dims[0]) if len(found.dims) == 1 else ()
+    operands, pair = (found.tensor, *found.indices, given), (0, count - 1)
     if call["accumulate"]:
-        return Factors(operands, (tensor,), whole=frozenset(whole), linear=(pair,), additive=(0,), rows=rows)
-    whole.update(name for name in found.taken if name is not None and name.startswith("i"))
-    return Factors(operands, (tensor,), whole=frozenset(whole), rows=alike(count, pair, kinds=SUMS) + rows)
+        return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,), rows=rows)
+    places = frozenset(name for name in found.taken if name is not None and name.startswith("i"))
+    return Factors(operands, (found.tensor,), whole=places, rows=alike(count, pair, kinds=SUMS) + rows)
 
 
 def declare_write(
@@ -296,11 +284,11 @@ def index_select(call: Call) -> Factors:
     ndim, at = len(call["self"].shape), own_dim(call)
     if not ndim:
         return Factors(((), (None,) * len(call["index"].shape)), ((),), rows=alike(2, (0,)))
-    own = [f"d{d}" for d in range(ndim)]
+    own: list[Dim] = [None if d == at else f"d{d}" for d in range(ndim)]
     place: Dim = "k" if call["index"].shape else None
     result = (*own[:at], place, *own[at + 1 :])
     rows = lookup_rows(2, at, call["self"].dtype)
-    return Factors((tuple(own), (place,) if place else ()), (result,), whole=frozenset({own[at]}), rows=rows)
+    return Factors((tuple(own), (place,) if place else ()), (result,), rows=rows)
 
 
 def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
@@ -328,10 +316,9 @@ def gather(call: Call) -> Factors:
     own = matching(call, ("self", "index"), at)
     if not own:
         return unnamed(call, rows=alike(2, (0,)))
-    tensor = tuple("at" if d == at else name for d, name in enumerate(own))
     taken = tuple("k" if d == at else name for d, name in enumerate(own))
     rows = lookup_rows(2, at, call["self"].dtype)
-    return Factors((tensor, taken), (taken,), whole=frozenset({"at"}), rows=rows)
+    return Factors((tuple(own), taken), (taken,), rows=rows)
 
 
 class Write(NamedTuple):
@@ -353,14 +340,13 @@ class Write(NamedTuple):
 def write_factors(call: Call, kind: Write, own: Sequence[Dim], operands: Sequence[tuple[Dim, ...]], at: int) -> Factors:
     """The factors of a write: `own` of the tensor with dim `at` whole, and those of all operands."""
     count = len(call.operands)
-    tensor = tuple("at" if d == at else name for d, name in enumerate(own))
-    all_of = (tensor, *operands)
+    tensor = tuple(own)
     pair = (0, count - 1) if kind.source else (0,)
     rows = write_row(count, at) + alike(count, pair, kinds=kind.picks)
-    whole = {"at"} if kind.adds else {"at", "k"}
+    whole = frozenset() if kind.adds else frozenset({"k"})
     linear = (pair,) if kind.adds or kind.averages else ()
     additive = (0,) if kind.adds else ()
-    return Factors(all_of, (tensor,), whole=frozenset(whole), linear=linear, additive=additive, rows=rows)
+    return Factors((tensor, *operands), (tensor,), whole, linear=linear, additive=additive, rows=rows)
 
 
 def scatter_kind(call: Call) -> Write:

@@ -313,16 +313,15 @@ def sums_masks(dtype: torch.dtype) -> bool:
     return dtype is not torch.bool and (dtype.itemsize > 1 or not dtype.is_floating_point)
 
 
-def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
+def contributed(own: Sequence[Dim], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
     """The factors of taking something of `dim`; `masked` where each rank may contribute what it holds of a sharded one.
 
     Then only sums pass besides: the sum over one axis and the extremum over another would not be one reduction.
     """
-    whole = frozenset({own[dim]})
     if not masked:
-        return moved(own, result, whole=whole)
+        return moved(own, result)
     rows = (Row((Shard(dim),), (MaskPartial(),)),)
-    return Factors((tuple(own),), (tuple(result),), whole, linear=((0,),), keeps_zero=True, rows=rows)
+    return Factors((tuple(own),), (tuple(result),), linear=((0,),), keeps_zero=True, rows=rows)
 
 
 def runs_along(spec: DTensorSpec, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
@@ -366,7 +365,7 @@ def select(call: Call) -> Factors:
     """One index of a dim: of a sharded one, the rank that holds it contributes it."""
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
-    own = names(ndim)
+    own = kept(ndim, [at])
     return contributed(own, own[:at] + own[at + 1 :], at, sums_masks(call.results[0].dtype))
 
 
@@ -431,7 +430,8 @@ def slice_(call: Call) -> Factors:
     if len(slice_range(call)) == shape[at]:
         return moved(own, own)
     little = 2 * call.results[0].shape[at] <= shape[at]
-    return contributed(own, kept(len(shape), [at]), at, little and sums_masks(call.results[0].dtype))
+    rest = kept(len(shape), [at])
+    return contributed(rest, rest, at, little and sums_masks(call.results[0].dtype))
 
 
 # ---------------------------------------------------------------- backward of those

@@ -228,9 +228,17 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tu
 def _candidates(factors: Factors, given: tuple[Placement, ...]) -> tuple[Row, ...]:
     rows = [row for name in factors.names for row in _sharded(factors, name, given)]
     rows.extend(_partial(factors, given))
-    rows.extend(factors.rows)
+    rows.extend(row for row in factors.rows if not _shards_whole(factors, row))
     rows.append(Row((REPLICATE,) * len(factors.operands), (REPLICATE,) * len(factors.results)))
     return tuple(rows)
+
+
+def _shards_whole(factors: Factors, row: Row) -> bool:
+    """Whether a row given by hand shards a factor that must be whole."""
+    return bool(factors.whole) and any(
+        isinstance(placement, Shard | StridedShard) and dims[placement.dim] in factors.whole
+        for dims, placement in zip(factors.operands, row.inputs, strict=True)
+    )
 
 
 def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
