@@ -496,6 +496,38 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
+def _extremum(step: AllReduce | ReduceScatter) -> str | None:
+    op = reduction(step)
+    return op if op in ("min", "max") else None
+
+
+# Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of floats
+# travel as integers in the same order, with NaN at the end that wins.
+_ORDERED = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
+
+
+def _as_reducible(local: torch.Tensor, extremum: str | None) -> torch.Tensor:
+    """`local` as process groups can reduce it: itself, wider, or as integers that keep its order."""
+    if extremum is None or not local.is_floating_point():
+        wide = _WIDENED.get(local.dtype)
+        return local if wide is None else local.to(wide)
+    floats = local if local.dtype in _ORDERED else local.float()
+    kind, shift = _ORDERED[floats.dtype]
+    limits = torch.iinfo(kind)
+    bits = floats.contiguous().view(kind)
+    ordered = bits ^ ((bits >> shift) & limits.max)
+    return ordered.masked_fill_(floats.isnan(), limits.max if extremum == "max" else limits.min)
+
+
+def _from_reducible(total: torch.Tensor, dtype: torch.dtype, extremum: str | None) -> torch.Tensor:
+    """The reduced value in the dtype that it came in."""
+    if extremum is None or not dtype.is_floating_point:
+        return total if total.dtype is dtype else total.to(dtype)
+    floats = torch.float64 if dtype is torch.float64 else torch.float32
+    kind, shift = _ORDERED[floats]
+    return (total ^ ((total >> shift) & torch.iinfo(kind).max)).view(floats).to(dtype)
+
+
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as process groups can carry it: itself, or its bytes."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
