@@ -1,5 +1,7 @@
 """Both libraries over torch's fake process group: one rank of many in this process, whose collectives cost nothing."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import tensor as theirs
@@ -23,7 +25,7 @@ class Peer:
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.name = name
         self.mesh = ours.init_device_mesh("cpu", shape) if name == "shardwise" else their_mesh("cpu", shape)
-        library = ours if name == "shardwise" else theirs
+        library: Any = ours if name == "shardwise" else theirs
         self.DTensor, self.Shard = library.DTensor, library.Shard
         self.Replicate, self.Partial = library.Replicate, library.Partial
 

@@ -39,8 +39,8 @@ def distribute_tensor(
         tensor: the whole tensor. All ranks pass one of the same shape; the values are those of the source rank.
         device_mesh: the mesh.
         placements: how to lay it out; replicated by default.
-        src_data_rank: whose values count, as a rank of the mesh. None: every rank cuts its block out of its own tensor, and
-            nothing is moved.
+        src_data_rank: whose values count, as a rank of the mesh. None: every rank cuts its block out of its own
+            tensor, and nothing is moved.
         shard_order: which axis splits a dim first, where it is not the order of the mesh.
 
     Example:
@@ -67,7 +67,9 @@ def distribute_tensor(
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
     made = _make(local, spec)
-    return made.requires_grad_(tensor.requires_grad) if tensor.is_leaf else made
+    if tensor.is_leaf and tensor.requires_grad:
+        made.requires_grad_()
+    return made
 
 
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -119,7 +121,9 @@ def _factory(
     if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank
         local = bound_route(whole, spec).run(local)
     made = _make(local, spec)
-    return made.requires_grad_() if requires_grad else made
+    if requires_grad:
+        made.requires_grad_()
+    return made
 
 
 def zeros(

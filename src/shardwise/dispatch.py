@@ -26,7 +26,14 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import BoundRoute, bound_route, cached_routes
 from shardwise.fabric.virtual import RankTensor
-from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, meta_tensor, replicated, replicated_spec
+from shardwise.plan.propagate import (
+    OpSchema,
+    OutputSharding,
+    ShardingPropagator,
+    meta_tensor,
+    replicated,
+    replicated_spec,
+)
 from shardwise.rules.registry import DECOMPOSITIONS, RULES, find_rule
 
 __all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
@@ -202,9 +209,7 @@ def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
 
 def _without_shapes(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """A key with only what a pointwise result's dtype depends on."""
-    return tuple(
-        (part.tensor_meta.dtype, part.ndim == 0) if part.__class__ is DTensorSpec else part for part in key
-    )
+    return tuple((part.tensor_meta.dtype, part.ndim == 0) if part.__class__ is DTensorSpec else part for part in key)
 
 
 def _flat(key: Any) -> Iterator[Any]:
@@ -236,7 +241,7 @@ class OpDispatcher:
     """
 
     def __init__(self, tensor_class: type[torch.Tensor]) -> None:
-        self.tensor_class = tensor_class
+        self.tensor_class: Any = tensor_class
         self.cache: dict[tuple[Any, ...], Executor] = {}
         self.misses = 0
         self._dtypes: dict[tuple[Any, ...], torch.dtype] = {}  # of pointwise results, by signature without shapes
@@ -307,7 +312,7 @@ class OpDispatcher:
     ) -> Executor:
         """The executor of a call's signature."""
         info = OpInfo.of(func)
-        found = list(tensor_slots(info, args, kwargs))
+        found: list[tuple[Slot, Any]] = list(tensor_slots(info, args, kwargs))
         mesh = self._common_mesh(info, [tensor for _, tensor in found])
         slots = tuple(slot for slot, _ in found)
         self._check_plain(info, found, key)
@@ -343,7 +348,9 @@ class OpDispatcher:
         if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
             return self._executor(info, slots, specs, sharding)
         compute = compute or _torch_decomposition(func)
-        run = self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(info, compute, mesh)
+        run = (
+            self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(info, compute, mesh)
+        )
         return self._watched(info, run)
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
@@ -379,7 +386,7 @@ class OpDispatcher:
     def _known_metas(
         self, info: OpInfo, key: tuple[Any, ...], specs: Sequence[DTensorSpec]
     ) -> tuple[TensorMeta, ...] | None:
-        """What a pointwise operator gives on contiguous operands of a new shape, once its dtype is known from another."""
+        """What a pointwise operator gives on contiguous operands of a new shape, if its dtype is known from another."""
         if torch.Tag.pointwise not in info.op.tags or info.returns != ("Tensor",) or info.writes:
             return None
         dtype = self._dtypes.get(_without_shapes(key))
@@ -397,7 +404,12 @@ class OpDispatcher:
         return (TensorMeta(shape, None, dtype),)
 
     def _learn_dtypes(self, info: OpInfo, key: tuple[Any, ...], metas: tuple[TensorMeta, ...] | None) -> None:
-        if torch.Tag.pointwise in info.op.tags and metas is not None and len(metas) == 1 and len(self._dtypes) < MAX_ENTRIES:
+        if (
+            torch.Tag.pointwise in info.op.tags
+            and metas is not None
+            and len(metas) == 1
+            and len(self._dtypes) < MAX_ENTRIES
+        ):
             self._dtypes.setdefault(_without_shapes(key), metas[0].dtype)
 
     def _result_metas(
@@ -447,7 +459,11 @@ class OpDispatcher:
         local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
         # zeros on the ranks that hold nothing of a slice are no part of its base
         copies = any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
-        if not any(routes) and info.returns == ("Tensor",) and not (info.is_view and (copies or info.op in COPYING_VIEWS)):
+        if (
+            not any(routes)
+            and info.returns == ("Tensor",)
+            and not (info.is_view and (copies or info.op in COPYING_VIEWS))
+        ):
             simple = self._simple_executor(info, slots, sharding.outputs[0], mesh, patches, local_op, pinned)
             if simple is not None:
                 return simple
@@ -654,7 +670,8 @@ class OpDispatcher:
             for spec in wholes
         ]
         wraps = [
-            self.wrapper(whole if keep is None else keep.route.target) for whole, keep in zip(wholes, keeps, strict=True)
+            self.wrapper(whole if keep is None else keep.route.target)
+            for whole, keep in zip(wholes, keeps, strict=True)
         ]
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -775,9 +792,7 @@ class OpDispatcher:
 
         return run_on_copies
 
-    def _through_functional(
-        self, info: OpInfo, op: OpOverload, slots: tuple[Slot, ...], mesh: DeviceMesh
-    ) -> Executor:
+    def _through_functional(self, info: OpInfo, op: OpOverload, slots: tuple[Slot, ...], mesh: DeviceMesh) -> Executor:
         """Compute a new tensor and copy it into the one that is written to, in that one's layout."""
         written = [slot for slot in slots if slot.name in info.writes]
 
@@ -825,7 +840,11 @@ class OpDispatcher:
 
     def _whole_local(self, tensor: Any) -> torch.Tensor:
         whole = replicated(tensor._spec)
-        return tensor._local_tensor if whole is tensor._spec else bound_route(tensor._spec, whole).run(tensor._local_tensor)
+        return (
+            tensor._local_tensor
+            if whole is tensor._spec
+            else bound_route(tensor._spec, whole).run(tensor._local_tensor)
+        )
 
     def write(self, info: OpInfo, target: Any, value: Any) -> None:
         """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it."""
@@ -856,7 +875,7 @@ class OpDispatcher:
         dtype, strided = spec.tensor_meta.dtype, torch.strided
 
         def wrap(local: torch.Tensor) -> torch.Tensor:
-            result = make(tensor_class, shape, stride, None, None, dtype, strided, local.device)  # pyright: ignore
+            result = make(tensor_class, shape, stride, None, None, dtype, strided, local.device)  # pyright: ignore[reportCallIssue, reportArgumentType]
             result._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
             result._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
             return result

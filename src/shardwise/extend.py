@@ -35,9 +35,9 @@ def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None
     Args:
         op: the operator, or several.
         rule: a rule string such as "mk,kn->mn", with the operands and results in the order of the schema (lists
-            flattened). Left out, this is a decorator of a function that gets the operator's arguments, with `TensorMeta`
-            in place of tensors, and returns the rows of one axis: pairs of the results' placements and of the arguments'
-            placements (None for arguments that are no tensors).
+            flattened). Left out, this is a decorator of a function that gets the operator's arguments, with
+            `TensorMeta` in place of tensors, and returns the rows of one axis: pairs of the results' placements and
+            of the arguments' placements (None for arguments that are no tensors).
         facts: with a rule string, what `Factors` takes: `linear`, `reduce`, `whole`, `monotone`, ...
 
     Example:
@@ -135,9 +135,7 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
             if not torch.allclose(one.full_tensor(), plain, rtol=1e-4, atol=1e-5, equal_nan=True):
                 raise RuleError(f"{op}: the row {row.inputs} -> {row.outputs} gives a wrong value on {size} ranks")
             if one.placements != (placement,):
-                raise RuleError(
-                    f"{op}: the row {row.inputs} -> {row.outputs} gave {one.placements[0]} on {size} ranks"
-                )
+                raise RuleError(f"{op}: the row {row.inputs} -> {row.outputs} gave {one.placements[0]} on {size} ranks")
 
 
 def _with_metas(leaves: list[Any], tree: Any, at: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -149,9 +147,10 @@ def _spread(tensor: torch.Tensor, mesh: Any, placement: Placement) -> DTensor:
     if isinstance(placement, Partial) and placement.reduce_op == "sum" and type(placement) is Partial:
         whole = distribute_tensor(tensor, mesh, [Replicate()])
         other = distribute_tensor(torch.ones_like(tensor), mesh, [Replicate()])
-        parts = whole.redistribute(placements=[placement])._local_tensor
+        parts: Any = whole.redistribute(placements=[placement])._local_tensor
+        one: Any = other._local_tensor
         for sign, part in zip(itertools.cycle((1, -1)), parts.tensors[: 2 * (mesh.size() // 2)], strict=False):
-            part.add_(sign * other._local_tensor.tensors[0])
+            part.add_(sign * one.tensors[0])
         return _make(parts, whole._spec.with_placements([placement]))
     return distribute_tensor(tensor, mesh, [placement])
 
@@ -170,7 +169,7 @@ def local_map(
     Args:
         func: gets each rank's local tensors, and returns tensors of each rank. Left out, this is a decorator.
         out_placements: the placements of each result; one list for a single result, None for what is no tensor.
-        in_placements: the placements that each argument must have, None for what is no DTensor; not checked if left out.
+        in_placements: the placements that each argument must have, None for what is no DTensor; not checked if absent.
         in_grad_placements: for each argument how the gradient that comes back from its local lies.
         device_mesh: the mesh, where no argument is a DTensor.
         redistribute_inputs: bring arguments into `in_placements` instead of refusing others.
@@ -198,7 +197,7 @@ def local_map(
         gradients = list(in_grad_placements) if in_grad_placements is not None else [None] * len(leaves)
         if len(wanted) != len(leaves) or len(gradients) != len(leaves):
             raise LayoutError(
-                f"local_map: {len(wanted)} in_placements and {len(gradients)} in_grad_placements for {len(leaves)} arguments",
+                f"local_map: {len(leaves)} arguments, {len(wanted)} in_placements, {len(gradients)} in_grad_placements",
                 hint="give one for each argument, None for what is no DTensor",
             )
         for i, leaf in enumerate(leaves):

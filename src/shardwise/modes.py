@@ -1,4 +1,4 @@
-"""What the user allows: strict mode, implicit replication, and the warnings and errors about communication nobody asked for.
+"""What the user allows: strict mode, implicit replication; and the word about communication nobody asked for.
 
 Plain process-wide state, so that it holds in backward, which runs on other threads. Knows nothing of how operators run.
 """

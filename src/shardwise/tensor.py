@@ -1,4 +1,4 @@
-"""DTensor: one global tensor that lies over a mesh; from_local, to_local, redistribute, full_tensor and their gradients.
+"""DTensor: one global tensor that lies over a mesh; from_local, to_local, redistribute, and their gradients.
 
 What a move does to gradients is the table `GRADIENT_OF`. Operators are the dispatcher's business.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.core.layout import dense_strides
@@ -46,7 +47,7 @@ def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
 class DTensor(torch.Tensor):
     """A tensor that lies sharded, replicated or partial over a mesh of devices and behaves like one tensor.
 
-    Made by `distribute_tensor`, `DTensor.from_local` and the factories (`zeros`, `ones`, ...), not by calling the class.
+    Made by `distribute_tensor`, `DTensor.from_local` and the factories (`zeros`, ...), not by calling the class.
 
     Example:
         >>> import shardwise as sw
@@ -281,9 +282,7 @@ class DTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
-            raise RuntimeError(
-                "only DTensors made by the user (graph leaves) can be deep-copied; detach() it first"
-            )
+            raise RuntimeError("only DTensors made by the user (graph leaves) can be deep-copied; detach() it first")
         with torch.no_grad():
             copied = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
         memo[id(self)] = copied
@@ -449,7 +448,7 @@ def _gradient_placements(spec: DTensorSpec, given: Sequence[Any] | None) -> DTen
 def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int | None) -> DTensor:
     source = tensor._spec
     if source.tensor_meta is not target.tensor_meta:
-        tensor = tensor.to(target.tensor_meta.dtype)
+        tensor = _cast(tensor, target.tensor_meta.dtype)
         source = tensor._spec
         target = target.with_meta(source.tensor_meta)
     if source is target:
@@ -460,6 +459,10 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
         return _pending(tensor._local_tensor, bound, target)
     return _make(bound.run(tensor._local_tensor), target)
+
+
+def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
+    return tensor.to(dtype)  # pyright: ignore[reportReturnType]
 
 
 def _redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
@@ -482,7 +485,7 @@ class _PendingDTensor(DTensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+        for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, _PendingDTensor):
                 _settle(leaf)
         return DTensor.__torch_dispatch__(func, types, args, kwargs)
@@ -514,7 +517,7 @@ def _settle(tensor: DTensor) -> DTensor:
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> DTensor:  # pyright: ignore
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.spec, ctx.gradient = spec, gradient
         if any(not p.is_partial("sum") for p in spec.placements if isinstance(p, Partial)):
             ctx.save_for_backward(local)
@@ -534,7 +537,7 @@ def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Te
         op = spec.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
         if op == "avg":
             gradient = gradient / spec.mesh.shape[axis]
-    ops = {spec.placements[axis].reduce_op for axis in spec.partial_axes}  # pyright: ignore
+    ops = {spec.placements[axis].reduce_op for axis in spec.partial_axes}  # pyright: ignore[reportAttributeAccessIssue]
     if ops & {"min", "max"}:
         value = bound_route(spec, gradient_spec(spec)).run(part)
         chosen = (part == value).to(gradient.dtype)
@@ -560,7 +563,7 @@ def _product_of_others(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore
+    def forward(ctx: Any, tensor: DTensor, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.spec, ctx.gradient = tensor._spec, gradient
         local = tensor._local_tensor
         return local.view_as(local)
@@ -586,13 +589,13 @@ class _Redistribute(torch.autograd.Function):
         ctx.source, ctx.async_op, ctx.max_bytes = tensor._spec, async_op, max_bytes
         ctx.backward_dtype = backward_dtype
         moved = _moved(tensor, target, async_op, max_bytes)
-        return tensor.view_as(tensor) if moved is tensor else moved
+        return tensor.view_as(tensor) if moved is tensor else moved  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         source = gradient_spec(ctx.source)
         if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
-            grad = grad.to(ctx.backward_dtype)
+            grad = _cast(grad, ctx.backward_dtype)
         target = source.with_meta(grad._spec.tensor_meta)
         moved = _moved(grad, target, ctx.async_op, ctx.max_bytes)
         if moved.dtype is not source.tensor_meta.dtype:
@@ -604,7 +607,7 @@ class _OnEveryRank(torch.autograd.Function):
     """A plain tensor as the local of every virtual rank: the same program made it on each."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:  # pyright: ignore
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return RankTensor([tensor.detach().clone() for _ in mesh.grid_ranks])
 
     @staticmethod

@@ -335,7 +335,8 @@ def test_known_pitfalls(name, shape):
 
 @pytest.mark.parametrize("length", [4, 6, 7])
 def test_linear_on_a_sharded_sequence_moves_nothing(length, mesh):
-    x, weight, bias = torch.randn(2, length, 5, dtype=FLOAT), torch.randn(3, 5, dtype=FLOAT), torch.randn(3, dtype=FLOAT)
+    x = torch.randn(2, length, 5, dtype=FLOAT)
+    weight, bias = torch.randn(3, 5, dtype=FLOAT), torch.randn(3, dtype=FLOAT)
     assert_parity(F.linear, x, weight, bias, limit=12)
     whole = [sw.Replicate()]
     shards = sw.distribute_tensor(x, mesh, [sw.Shard(1)])

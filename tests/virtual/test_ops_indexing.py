@@ -8,7 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise import MaskPartial, Partial, Replicate, Shard
-from tests.virtual.parity import assert_parity, bytes_moved
+from tests.virtual.parity import assert_parity, bytes_moved, whole
 from tests.virtual.partials import KINDS, assert_value, held, mesh_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -208,3 +208,26 @@ def test_indices_that_are_sharded_add_up() -> None:
 def test_booleans_are_gathered() -> None:
     x = laid(X > 0, Shard(0))
     assert torch.equal(x[laid(K, Replicate())].full_tensor(), (X > 0)[K])
+
+
+def test_any_order_of_axes_and_strided_shards() -> None:
+    mesh, index, values = mesh_of(2, 3), torch.tensor([5, 0, -1]), -torch.ones(3, 4, dtype=torch.float64)
+    table = X.reshape(30, 4)[:14].contiguous()
+    everywhere = [Replicate(), Replicate()]
+    swapped = sw.distribute_tensor(table, mesh, everywhere).redistribute(
+        placements=[Shard(0), Shard(0)], shard_order=[(0, (1, 0))]
+    )
+    strided = sw.distribute_tensor(X[:2, :, :].contiguous(), mesh, [Replicate(), Shard(1)]).reshape(12, 4)
+    assert "S0/2" in strided.spec.layout
+    where, what = (sw.distribute_tensor(t, mesh, everywhere) for t in (index, values))
+    for x, plain in ((swapped, table), (strided, X[:2].reshape(12, 4))):
+        for fn in (
+            lambda x, i, v: x[i],
+            lambda x, i, v: (x[4], x[2:5], x.tril(1)),
+            lambda x, i, v: x.index_add(0, i % 7, v),
+            lambda x, i, v: x.clone().index_copy_(0, i % 7, v),
+            lambda x, i, v: _set(x, i, v),
+        ):
+            got, collectives, _ = bytes_moved(lambda fn=fn, x=x: fn(x, where, what))
+            assert collectives == 0
+            torch.testing.assert_close(whole(got), fn(plain, index, values))

@@ -1,7 +1,7 @@
 """The protocol of a fabric: bind a step to a callable on locals, and give each rank its own values.
 
-A local is what a DTensor holds here: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Nothing outside a
-fabric may depend on "my rank": it asks for per-rank values by `build` and `map`.
+A local is what a DTensor holds here: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Nothing outside
+a fabric may depend on "my rank": it asks for per-rank values by `build` and `map`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,9 +47,7 @@ class Fabric(ABC):
         """The local made of `make(coordinate)` for each rank here; an empty one on ranks outside the mesh."""
 
     @abstractmethod
-    def map(
-        self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor
-    ) -> torch.Tensor:
+    def map(self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor) -> torch.Tensor:
         """The local made of `fn(coordinate, *tensors)` for each rank here."""
 
     @abstractmethod
@@ -61,7 +59,9 @@ class Fabric(ABC):
         """The callable that carries `step` out on a local."""
 
     @abstractmethod
-    def scatter(self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None) -> torch.Tensor:
+    def scatter(
+        self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
+    ) -> torch.Tensor:
         """The local of each rank's block; `source` (a rank of the group) sends, None means each makes its own."""
 
     @abstractmethod
@@ -108,10 +108,11 @@ class Fabric(ABC):
         return start
 
 
+AnyFabric = TypeVar("AnyFabric", bound=Fabric)
 fabrics: dict[str, Fabric] = {}
 
 
-def register(fabric: Fabric) -> Fabric:
+def register(fabric: AnyFabric) -> AnyFabric:
     """Make a fabric known by its name."""
     fabrics[fabric.name] = fabric
     mesh_module.hosts[fabric.name] = fabric

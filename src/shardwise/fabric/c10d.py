@@ -501,8 +501,8 @@ def _extremum(step: AllReduce | ReduceScatter) -> str | None:
     return op if op in ("min", "max") else None
 
 
-# Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of floats
-# travel as integers in the same order, with NaN at the end that wins.
+# Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of
+# floats travel as integers in the same order, with NaN at the end that wins.
 _ORDERED = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
 
 

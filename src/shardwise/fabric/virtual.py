@@ -15,8 +15,16 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
-from shardwise.fabric.pieces import distinct_blocks, divide_average, empty_block, fill_from, local_step, pieces_for
-from shardwise.fabric.pieces import reduce_tensors, slicer
+from shardwise.fabric.pieces import (
+    distinct_blocks,
+    divide_average,
+    empty_block,
+    fill_from,
+    local_step,
+    pieces_for,
+    reduce_tensors,
+    slicer,
+)
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
 __all__ = ["RankTensor", "VirtualFabric"]
@@ -166,8 +174,8 @@ class VirtualFabric(Fabric):
     def bind(self, step: Step) -> BoundStep:
         mesh = step.before.mesh
         if step.collective is None:
-            steps = [local_step(step, coordinate) for coordinate in _coordinates(mesh)]
-            return lambda local: RankTensor([fn(t) for fn, t in zip(steps, local.tensors, strict=True)])  # pyright: ignore
+            steps: list[Any] = [local_step(step, coordinate) for coordinate in _coordinates(mesh)]
+            return lambda local: RankTensor([fn(t) for fn, t in zip(steps, _tensors(local, mesh), strict=True)])
         match step:
             case AllGather():
                 return self._all_gather(step)

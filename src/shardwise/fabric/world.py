@@ -39,8 +39,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """A mesh over all ranks.
 
-    Where a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual ones
-    inside this process. Inside `virtual()` or `dry_run()` these choose.
+    Where a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual
+    ones inside this process. Inside `virtual()` or `dry_run()` these choose.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -62,7 +62,7 @@ def init_device_mesh(
         if size != world:
             raise MeshError(
                 f"a mesh of shape {shape} needs {size} ranks, the world has {world}",
-                hint="use a shape whose product is the number of processes, or DeviceMesh(device_type, ranks) for a part",
+                hint="use a shape whose product is the number of processes, or DeviceMesh(device_type, ranks)",
             )
     ranks = torch.arange(size).reshape(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, fabric=fabric)

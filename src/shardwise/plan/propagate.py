@@ -1,7 +1,7 @@
 """ShardingPropagator: from an operator and the layouts of its operands to where everything must lie.
 
-First a candidate that needs no communication on every axis; else axis by axis by the cost model. Linear in the number of
-axes. Pure: decides, runs nothing but the operator's shape function on meta tensors.
+First a candidate that needs no communication on every axis; else axis by axis by the cost model. Linear in the number
+of axes. Pure: decides, runs nothing but the operator's shape function on meta tensors.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ class ShardingPropagator:
                 return OutputSharding(inputs, outputs, call, rule)
             factors = replace(factors, whole=factors.whole | unfit)
 
-    def _choose(
-        self, specs: Sequence[DTensorSpec], factors: Factors, pinned: tuple[int, ...]
-    ) -> list[Row] | None:
+    def _choose(self, specs: Sequence[DTensorSpec], factors: Factors, pinned: tuple[int, ...]) -> list[Row] | None:
         mesh = specs[0].mesh
         known: dict[tuple[Placement, ...], Sequence[Row]] = {}
         chosen = []
@@ -155,7 +153,12 @@ def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> b
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
     """Bytes that a rank receives when one axis of an operand changes."""
-    if n == 1 or have is want or isinstance(have, Replicate) or (isinstance(have, MaskPartial) and want.is_partial("sum")):
+    if (
+        n == 1
+        or have is want
+        or isinstance(have, Replicate)
+        or (isinstance(have, MaskPartial) and want.is_partial("sum"))
+    ):
         return 0.0
     if isinstance(want, Partial):
         return math.inf if not isinstance(have, Partial) else 2 * (n - 1) / n * held
@@ -165,7 +168,10 @@ def _received(have: Placement, want: Placement, n: int, held: int) -> float:
 
 
 def _lay_out(
-    specs: Sequence[DTensorSpec], results: Sequence[TensorMeta], factors: Factors, rows: Sequence[Row],
+    specs: Sequence[DTensorSpec],
+    results: Sequence[TensorMeta],
+    factors: Factors,
+    rows: Sequence[Row],
     pinned: tuple[int, ...] = (),
 ) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...], dict[str, tuple[int, ...]]]:
     """The specs that the chosen rows mean, with one order of axes for each factor."""
@@ -193,10 +199,10 @@ def _spec(
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):
             axes[placement.dim].append(axis)
-    ordered = (
-        tuple(a) if len(a) < 2 else tuple(sorted(a, key=lambda x, f=order.get(dims[d] or "", ()): _rank_in(f, x)))
-        for d, a in enumerate(axes)
-    )
+    ordered = []
+    for dim, found in enumerate(axes):
+        wanted = order.get(dims[dim] or "", ())
+        ordered.append(tuple(found) if len(found) < 2 else tuple(sorted(found, key=lambda a: _rank_in(wanted, a))))
     return DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, ordered)
 
 
@@ -231,9 +237,7 @@ def _factor_order(
     return order
 
 
-def _unfit(
-    factors: Factors, inputs: Sequence[DTensorSpec], order: Mapping[str, tuple[int, ...]]
-) -> frozenset[str]:
+def _unfit(factors: Factors, inputs: Sequence[DTensorSpec], order: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     """The sharded factors that a rule can use only with shards that are not empty, or only with equal ones."""
     constrained = {name for name in order if name in factors.even or name in factors.nonempty}
     unfit = set()

@@ -42,7 +42,7 @@ class Slice(Step):
         if self.before.block((0,) * self.before.mesh.ndim) == self.after.block((0,) * self.after.mesh.ndim):
             return "relabel"
         cut = [
-            f"dim {dim} by {self._names(after[len(before):])}"
+            f"dim {dim} by {self._names(after[len(before) :])}"
             for dim, (before, after) in enumerate(zip(self.before.dim_axes, self.after.dim_axes, strict=True))
             if len(after) > len(before)
         ]

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard
+from shardwise.core.layout import Run
+from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.movement import sums_masks, wrapped
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike, pointwise
 from shardwise.rules.registry import Call, declare_rule, decomposition, rule
 
@@ -22,28 +23,22 @@ aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
 
 
-def lookup_rows(operands: int, dim: int, dtype: torch.dtype) -> tuple[Row, ...]:
-    """The rows of a look-up in the first operand: Partial there, or sharded along the dim that is looked up.
+def lookup(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dtype: torch.dtype) -> Factors:
+    """The factors of a look-up in the first operand along the dim "at" of it.
 
-    With the latter only sums pass: the sum over one axis and the extremum over another would not be one reduction.
+    Where that may be sharded only sums pass: a sum over one axis and an extremum over another are not one reduction.
     """
+    count, everything = len(operands), tuple(operands)
     if not sums_masks(dtype):
-        return alike(operands, (0,))
-    masked = Row((Shard(dim), *(Replicate(),) * (operands - 1)), (MaskPartial(),))
-    return (*alike(operands, (0,), kinds=SUMS), masked)
-
-
-def write_row(operands: int, dim: int) -> tuple[Row, ...]:
-    """The row in which the first operand is sharded along the dim that is written to."""
-    kept: Placement = Shard(dim)
-    return (Row((kept, *(Replicate(),) * (operands - 1)), (kept,)),)
+        return Factors(everything, (result,), frozenset({"at"}), rows=alike(count, (0,)))
+    return Factors(everything, (result,), reduce={"at": "mask"}, rows=alike(count, (0,), kinds=SUMS))
 
 
 class Held(NamedTuple):
-    """What a rank holds of the dim that is indexed: from `start` on, of `size` in all."""
+    """What a rank holds of the dim that is indexed: some runs of the indices up to `size`."""
 
     dim: int
-    start: int
+    runs: tuple[Run, ...]
     size: int
 
 
@@ -57,7 +52,7 @@ def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]
         dim = dim_of(call)
         if dim >= spec.ndim or not spec.dim_axes[dim]:
             return {}
-        return {"held": Held(dim, spec.block(coordinate).runs[dim][0].start, spec.shape[dim])}
+        return {"held": Held(dim, spec.block(coordinate).runs[dim], spec.shape[dim])}
 
     return localize
 
@@ -68,8 +63,14 @@ def own_dim(call: Call) -> int:
 
 
 def local_of(index: torch.Tensor, held: Held) -> torch.Tensor:
-    """Global indices, negative ones among them, counted from where this rank's part begins."""
-    return torch.where(index < 0, index + held.size, index) - held.start
+    """Where global indices, negative ones among them, lie in this rank's part; -1 for those that do not."""
+    index = torch.where(index < 0, index + held.size, index)
+    at, before = torch.full_like(index, -1), 0
+    for run in held.runs:
+        inside = (index >= run.start) & (index < run.start + run.length)
+        at = torch.where(inside, index - run.start + before, at)
+        before += run.length
+    return at
 
 
 def by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
 
 
 class Indexed(NamedTuple):
-    """The factors of advanced indexing: of the tensor, of each index, and of what is taken."""
+    """The factors of advanced indexing: of the tensor (a dim that alone is indexed is "at"), the indices, the taken."""
 
     tensor: tuple[Dim, ...]
     indices: tuple[tuple[Dim, ...], ...]
@@ -99,7 +100,8 @@ def indexed(call: Call) -> Indexed | None:
     dims = [d for d, _ in found]
     common = torch.broadcast_shapes(*(index.shape for _, index in found))
     places = [f"i{len(common) - k}" for k in range(len(common))]
-    tensor: list[Dim] = [None if d in dims else f"d{d}" for d in range(len(shape))]
+    alone = "at" if len(dims) == 1 else None
+    tensor: list[Dim] = [alone if d in dims else f"d{d}" for d in range(len(shape))]
     indices = tuple(
         tuple(
             None if size != common[len(common) - len(index.shape) + k] else places[len(common) - len(index.shape) + k]
@@ -131,9 +133,8 @@ def local_index(
     after = local.shape[held.dim + 1 :]
     if not count:
         return local.new_zeros((*local.shape[: held.dim], *at.shape, *after))
-    inside = (at >= 0) & (at < count)
-    taken = aten.index.Tensor(local, [None] * held.dim + [at.clamp(0, count - 1)])
-    return taken.masked_fill_(~inside.reshape(*at.shape, *(1,) * len(after)), 0)
+    taken = aten.index.Tensor(local, [None] * held.dim + [at.clamp(min=0)])
+    return taken.masked_fill_((at < 0).reshape(*at.shape, *(1,) * len(after)), 0)
 
 
 @rule(aten._unsafe_index.Tensor, aten.index.Tensor, localize=held_along(first_indexed), local_op=local_index)
@@ -142,10 +143,10 @@ def index(call: Call) -> Factors | None:
     found = indexed(call)
     if found is None:
         return None
-    count = len(call.operands)
-    one = len(found.dims) == 1
-    rows = lookup_rows(count, found.dims[0], call["self"].dtype) if one else alike(count, (0,))
-    return Factors((found.tensor, *found.indices), (found.taken,), rows=rows)
+    operands = (found.tensor, *found.indices)
+    if len(found.dims) == 1:
+        return lookup(operands, found.taken, call["self"].dtype)
+    return Factors(operands, (found.taken,), rows=alike(len(operands), (0,)))
 
 
 def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
@@ -160,7 +161,7 @@ def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
 
         def moved(index: torch.Tensor) -> torch.Tensor:
             at = local_of(index, held)
-            return torch.where((at >= 0) & (at < count), at, count)
+            return torch.where(at < 0, count, at)
 
         if "indices" in named:
             named["indices"] = [None if i is None else moved(i) for i in named["indices"]]
@@ -187,12 +188,11 @@ def index_put(call: Call) -> Factors | None:
     given = tuple(
         found.taken[missing + k] if size == found.shape[missing + k] else None for k, size in enumerate(values.shape)
     )
-    rows = write_row(count, found.dims[0]) if len(found.dims) == 1 else ()
     operands, pair = (found.tensor, *found.indices, given), (0, count - 1)
     if call["accumulate"]:
-        return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,), rows=rows)
+        return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,))
     places = frozenset(name for name in found.taken if name is not None and name.startswith("i"))
-    return Factors(operands, (found.tensor,), whole=places, rows=alike(count, pair, kinds=SUMS) + rows)
+    return Factors(operands, (found.tensor,), whole=places, rows=alike(count, pair, kinds=SUMS))
 
 
 def declare_write(
@@ -266,14 +266,14 @@ def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
         named = by_name(op, args, kwargs)
         local, index = named["self"], named["index"]
         at, count = local_of(index, held), local.shape[held.dim]
-        inside = (at >= 0) & (at < count)
+        outside = at < 0
         if op is aten.index_select.default:
-            inside = inside.reshape([-1 if d == held.dim else 1 for d in range(local.dim())])
+            outside = outside.reshape([-1 if d == held.dim else 1 for d in range(local.dim())])
         if not count:
             one = [1 if d == held.dim else size for d, size in enumerate(local.shape)]
-            named["self"], count = local.new_zeros(one), 1
-        named["index"] = at.clamp(0, count - 1)
-        return op(**named).masked_fill_(~inside, 0)
+            named["self"] = local.new_zeros(one)
+        named["index"] = at.clamp(min=0)
+        return op(**named).masked_fill_(outside, 0)
 
     return run
 
@@ -284,11 +284,10 @@ def index_select(call: Call) -> Factors:
     ndim, at = len(call["self"].shape), own_dim(call)
     if not ndim:
         return Factors(((), (None,) * len(call["index"].shape)), ((),), rows=alike(2, (0,)))
-    own: list[Dim] = [None if d == at else f"d{d}" for d in range(ndim)]
+    own: list[Dim] = ["at" if d == at else f"d{d}" for d in range(ndim)]
     place: Dim = "k" if call["index"].shape else None
     result = (*own[:at], place, *own[at + 1 :])
-    rows = lookup_rows(2, at, call["self"].dtype)
-    return Factors((tuple(own), (place,) if place else ()), (result,), rows=rows)
+    return lookup((tuple(own), (place,) if place else ()), result, call["self"].dtype)
 
 
 def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
@@ -317,8 +316,8 @@ def gather(call: Call) -> Factors:
     if not own:
         return unnamed(call, rows=alike(2, (0,)))
     taken = tuple("k" if d == at else name for d, name in enumerate(own))
-    rows = lookup_rows(2, at, call["self"].dtype)
-    return Factors((tuple(own), taken), (taken,), rows=rows)
+    own[at] = "at"
+    return lookup((tuple(own), taken), taken, call["self"].dtype)
 
 
 class Write(NamedTuple):
@@ -340,9 +339,9 @@ class Write(NamedTuple):
 def write_factors(call: Call, kind: Write, own: Sequence[Dim], operands: Sequence[tuple[Dim, ...]], at: int) -> Factors:
     """The factors of a write: `own` of the tensor with dim `at` whole, and those of all operands."""
     count = len(call.operands)
-    tensor = tuple(own)
+    tensor = tuple("at" if d == at else name for d, name in enumerate(own))
     pair = (0, count - 1) if kind.source else (0,)
-    rows = write_row(count, at) + alike(count, pair, kinds=kind.picks)
+    rows = alike(count, pair, kinds=kind.picks)
     whole = frozenset() if kind.adds else frozenset({"k"})
     linear = (pair,) if kind.adds or kind.averages else ()
     additive = (0,) if kind.adds else ()

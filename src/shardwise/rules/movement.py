@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Run
-from shardwise.core.placement import MaskPartial, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.pointwise import EXTREMA, SUMS, alike
 from shardwise.rules.registry import Call, is_zero, rule
 from shardwise.rules.view import local_size
@@ -313,15 +312,14 @@ def sums_masks(dtype: torch.dtype) -> bool:
     return dtype is not torch.bool and (dtype.itemsize > 1 or not dtype.is_floating_point)
 
 
-def contributed(own: Sequence[Dim], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
+def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
     """The factors of taking something of `dim`; `masked` where each rank may contribute what it holds of a sharded one.
 
     Then only sums pass besides: the sum over one axis and the extremum over another would not be one reduction.
     """
     if not masked:
-        return moved(own, result)
-    rows = (Row((Shard(dim),), (MaskPartial(),)),)
-    return Factors((tuple(own),), (tuple(result),), linear=((0,),), keeps_zero=True, rows=rows)
+        return moved(own, result, whole=frozenset({own[dim]}))
+    return Factors((tuple(own),), (tuple(result),), reduce={own[dim]: "mask"}, linear=((0,),), keeps_zero=True)
 
 
 def runs_along(spec: DTensorSpec, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
@@ -365,7 +363,7 @@ def select(call: Call) -> Factors:
     """One index of a dim: of a sharded one, the rank that holds it contributes it."""
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
-    own = kept(ndim, [at])
+    own = names(ndim)
     return contributed(own, own[:at] + own[at + 1 :], at, sums_masks(call.results[0].dtype))
 
 
@@ -430,8 +428,7 @@ def slice_(call: Call) -> Factors:
     if len(slice_range(call)) == shape[at]:
         return moved(own, own)
     little = 2 * call.results[0].shape[at] <= shape[at]
-    rest = kept(len(shape), [at])
-    return contributed(rest, rest, at, little and sums_masks(call.results[0].dtype))
+    return contributed(own, kept(len(shape), [at]), at, little and sums_masks(call.results[0].dtype))
 
 
 # ---------------------------------------------------------------- backward of those

@@ -41,7 +41,8 @@ class Factors:
         operands: for each tensor operand the factor of each dim.
         results: for each result the factor of each dim.
         whole: factors that may not be sharded.
-        reduce: the reduction of a factor that no result has; "sum" where not given.
+        reduce: the reduction of a factor that no result has; "sum" where not given, "mask" where each element of the
+            result comes from one rank and is zero on the others.
         summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
         untouched: pairs (factor, result): the result does not depend on how the factor is sharded, and is replicated.
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
@@ -131,7 +132,9 @@ def parse(text: str) -> Pattern:
             group, opened = [], start
         elif mark == ")":
             if not group:
-                raise NotationError.at(text, start, "')' closes nothing" if group is None else "'()' names no factor; write 1")
+                raise NotationError.at(
+                    text, start, "')' closes nothing" if group is None else "'()' names no factor; write 1"
+                )
             operand.append(tuple(group))
             group = None
         elif group is not None:
@@ -213,7 +216,8 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tu
 
     Example:
         >>> mm = Factors((("m", "k"), ("k", "n")), (("m", "n"),), linear=((0,), (1,)))
-        >>> for row in candidates(mm): print(row.inputs, row.outputs)
+        >>> for row in candidates(mm):
+        ...     print(row.inputs, row.outputs)
         (Shard(0), Replicate()) (Shard(0),)
         (Shard(1), Shard(0)) (Partial(sum),)
         (Replicate(), Shard(1)) (Shard(1),)
@@ -252,7 +256,8 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
             splits.add(placement.split_factor)
     depend = [dims for i, dims in enumerate(factors.results) if (name, i) not in factors.untouched]
     contracted = name in factors.summed or not any(name in dims for dims in depend)
-    reduction = Partial(factors.reduce.get(name, "sum"))
+    kind = factors.reduce.get(name, "sum")
+    reduction = MaskPartial() if kind == "mask" else Partial(kind)
     for rows in sorted(splits):
         inputs = [_shard(dims, name, rows) for dims in factors.operands]
         for operand in factors.additive if contracted else ():

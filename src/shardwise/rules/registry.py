@@ -46,9 +46,7 @@ class Call:
 # What the operator must be called with on the rank at a coordinate, when its plain arguments depend on the layout.
 Localize = Callable[[Call, Sequence[DTensorSpec], Sequence[DTensorSpec], Coordinate], Mapping[str, Any]]
 # For operators whose layouts do not fall apart by axis (views): the specs wanted and the specs that result.
-Layouts = Callable[
-    [Call, Sequence[DTensorSpec]], tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]] | None
-]
+Layouts = Callable[[Call, Sequence[DTensorSpec]], tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]] | None]
 
 
 def _no_factors(call: Call) -> None:
@@ -64,7 +62,7 @@ class Rule:
             run replicated).
         layouts: in place of factors, for operators whose axes cannot be looked at one by one.
         localize: arguments to be replaced on each rank (sizes, offsets).
-        reads: arguments of kind Scalar or float that the rule reads, each with what it looks at (whether it is zero, say):
+        reads: arguments of kind Scalar or float that the rule reads, each with what it looks at (whether it is zero):
             that is part of the dispatch key. Other numbers are not.
         local_op: what to run on the locals in place of the operator, with the same arguments.
     """
@@ -106,9 +104,7 @@ def _looked_at(reads: Sequence[str] | Mapping[str, Callable[[Any], Any]]) -> Map
     return reads if isinstance(reads, Mapping) else dict.fromkeys(reads, lambda value: value)
 
 
-def layout_rule(
-    *ops: Any, localize: Localize | None = None, local_op: Callable[..., Any] | None = None
-) -> Callable:
+def layout_rule(*ops: Any, localize: Localize | None = None, local_op: Callable[..., Any] | None = None) -> Callable:
     """Declare a rule that looks at all axes at once."""
 
     def declare(layouts: Layouts) -> Layouts:

@@ -105,7 +105,9 @@ def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int
     return placed
 
 
-def map_group(spec: DTensorSpec, group: Group, after: Sequence[int], axes: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]] | int:
+def map_group(
+    spec: DTensorSpec, group: Group, after: Sequence[int], axes: Sequence[Sequence[int]]
+) -> list[list[tuple[int, int]]] | int:
     """Where the splits of a group go; or the axis of one that must be gathered."""
     split = [dim for dim in group.inputs if axes[dim]]
     if not split:
@@ -123,7 +125,9 @@ def map_group(spec: DTensorSpec, group: Group, after: Sequence[int], axes: Seque
     return _place([d for d in digits if d is not None], [after[dim] for dim in group.outputs])
 
 
-def _uneven(spec: DTensorSpec, group: Group, after: Sequence[int], dim: int, axis: int) -> list[list[tuple[int, int]]] | None:
+def _uneven(
+    spec: DTensorSpec, group: Group, after: Sequence[int], dim: int, axis: int
+) -> list[list[tuple[int, int]]] | None:
     """A single split of the last dim of a group may be uneven: each row is split alike, before and after the view."""
     if dim != group.inputs[-1]:
         return None
@@ -174,7 +178,9 @@ def _with_axes(spec: DTensorSpec, axes: Sequence[Sequence[int]]) -> DTensorSpec:
     return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), spec.tensor_meta, [tuple(a) for a in axes])
 
 
-def local_size(call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]) -> Mapping[str, Any]:
+def local_size(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+) -> Mapping[str, Any]:
     """The size argument on the rank at `coordinate`: the shape of its block of the result."""
     name = "shape" if "shape" in call.arguments else "size"
     return {name: list(outputs[0].local_shape(coordinate))}
@@ -189,15 +195,15 @@ def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequen
         return local.reshape(size)
 
 
-@layout_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, localize=local_size, local_op=view_or_copy)
+@layout_rule(
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, localize=local_size, local_op=view_or_copy
+)
 def view(call: Call, specs: Sequence[DTensorSpec]) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]:
     """The layouts of a view: what it needs and what it gives."""
     spec, result = specs[0], call.results[0]
     axes, placed = regroup(spec, result.shape)
     wanted = spec if [list(a) for a in spec.dim_axes] == axes else _with_axes(spec, axes)
-    placements: list[Placement] = [
-        Replicate() if isinstance(p, Shard | StridedShard) else p for p in wanted.placements
-    ]
+    placements: list[Placement] = [Replicate() if isinstance(p, Shard | StridedShard) else p for p in wanted.placements]
     for dim, splits in enumerate(placed):
         for axis, rows in splits:
             placements[axis] = StridedShard(dim, rows) if rows else Shard(dim)
