@@ -321,7 +321,8 @@ class OpDispatcher:
             for _, tensor in found
         )
         functional = functional_of(func) if info.writes and None not in info.returned else None
-        if info.outs and functional is not None:
+        into_plain = any(slot.name in info.writes and not isinstance(t, self.tensor_class) for slot, t in found)
+        if (info.outs or into_plain) and functional is not None:
             return self._watched(info, self._through_functional(info, functional, slots, mesh))
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
         metas = self._known_metas(info, key, specs) or self._result_metas(info, slots, specs, args, kwargs)
@@ -431,16 +432,13 @@ class OpDispatcher:
         try:
             results = info.op(*new_args, **new_kwargs)
         except NotImplementedError:
-            return None
+            return None if info.returns else ()
         tensors = results if isinstance(results, tuple | list) else () if results is None else (results,)
         if tensors and not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return None
         tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         if any(tensor.layout is not torch.strided for tensor in tensors):
-            raise UnsupportedError(
-                f"{info.op} gives a sparse tensor, and a DTensor is dense",
-                hint="use to_local() or full_tensor() and make that sparse",
-            )
+            raise _sparse_result(info)
         return tuple(TensorMeta.of(tensor) for tensor in tensors)
 
     # ---------------------------------------------------------------- executors
@@ -599,7 +597,7 @@ class OpDispatcher:
             if pinned:
                 return self._with_written(info, args, kwargs, results, wraps, mesh)
             if wraps is None:
-                return self._wrap_replicated(results, mesh)
+                return self._wrap_replicated(info, results, mesh)
             if results is None:
                 return None
             if isinstance(results, tuple | list):
@@ -627,7 +625,7 @@ class OpDispatcher:
         items = results if len(info.returns) > 1 else (results,)
         fresh = iter(wraps or ())
         given = tuple(
-            bound[name] if name is not None else next(fresh)(item) if wraps else self._wrap_replicated(item, mesh)
+            bound[name] if name is not None else next(fresh)(item) if wraps else self._wrap_replicated(info, item, mesh)
             for name, item in zip(info.returned, items, strict=False)
         )
         return None if not given else given[0] if len(given) == 1 else given
@@ -882,12 +880,15 @@ class OpDispatcher:
 
         return wrap
 
-    def _wrap_replicated(self, results: Any, mesh: DeviceMesh) -> Any:
+    def _wrap_replicated(self, info: OpInfo, results: Any, mesh: DeviceMesh) -> Any:
         """Results of an operator that ran on whole tensors everywhere, whose shapes are known only now."""
         if isinstance(results, tuple | list):
-            return _like(results, (self._wrap_replicated(result, mesh) for result in results))
+            return _like(results, (self._wrap_replicated(info, result, mesh) for result in results))
         if not isinstance(results, torch.Tensor):
             return results
+        one = results.tensors[0] if isinstance(results, RankTensor) else results
+        if one.layout is not torch.strided:
+            raise _sparse_result(info)
         return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(results)
 
     def forget(self) -> None:
@@ -938,6 +939,13 @@ def _draws_alone(op: OpOverload) -> bool:
     if name == "bernoulli":
         return op._overloadname == "p"
     return (name in alone and op._overloadname in ("default", "from", "to", "")) or name.endswith("_like")
+
+
+def _sparse_result(info: OpInfo) -> UnsupportedError:
+    return UnsupportedError(
+        f"{info.op} gives a sparse tensor, and a DTensor is dense",
+        hint="use to_local() or full_tensor() and make that sparse",
+    )
 
 
 def _like(results: Any, items: Iterator[Any]) -> Any:

@@ -270,9 +270,9 @@ def watching() -> Iterator[Watch]:
     def moved(route: Any) -> None:
         watch.moved = True
 
-    def noted() -> Any:
+    def noted(op: Any) -> Any:
         watch.decomposed = True
-        return decomposing()
+        return decomposing(op)
 
     modes._warned.clear()
     routes.observers.append(moved)

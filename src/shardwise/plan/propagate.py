@@ -96,17 +96,30 @@ class ShardingPropagator:
         self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...]
     ) -> OutputSharding | None:
         """Rows for every axis; factors that turn out to leave a rank with a shard it cannot use are kept whole."""
+        whole_axes: frozenset[int] = frozenset()
         while True:
-            rows = self._choose(schema.specs, factors, pinned)
+            rows = self._choose(schema.specs, factors, pinned, whole_axes)
             if rows is None:
                 return None
+            clashing = _clashing(rows)
+            if clashing is not None:
+                whole_axes |= {clashing}
+                continue
             inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
             unfit = _unfit(factors, inputs, order)
             if not unfit:
-                return OutputSharding(inputs, outputs, call, rule)
-            factors = replace(factors, whole=factors.whole | unfit)
+                # an order of axes that cannot be kept would move what is written to
+                kept = all(inputs[i] is schema.specs[i] for i in pinned)
+                return OutputSharding(inputs, outputs, call, rule) if kept else None
+            factors = replace(factors, barred=factors.barred | unfit)
 
-    def _choose(self, specs: Sequence[DTensorSpec], factors: Factors, pinned: tuple[int, ...]) -> list[Row] | None:
+    def _choose(
+        self,
+        specs: Sequence[DTensorSpec],
+        factors: Factors,
+        pinned: tuple[int, ...],
+        whole_axes: frozenset[int],
+    ) -> list[Row] | None:
         mesh = specs[0].mesh
         known: dict[tuple[Placement, ...], Sequence[Row]] = {}
         chosen = []
@@ -120,6 +133,10 @@ class ShardingPropagator:
                     if not rows:
                         return None
                 known[given] = rows
+            if axis in whole_axes:
+                rows = [row for row in rows if not any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
+                if not rows:
+                    return None
             exact = next((row for row in rows if row.inputs == given), None)
             best = exact or min(rows, key=lambda row: self._row_cost(specs, axis, given, row))
             if exact is None and math.isinf(self._row_cost(specs, axis, given, best)[0]):
@@ -142,6 +159,18 @@ class ShardingPropagator:
             if isinstance(want, Replicate | Partial):
                 left += spec.local_bytes
         return seconds, left
+
+
+def _clashing(rows: Sequence[Row]) -> int | None:
+    """The first axis whose reduction does not commute with that of an axis before it, in some operand or result."""
+    for placements in zip(*((*row.inputs, *row.outputs) for row in rows), strict=True):
+        seen: set[str] = set()
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Partial):
+                seen.add(placement.reduce_op)
+                if len(seen) > 1 and not seen <= {"sum", "avg"}:
+                    return axis
+    return None
 
 
 def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> bool:

@@ -52,6 +52,7 @@ class Factors:
         keeps_zero: whether zeros stay zeros, so that a MaskPartial passes.
         nonempty: factors of which no rank may be left with an empty shard.
         even: factors that must be split into equal shards.
+        barred: factors that turned out not to fit a call; not even a row given by hand may shard them.
         rows: further rows that do not fit the scheme.
     """
 
@@ -68,6 +69,7 @@ class Factors:
     keeps_zero: bool = False
     nonempty: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
+    barred: frozenset[str] = frozenset()
     rows: tuple[Row, ...] = ()
 
     @property
@@ -232,21 +234,21 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tu
 def _candidates(factors: Factors, given: tuple[Placement, ...]) -> tuple[Row, ...]:
     rows = [row for name in factors.names for row in _sharded(factors, name, given)]
     rows.extend(_partial(factors, given))
-    rows.extend(row for row in factors.rows if not _shards_whole(factors, row))
+    rows.extend(row for row in factors.rows if not _shards_barred(factors, row))
     rows.append(Row((REPLICATE,) * len(factors.operands), (REPLICATE,) * len(factors.results)))
     return tuple(rows)
 
 
-def _shards_whole(factors: Factors, row: Row) -> bool:
-    """Whether a row given by hand shards a factor that must be whole."""
-    return bool(factors.whole) and any(
-        isinstance(placement, Shard | StridedShard) and dims[placement.dim] in factors.whole
+def _shards_barred(factors: Factors, row: Row) -> bool:
+    """Whether a row given by hand shards a factor that does not fit the call."""
+    return bool(factors.barred) and any(
+        isinstance(placement, Shard | StridedShard) and dims[placement.dim] in factors.barred
         for dims, placement in zip(factors.operands, row.inputs, strict=True)
     )
 
 
 def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
-    if name in factors.whole or not any(name in dims for dims in factors.operands):
+    if name in factors.whole or name in factors.barred or not any(name in dims for dims in factors.operands):
         return
     splits = {0}
     if name in factors.even:  # even shards may still be uneven in each row
