@@ -158,7 +158,6 @@ def test_one_element_is_promoted_and_implicit_replication_allows_more(mesh):
         lambda x: x.max(1)[0],
         lambda x: F.one_hot(x.abs().long(), 10).double(),
         lambda x: x.prod(1),
-        lambda x: torch.combinations(x[:, 0]),
     ],
 )
 def test_operators_that_make_plain_tensors_inside_work(fn):
