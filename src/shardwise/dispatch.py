@@ -320,9 +320,10 @@ class OpDispatcher:
             tensor._spec if isinstance(tensor, self.tensor_class) else replicated_spec(mesh, TensorMeta.of(tensor))
             for _, tensor in found
         )
+        self._check_device(info, kwargs, mesh)
         functional = functional_of(func) if info.writes and None not in info.returned else None
         into_plain = any(slot.name in info.writes and not isinstance(t, self.tensor_class) for slot, t in found)
-        if (info.outs or into_plain) and functional is not None:
+        if (info.outs or (into_plain and func not in DECOMPOSITIONS)) and functional is not None:
             return self._watched(info, self._through_functional(info, functional, slots, mesh))
         schema = OpSchema(func, self._with_specs(info, args, kwargs, dict(zip(slots, specs, strict=True))), specs)
         metas = self._known_metas(info, key, specs) or self._result_metas(info, slots, specs, args, kwargs)
@@ -337,7 +338,13 @@ class OpDispatcher:
         if info.writes:
             compute = DECOMPOSITIONS.get(func)
             if compute is not None and (sharding is None or _communicates(specs, sharding.inputs)):
-                return self._watched(info, self._decomposed(info, compute, mesh))
+
+                def at_once() -> Executor:
+                    if sharding is None:
+                        return self._through_copies(info, slots, specs, pinned)
+                    return self._executor(info, slots, specs, sharding, pinned)
+
+                return self._watched(info, self._decomposed(info, compute, mesh, at_once))
             if sharding is None and functional is not None:
                 return self._watched(info, self._through_functional(info, functional, slots, mesh))
             if sharding is None:
@@ -349,10 +356,13 @@ class OpDispatcher:
         if sharding is not None and (compute is None or not _communicates(specs, sharding.inputs)):
             return self._executor(info, slots, specs, sharding)
         compute = compute or _torch_decomposition(func)
-        run = (
-            self._without_rule(info, slots, specs, metas) if compute is None else self._decomposed(info, compute, mesh)
-        )
-        return self._watched(info, run)
+
+        def directly() -> Executor:
+            if sharding is None:
+                return self._without_rule(info, slots, specs, metas)
+            return self._executor(info, slots, specs, sharding)
+
+        return self._watched(info, directly() if compute is None else self._decomposed(info, compute, mesh, directly))
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
         meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.tensor_class)}
@@ -362,6 +372,15 @@ class OpDispatcher:
                 hint="bring them to one mesh first, with redistribute(mesh, placements)",
             )
         return next(iter(meshes))
+
+    def _check_device(self, info: OpInfo, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+        """A DTensor lies on the devices of its mesh, and its results do."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in (mesh.device_type, "meta"):
+            raise UnsupportedError(
+                f"{info.op} was asked for the device {device}, but the operands lie on {mesh}",
+                hint="a DTensor stays on the devices of its mesh; take full_tensor() or to_local() elsewhere",
+            )
 
     def _check_plain(self, info: OpInfo, found: Sequence[tuple[Slot, Any]], key: tuple[Any, ...]) -> None:
         """Refuse a plain tensor among DTensors that only the user could place."""
@@ -455,6 +474,8 @@ class OpDispatcher:
         routes = _routes(specs, sharding.inputs)
         patches = self._patches(info, sharding, mesh)
         local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
+        if _any_complex(specs, sharding.outputs):
+            local_op = seeing_conjugates(local_op or info.op)
         # zeros on the ranks that hold nothing of a slice are no part of its base
         copies = any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
         if (
@@ -527,7 +548,7 @@ class OpDispatcher:
             return wrap(op(a, b, *rest, **kwargs))
 
         if pinned:
-            return write if local_op is None else None
+            return write
         if mesh.fabric == VIRTUAL:
             run = unary_lockstep if len(slots) == 1 else binary_lockstep
             return self._watched(info, run)
@@ -697,10 +718,17 @@ class OpDispatcher:
 
         return run
 
-    def _decomposed(self, info: OpInfo, compute: Callable[..., Any], mesh: DeviceMesh) -> Executor:
-        """Computed from other operators; plain tensors that come out were made on the way, alike on every rank."""
+    def _decomposed(
+        self, info: OpInfo, compute: Callable[..., Any], mesh: DeviceMesh, directly: Callable[[], Executor]
+    ) -> Executor:
+        """Computed from other operators; plain tensors that come out were made on the way, alike on every rank.
+
+        A decomposition that comes back to its own operator gets it `directly`.
+        """
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if modes.is_decomposing(info.op):
+                return directly()(args, kwargs)
             with modes.decomposing(info.op):
                 results = self._wrap_plain(compute(*args, **kwargs), mesh)
             if info.is_view:
@@ -729,7 +757,8 @@ class OpDispatcher:
         routes = _routes(specs, [replicated(spec) for spec in specs])
         outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
         draws = torch.Tag.nondeterministic_seeded in info.op.tags
-        run = self._general_executor(info, slots, routes, None, outputs, mesh, draws=draws)
+        local_op = seeing_conjugates(info.op) if _any_complex(specs, outputs or ()) else None
+        run = self._general_executor(info, slots, routes, None, outputs, mesh, local_op=local_op, draws=draws)
         moving = [route.route for route in routes if route is not None and route.communicates]
         if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
             return run
@@ -766,7 +795,9 @@ class OpDispatcher:
         mesh = specs[0].mesh
         wholes = [replicated(spec) for spec in specs]
         draws = torch.Tag.nondeterministic_seeded in info.op.tags
-        run = self._general_executor(info, slots, (None,) * len(slots), None, None, mesh, pinned, draws=draws)
+        local_op = seeing_conjugates(info.op) if _any_complex(specs, ()) else None
+        stay = (None,) * len(slots)
+        run = self._general_executor(info, slots, stay, None, None, mesh, pinned, local_op, draws=draws)
         wraps = [self.wrapper(spec) for spec in wholes]
 
         def run_on_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -939,6 +970,29 @@ def _draws_alone(op: OpOverload) -> bool:
     if name == "bernoulli":
         return op._overloadname == "p"
     return (name in alone and op._overloadname in ("default", "from", "to", "")) or name.endswith("_like")
+
+
+def _any_complex(*specs: Sequence[DTensorSpec]) -> bool:
+    return any(spec.tensor_meta.dtype.is_complex for group in specs for spec in group)
+
+
+def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op` run so that what it does inside sees the conjugate and negative bits; its results carry none."""
+    hide = torch._C._dispatch_tls_set_dispatch_key_excluded
+    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
+        for key in keys:
+            hide(key, False)
+        try:
+            result = op(*args, **kwargs)
+            return tree_map(lambda t: t.resolve_conj().resolve_neg() if isinstance(t, torch.Tensor) else t, result)
+        finally:
+            for key, was in zip(keys, hidden, strict=True):
+                hide(key, was)
+
+    return run
 
 
 def _sparse_result(info: OpInfo) -> UnsupportedError:

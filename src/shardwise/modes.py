@@ -110,6 +110,11 @@ def decomposing(op: Any) -> Iterator[None]:
         _thread.decomposing = before
 
 
+def is_decomposing(op: Any) -> bool:
+    """Whether `op` is being computed from others on this thread."""
+    return op in getattr(_thread, "decomposing", ())
+
+
 def check_decomposing(route: Route) -> None:
     """A move inside an operator that is computed from others is not one that the user asked for."""
     ops = getattr(_thread, "decomposing", ())

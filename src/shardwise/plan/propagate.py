@@ -146,10 +146,10 @@ class ShardingPropagator:
 
     def _row_cost(
         self, specs: Sequence[DTensorSpec], axis: int, given: tuple[Placement, ...], row: Row
-    ) -> tuple[float, int]:
-        """Seconds to bring the operands into a row, then the bytes that it leaves on a rank."""
+    ) -> tuple[float, int, int]:
+        """Seconds to bring the operands into a row, the bytes that it leaves on a rank, how many it makes Partial."""
         seconds = 0.0
-        left = 0
+        left = partial = 0
         n = specs[0].mesh.shape[axis]
         for spec, have, want in zip(specs, given, row.inputs, strict=True):
             if have is not want:
@@ -158,7 +158,8 @@ class ShardingPropagator:
                     seconds += self.cost_model.seconds(spec.mesh, (axis,), received)
             if isinstance(want, Replicate | Partial):
                 left += spec.local_bytes
-        return seconds, left
+                partial += have is not want and isinstance(want, Partial)
+        return seconds, left, partial
 
 
 def _clashing(rows: Sequence[Row]) -> int | None:
