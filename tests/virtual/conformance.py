@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import shardwise as sw
@@ -165,8 +164,9 @@ class Sample:
         before = [t.detach().clone() for t in plain]
         try:
             torch.manual_seed(0)
-            with Draws() as draws:
-                result = self.call(plain)
+            state = torch.get_rng_state()
+            result = self.call(plain)
+            drawn = not torch.equal(state, torch.get_rng_state())
         except Exception:
             return None
         try:
@@ -174,17 +174,7 @@ class Sample:
         except Exception:
             grads = None
         changed = tuple(not same_bits(t.detach(), b) for t, b in zip(plain, before, strict=True))
-        return Wanted(tree_map(_detached, result), grads, draws.seen, changed)
-
-
-class Draws(TorchDispatchMode):
-    """Whether anything that ran inside draws random numbers."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        return Wanted(tree_map(_detached, result), grads, drawn, changed)
 
 
 @dataclasses.dataclass(frozen=True)
