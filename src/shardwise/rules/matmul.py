@@ -26,8 +26,9 @@ def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
 
     def factors(call: Call) -> Factors:
         own = aligned(call["self"].shape, result, call.results[0].shape)
-        # addmv gives the shape of self where the matrix is empty
-        nonempty = frozenset(first if result == "m" and own != ("m",) else "")
+        # addmv gives the shape of self where the matrix is empty, and integers times a fractional beta are refused there
+        whole_numbers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
+        nonempty = frozenset(first if whole_numbers or (result == "m" and own != ("m",)) else "")
         return Factors(
             (own, tuple(first), tuple(second)),
             (tuple(result),),
