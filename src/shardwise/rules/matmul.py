@@ -26,7 +26,7 @@ def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
 
     def factors(call: Call) -> Factors:
         own = aligned(call["self"].shape, result, call.results[0].shape)
-        # addmv gives the shape of self where the matrix is empty, and integers times a fractional beta are refused there
+        # on an empty matrix addmv gives the shape of self, and integers times a fractional beta are refused
         whole_numbers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
         nonempty = frozenset(first if whole_numbers or (result == "m" and own != ("m",)) else "")
         return Factors(
