@@ -15,7 +15,6 @@ from typing import Any, no_type_check
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
 
 from shardwise import modes
 from shardwise.core.layout import dense_strides
@@ -25,7 +24,8 @@ from shardwise.errors import LayoutError, MeshError, PlainTensorError, Unsupport
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import BoundRoute, bound_route, cached_routes
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates
 from shardwise.plan.propagate import (
     OpSchema,
     OutputSharding,
@@ -34,12 +34,12 @@ from shardwise.plan.propagate import (
     replicated,
     replicated_spec,
 )
-from shardwise.rules.registry import DECOMPOSITIONS, RULES, find_rule
+from shardwise.rules.registry import DECOMPOSITIONS, RULES
+from shardwise.schema import OpInfo, Slot, functional_of, op_info, tensor_slots
 
 __all__ = ["CacheInfo", "OpDispatcher", "OpInfo"]
 
 MAX_ENTRIES = 16384
-VIRTUAL = "virtual"
 VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Inside __torch_dispatch__ torch does not see the conjugate and negative bits of a tensor: locals never carry them.
 PHYSICAL = {
@@ -50,137 +50,6 @@ PHYSICAL = {
 COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Coordinate = tuple[int, ...]
-
-
-# ---------------------------------------------------------------- what the schema says
-
-
-@dataclass(frozen=True, slots=True)
-class OpInfo:
-    """What dispatch must know of an operator, read once from its schema."""
-
-    op: OpOverload
-    names: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    unread: frozenset[str]  # arguments whose value no rule reads: only their type is in the key
-    classes: Mapping[str, Callable[[Any], Any]]  # of numbers that a rule reads, what it looks at
-    writes: tuple[str, ...]  # arguments written to
-    outs: tuple[str, ...]  # those of them that are keyword-only: out=
-    is_view: bool
-    returns: tuple[str, ...]  # the type of each result
-    returned: tuple[str | None, ...]  # for each result the written argument that it is, None for a new one
-
-    @classmethod
-    def of(cls, op: OpOverload) -> OpInfo:
-        """The facts of `op`."""
-        return _op_info(op)
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Every argument by name, defaults included."""
-        bound = dict(self.defaults)
-        bound.update(zip(self.names, args, strict=False))
-        bound.update(kwargs)
-        return bound
-
-
-@functools.cache
-def _op_info(op: OpOverload) -> OpInfo:
-    schema = op._schema
-    rule = find_rule(op)
-    reads = rule.reads if rule is not None else {}
-    arguments = schema.arguments
-    writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return OpInfo(
-        op=op,
-        names=tuple(a.name for a in arguments),
-        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
-        unread=frozenset(a.name for a in arguments if _is_value(str(a.type)) and a.name not in reads),
-        classes=reads,
-        writes=writes,
-        outs=tuple(a.name for a in arguments if a.kwarg_only and a.name in writes),
-        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
-        returns=tuple(str(r.type) for r in schema.returns),
-        returned=tuple(_written_argument(r, arguments) for r in schema.returns),
-    )
-
-
-def _written_argument(result: Any, arguments: Sequence[Any]) -> str | None:
-    if result.alias_info is None or not result.alias_info.is_write:
-        return None
-    wanted = result.alias_info.before_set
-    return next(a.name for a in arguments if a.alias_info is not None and a.alias_info.before_set == wanted)
-
-
-def _is_value(kind: str) -> bool:
-    """Whether an argument of this type is a number to compute with, not one that shapes the result."""
-    # a Tensor argument may be given a Python number
-    return kind.removeprefix("Optional[").removeprefix("List[").rstrip("]") in ("number", "float", "Tensor")
-
-
-@functools.cache
-def functional_of(op: OpOverload) -> OpOverload | None:
-    """The operator that gives a new tensor instead of writing to an argument: `add_.Tensor` -> `add.Tensor`."""
-    info = OpInfo.of(op)
-    namespace, _, name = op._schema.name.partition("::")
-    base = name if info.outs else name.removesuffix("_")
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in info.outs]
-    for known in (base, f"{base}_functional"):
-        packet = getattr(getattr(torch.ops, namespace), known, None)
-        for overload in packet.overloads() if packet is not None else ():
-            candidate = getattr(packet, overload)
-            arguments = [(a.name, str(a.type)) for a in candidate._schema.arguments]
-            if arguments == wanted and not OpInfo.of(candidate).writes:
-                return candidate
-    return None
-
-
-# ---------------------------------------------------------------- where the tensors stand in a call
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one tensor operand stands: in `args[index]` or `kwargs[name]`, maybe at `item` of a list there."""
-
-    index: int | None
-    name: str
-    item: int | None
-
-    def get(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        value = args[self.index] if self.index is not None else kwargs[self.name]
-        return value if self.item is None else value[self.item]
-
-    def put(self, args: list[Any], kwargs: dict[str, Any], value: Any) -> None:
-        if self.item is not None:
-            held = args[self.index] if self.index is not None else kwargs[self.name]
-            if not isinstance(held, _Copied):
-                held = _Copied(held)
-            held[self.item] = value
-            value = held
-        if self.index is not None:
-            args[self.index] = value
-        else:
-            kwargs[self.name] = value
-
-
-class _Copied(list):
-    """A list that is ours to write to."""
-
-
-def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Every tensor of a call with its place, in the order of the schema."""
-    for i, name in enumerate(info.names):
-        if i < len(args):
-            index, value = i, args[i]
-        elif name in kwargs:
-            index, value = None, kwargs[name]
-        else:
-            continue
-        if isinstance(value, torch.Tensor):
-            yield Slot(index, name, None), value
-        elif isinstance(value, list | tuple):
-            for item, one in enumerate(value):
-                if isinstance(one, torch.Tensor):
-                    yield Slot(index, name, item), one
 
 
 # ---------------------------------------------------------------- plain tensors among DTensors
@@ -268,7 +137,7 @@ class OpDispatcher:
 
     def key(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
-        info = _op_info(func)
+        info = op_info(func)
         parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
         names = info.names
         for i in range(len(args)):  # not enumerate, which would hold the argument too
@@ -474,7 +343,7 @@ class OpDispatcher:
         routes = _routes(specs, sharding.inputs)
         patches = self._patches(info, sharding, mesh)
         local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
-        if _any_complex(specs, sharding.outputs):
+        if any_complex(specs, sharding.outputs):
             local_op = seeing_conjugates(local_op or info.op)
         # zeros on the ranks that hold nothing of a slice are no part of its base
         copies = any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
@@ -504,7 +373,7 @@ class OpDispatcher:
         if not front or len(slots) > 2 or mesh.fabric == dry.name or pinned not in ((), (0,)) or info.outs:
             return None
         here = coordinates_here(mesh)
-        if patches is not None and (len(slots) != 1 or mesh.fabric == VIRTUAL or not here):
+        if patches is not None and (len(slots) != 1 or mesh.fabric == virtual.name or not here):
             return None
         if not here:
             return None
@@ -549,7 +418,7 @@ class OpDispatcher:
 
         if pinned:
             return write
-        if mesh.fabric == VIRTUAL:
+        if mesh.fabric == virtual.name:
             run = unary_lockstep if len(slots) == 1 else binary_lockstep
             return self._watched(info, run)
         if len(slots) == 1:
@@ -623,7 +492,7 @@ class OpDispatcher:
                 return None
             if isinstance(results, tuple | list):
                 fresh = iter(wraps)
-                wrapped = _like(results, (next(fresh)(r) if isinstance(r, torch.Tensor) else r for r in results))
+                wrapped = like(results, (next(fresh)(r) if isinstance(r, torch.Tensor) else r for r in results))
             else:
                 wrapped = wraps[0](results)
             if lost:
@@ -739,7 +608,7 @@ class OpDispatcher:
 
     def _wrap_plain(self, results: Any, mesh: DeviceMesh) -> Any:
         if isinstance(results, tuple | list):
-            return _like(results, (self._wrap_plain(result, mesh) for result in results))
+            return like(results, (self._wrap_plain(result, mesh) for result in results))
         if isinstance(results, torch.Tensor) and not isinstance(results, self.tensor_class):
             local = fabric_of(mesh).build(mesh, lambda coordinate: results.clone())
             return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(local)
@@ -757,7 +626,7 @@ class OpDispatcher:
         routes = _routes(specs, [replicated(spec) for spec in specs])
         outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
         draws = torch.Tag.nondeterministic_seeded in info.op.tags
-        local_op = seeing_conjugates(info.op) if _any_complex(specs, outputs or ()) else None
+        local_op = seeing_conjugates(info.op) if any_complex(specs, outputs or ()) else None
         run = self._general_executor(info, slots, routes, None, outputs, mesh, local_op=local_op, draws=draws)
         moving = [route.route for route in routes if route is not None and route.communicates]
         if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
@@ -795,7 +664,7 @@ class OpDispatcher:
         mesh = specs[0].mesh
         wholes = [replicated(spec) for spec in specs]
         draws = torch.Tag.nondeterministic_seeded in info.op.tags
-        local_op = seeing_conjugates(info.op) if _any_complex(specs, ()) else None
+        local_op = seeing_conjugates(info.op) if any_complex(specs, ()) else None
         stay = (None,) * len(slots)
         run = self._general_executor(info, slots, stay, None, None, mesh, pinned, local_op, draws=draws)
         wraps = [self.wrapper(spec) for spec in wholes]
@@ -914,7 +783,7 @@ class OpDispatcher:
     def _wrap_replicated(self, info: OpInfo, results: Any, mesh: DeviceMesh) -> Any:
         """Results of an operator that ran on whole tensors everywhere, whose shapes are known only now."""
         if isinstance(results, tuple | list):
-            return _like(results, (self._wrap_replicated(info, result, mesh) for result in results))
+            return like(results, (self._wrap_replicated(info, result, mesh) for result in results))
         if not isinstance(results, torch.Tensor):
             return results
         one = results.tensors[0] if isinstance(results, RankTensor) else results
@@ -925,7 +794,7 @@ class OpDispatcher:
     def forget(self) -> None:
         """Drop every executor and what was read from schemas and rules."""
         self.cache.clear()
-        _op_info.cache_clear()
+        op_info.cache_clear()
 
     def info(self) -> CacheInfo:
         """How full the cache is."""
@@ -972,39 +841,11 @@ def _draws_alone(op: OpOverload) -> bool:
     return (name in alone and op._overloadname in ("default", "from", "to", "")) or name.endswith("_like")
 
 
-def _any_complex(*specs: Sequence[DTensorSpec]) -> bool:
-    return any(spec.tensor_meta.dtype.is_complex for group in specs for spec in group)
-
-
-def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op` run so that what it does inside sees the conjugate and negative bits; its results carry none."""
-    hide = torch._C._dispatch_tls_set_dispatch_key_excluded
-    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        hidden = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
-        for key in keys:
-            hide(key, False)
-        try:
-            result = op(*args, **kwargs)
-            return tree_map(lambda t: t.resolve_conj().resolve_neg() if isinstance(t, torch.Tensor) else t, result)
-        finally:
-            for key, was in zip(keys, hidden, strict=True):
-                hide(key, was)
-
-    return run
-
-
 def _sparse_result(info: OpInfo) -> UnsupportedError:
     return UnsupportedError(
         f"{info.op} gives a sparse tensor, and a DTensor is dense",
         hint="use to_local() or full_tensor() and make that sparse",
     )
-
-
-def _like(results: Any, items: Iterator[Any]) -> Any:
-    """A list for a list, a tuple for any kind of tuple."""
-    return list(items) if isinstance(results, list) else tuple(items)
 
 
 def _communicates(have: Sequence[DTensorSpec], want: Sequence[DTensorSpec]) -> bool:
@@ -1025,88 +866,3 @@ def _torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
 
 def _routes(have: Sequence[DTensorSpec], want: Sequence[DTensorSpec]) -> tuple[BoundRoute | None, ...]:
     return tuple(None if a is b else bound_route(a, b) for a, b in zip(have, want, strict=True))
-
-
-def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:
-    """The coordinates of the ranks that run in this process."""
-    if mesh.fabric == VIRTUAL:
-        return [tuple(row) for row in mesh.coordinates.tolist()]
-    return [coordinate for coordinate, _ in fabric_of(mesh).parts(mesh, torch.empty(0))]
-
-
-def local_runner(
-    info: OpInfo,
-    slots: tuple[Slot, ...],
-    patches: Mapping[Coordinate, Mapping[str, Any]] | None,
-    mesh: DeviceMesh,
-    draws: bool,
-) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]:
-    """How an operator is run on locals: once here, or once for each virtual rank."""
-    here = coordinates_here(mesh)
-    lockstep = mesh.fabric == VIRTUAL
-    is_dry = mesh.fabric == dry.name
-
-    def fill(
-        args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate
-    ) -> tuple[list[Any], dict[str, Any]]:
-        new_args, new_kwargs = list(args), dict(kwargs)
-        for slot, local in zip(slots, locals_, strict=True):
-            slot.put(new_args, new_kwargs, local)
-        for name, value in patches[coordinate].items() if patches is not None else ():
-            index = info.names.index(name) if name in info.names else len(new_args)
-            if index < len(new_args):
-                new_args[index] = value
-            else:
-                new_kwargs[name] = value
-        return new_args, new_kwargs
-
-    def run_here(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        if not here:  # outside the mesh: hold nothing
-            return tuple(torch.empty(0) for _ in info.returns) if len(info.returns) > 1 else torch.empty(0)
-        new_args, new_kwargs = fill(args, kwargs, locals_, here[0])
-        if is_dry and "device" in new_kwargs:
-            new_kwargs["device"] = torch.device("meta")
-        results = op(*new_args, **new_kwargs)
-        if is_dry:
-            for result in results if isinstance(results, tuple | list) else (results,):
-                if isinstance(result, torch.Tensor):
-                    dry.track(result)
-        return results
-
-    def run_once(
-        op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor], columns: list[Any]
-    ) -> Any:
-        """Random numbers are drawn once, on operands that all ranks hold alike, and given to every rank."""
-        mine = [local if column is None else column[0] for local, column in zip(locals_, columns, strict=True)]
-        new_args, new_kwargs = fill(args, kwargs, mine, here[0])
-        result = op(*new_args, **new_kwargs)
-        for slot, column in zip(slots, columns, strict=True):
-            if slot.name in info.writes and column is not None:
-                for other in column[1:]:
-                    other.copy_(column[0])
-        return _together([tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result) for _ in here])
-
-    def run_lockstep(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        columns = [local.tensors if isinstance(local, RankTensor) else None for local in locals_]
-        if draws:
-            return run_once(op, args, kwargs, locals_, columns)
-        results = []
-        for position, coordinate in enumerate(here):
-            mine = [
-                local if column is None else column[position] for local, column in zip(locals_, columns, strict=True)
-            ]
-            new_args, new_kwargs = fill(args, kwargs, mine, coordinate)
-            results.append(op(*new_args, **new_kwargs))
-        return _together(results)
-
-    return run_lockstep if lockstep else run_here
-
-
-def _together(results: list[Any]) -> Any:
-    """The results of all virtual ranks as one: tensors as a `RankTensor`, sequences item by item, others the first."""
-    first = results[0]
-    if isinstance(first, torch.Tensor):
-        return RankTensor(results)
-    if isinstance(first, tuple | list):
-        return _like(first, (_together([result[i] for result in results]) for i in range(len(first))))
-    return first

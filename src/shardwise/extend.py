@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shardwise.api import distribute_tensor
 from shardwise.core.placement import Partial, Placement, Replicate, as_placement
 from shardwise.core.spec import TensorMeta
-from shardwise.dispatch import OpInfo
 from shardwise.errors import LayoutError, RuleError
 from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
 from shardwise.rules.notation import Factors, Row, candidates, parse
 from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
+from shardwise.schema import OpInfo
 from shardwise.tensor import DTensor, _make, forget_operators
 
 __all__ = ["check_rule", "local_map", "register_sharding"]

@@ -19,6 +19,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("fabric",),
     ("modes",),
+    ("schema",),
+    ("local",),
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),

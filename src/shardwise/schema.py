@@ -1,0 +1,143 @@
+"""What an operator's schema says, and where the tensors stand in a call.
+
+Read once for each operator. Knows nothing of layouts or of how operators run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.rules.registry import find_rule
+
+__all__ = ["OpInfo", "Slot", "functional_of", "op_info", "tensor_slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What dispatch must know of an operator, read once from its schema."""
+
+    op: OpOverload
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    unread: frozenset[str]  # arguments whose value no rule reads: only their type is in the key
+    classes: Mapping[str, Callable[[Any], Any]]  # of numbers that a rule reads, what it looks at
+    writes: tuple[str, ...]  # arguments written to
+    outs: tuple[str, ...]  # those of them that are keyword-only: out=
+    is_view: bool
+    returns: tuple[str, ...]  # the type of each result
+    returned: tuple[str | None, ...]  # for each result the written argument that it is, None for a new one
+
+    @classmethod
+    def of(cls, op: OpOverload) -> OpInfo:
+        """The facts of `op`."""
+        return op_info(op)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every argument by name, defaults included."""
+        bound = dict(self.defaults)
+        bound.update(zip(self.names, args, strict=False))
+        bound.update(kwargs)
+        return bound
+
+
+@functools.cache
+def op_info(op: OpOverload) -> OpInfo:
+    schema = op._schema
+    rule = find_rule(op)
+    reads = rule.reads if rule is not None else {}
+    arguments = schema.arguments
+    writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return OpInfo(
+        op=op,
+        names=tuple(a.name for a in arguments),
+        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
+        unread=frozenset(a.name for a in arguments if _is_value(str(a.type)) and a.name not in reads),
+        classes=reads,
+        writes=writes,
+        outs=tuple(a.name for a in arguments if a.kwarg_only and a.name in writes),
+        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        returns=tuple(str(r.type) for r in schema.returns),
+        returned=tuple(_written_argument(r, arguments) for r in schema.returns),
+    )
+
+
+def _written_argument(result: Any, arguments: Sequence[Any]) -> str | None:
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    wanted = result.alias_info.before_set
+    return next(a.name for a in arguments if a.alias_info is not None and a.alias_info.before_set == wanted)
+
+
+def _is_value(kind: str) -> bool:
+    """Whether an argument of this type is a number to compute with, not one that shapes the result."""
+    # a Tensor argument may be given a Python number
+    return kind.removeprefix("Optional[").removeprefix("List[").rstrip("]") in ("number", "float", "Tensor")
+
+
+@functools.cache
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The operator that gives a new tensor instead of writing to an argument: `add_.Tensor` -> `add.Tensor`."""
+    info = OpInfo.of(op)
+    namespace, _, name = op._schema.name.partition("::")
+    base = name if info.outs else name.removesuffix("_")
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in info.outs]
+    for known in (base, f"{base}_functional"):
+        packet = getattr(getattr(torch.ops, namespace), known, None)
+        for overload in packet.overloads() if packet is not None else ():
+            candidate = getattr(packet, overload)
+            arguments = [(a.name, str(a.type)) for a in candidate._schema.arguments]
+            if arguments == wanted and not OpInfo.of(candidate).writes:
+                return candidate
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor operand stands: in `args[index]` or `kwargs[name]`, maybe at `item` of a list there."""
+
+    index: int | None
+    name: str
+    item: int | None
+
+    def get(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value = args[self.index] if self.index is not None else kwargs[self.name]
+        return value if self.item is None else value[self.item]
+
+    def put(self, args: list[Any], kwargs: dict[str, Any], value: Any) -> None:
+        if self.item is not None:
+            held = args[self.index] if self.index is not None else kwargs[self.name]
+            if not isinstance(held, _Copied):
+                held = _Copied(held)
+            held[self.item] = value
+            value = held
+        if self.index is not None:
+            args[self.index] = value
+        else:
+            kwargs[self.name] = value
+
+
+class _Copied(list):
+    """A list that is ours to write to."""
+
+
+def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """Every tensor of a call with its place, in the order of the schema."""
+    for i, name in enumerate(info.names):
+        if i < len(args):
+            index, value = i, args[i]
+        elif name in kwargs:
+            index, value = None, kwargs[name]
+        else:
+            continue
+        if isinstance(value, torch.Tensor):
+            yield Slot(index, name, None), value
+        elif isinstance(value, list | tuple):
+            for item, one in enumerate(value):
+                if isinstance(one, torch.Tensor):
+                    yield Slot(index, name, item), one
