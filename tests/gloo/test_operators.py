@@ -1,0 +1,111 @@
+"""Operators on real processes: small programs against one device, and what virtual ranks would hide."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+import shardwise as sw
+
+FLOAT = torch.float64
+
+
+def distributed(tensor: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
+    return sw.distribute_tensor(tensor, mesh, placements).requires_grad_(tensor.is_floating_point())
+
+
+PROGRAMS = {
+    "pointwise": lambda x, w: (x * 2 + 1).tanh() - x,
+    "linear": lambda x, w: F.linear(x, w).relu(),
+    "softmax": lambda x, w: x.softmax(-1) + x.log_softmax(1),
+    "norms": lambda x, w: F.layer_norm(x, x.shape[-1:]) + x.norm() + x.std(1, keepdim=True),
+    "reductions": lambda x, w: x.sum(1) + x.mean(1) + x.amax(1) + x.logsumexp(1),
+    "views": lambda x, w: x.reshape(-1, x.shape[-1]).t().flatten(),
+    "indexing": lambda x, w: x[:, 1:3].cumsum(1) + x[:, :1] + x.roll(1, 1)[:, :2],
+    "writes": lambda x, w: _written(x),
+    "attention": lambda x, w: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "loss": lambda x, w: F.cross_entropy(x.flatten(0, 1), x.flatten(0, 1).argmax(-1)),
+    "losses": lambda x, w: F.mse_loss(x, x.flip(1)) + F.smooth_l1_loss(x, x * 2),
+}
+
+
+def _written(x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    x[:, 1:3] = 0
+    x[0].add_(1)
+    return x
+
+
+def compare_programs(shape: tuple[int, ...]) -> int:
+    torch.manual_seed(0)
+    meshes = [sw.init_device_mesh("cpu", (4,)), sw.init_device_mesh("cpu", (2, 2))]
+    x, w = torch.randn(*shape, dtype=FLOAT), torch.randn(3, shape[-1], dtype=FLOAT)
+    compared = 0
+    for mesh in meshes:
+        for placements in _layouts(mesh.ndim):
+            for name, program in PROGRAMS.items():
+                plain = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+                wanted = program(*plain)
+                wanted.sum().backward()
+                given = [distributed(x, mesh, *placements), distributed(w, mesh, *[sw.Replicate()] * mesh.ndim)]
+                got = program(*given)
+                got.sum().backward()
+                where = f"{name} {placements}"
+                torch.testing.assert_close(got.full_tensor(), wanted, msg=lambda m, w=where: f"{w}: {m}")
+                torch.testing.assert_close(
+                    given[0].grad.full_tensor(), plain[0].grad, msg=lambda m, w=where: f"{w}: {m}"
+                )
+                compared += 1
+    return compared
+
+
+def _layouts(axes: int) -> list[list[sw.Placement]]:
+    every = [sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Partial()]
+    return [[one] for one in every] if axes == 1 else [[every[1], every[2]], [every[2], every[4]], [every[1], every[1]]]
+
+
+def test_programs_even(gloo4):
+    assert gloo4.run(compare_programs, (4, 8, 4), timeout=120) == [8 * len(PROGRAMS)] * 4
+
+
+def test_programs_uneven(gloo4):
+    assert gloo4.run(compare_programs, (3, 5, 7), timeout=120) == [8 * len(PROGRAMS)] * 4
+
+
+def extremes_with_nan() -> list[bool]:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    rank = mesh.get_rank()
+    nan, inf = math.nan, math.inf
+    table = torch.tensor([[nan, 1, -0.0, 2, -inf], [1, nan, 0.0, -3, inf], [2, 2, -1, 5, 3], [0, -nan, 0, -7, 1]])
+    right = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        parts = table.to(dtype)
+        for op, wanted in (("max", parts.amax(0)), ("min", parts.amin(0))):
+            reduced = sw.DTensor.from_local(parts[rank], mesh, [sw.Partial(op)])
+            scattered = reduced.redistribute(placements=[sw.Shard(0)])
+            for got in (reduced.full_tensor(), scattered.full_tensor()):
+                right.append(torch.equal(got.isnan(), wanted.isnan()))
+                right.append(torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0)))
+    return right
+
+
+def test_a_nan_survives_minimum_and_maximum(gloo4):
+    for right in gloo4.run(extremes_with_nan):
+        assert all(right), right
+
+
+def draws() -> list[torch.Tensor]:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(3)
+    x = distributed(torch.ones(5, 6), mesh, sw.Shard(0), sw.Shard(1))
+    with torch.no_grad():
+        drawn = [F.dropout(x, 0.4), torch.rand_like(x), torch.randn_like(x), x.clone().normal_()]
+    return [tensor.full_tensor() for tensor in drawn]
+
+
+def test_random_numbers_are_those_of_one_device(gloo4):
+    torch.manual_seed(3)
+    x = torch.ones(5, 6)
+    wanted = [F.dropout(x, 0.4), torch.rand_like(x), torch.randn_like(x), x.clone().normal_()]
+    for drawn in gloo4.run(draws):
+        assert all(torch.equal(a, b) for a, b in zip(drawn, wanted, strict=True))
