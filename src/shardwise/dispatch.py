@@ -437,15 +437,25 @@ class OpDispatcher:
         if len(places) != len(patch):
             return None
 
+        if 0 in places:
+            return None
+        fixed = not any(name in info.unread for name in info.names[1:])  # then every other argument is in the key
+        known: list[list[Any]] = []
+
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            given = list(args)
-            given[0] = args[0]._local_tensor
-            for index, value in places.items():
-                if index < len(given):
-                    given[index] = value
-                else:
-                    kwargs = {**kwargs, info.names[index]: value}
-            result = wrap(op(*given, **kwargs))
+            if known and not kwargs:
+                result = wrap(op(args[0]._local_tensor, *known[0]))
+            else:
+                given = list(args[1:])
+                named = dict(kwargs)
+                for index, value in places.items():
+                    if index <= len(given):
+                        given[index - 1] = value
+                    else:
+                        named[info.names[index]] = value
+                result = wrap(op(args[0]._local_tensor, *given, **named))
+                if fixed and not named:
+                    known[:] = [given]
             if info.is_view and args[0]._copied_view is not None:
                 mark_views(info, args, kwargs, result)
             return result

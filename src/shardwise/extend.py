@@ -20,7 +20,7 @@ from shardwise.core.spec import TensorMeta
 from shardwise.errors import LayoutError, RuleError
 from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
 from shardwise.rules.notation import Factors, Row, candidates, parse
-from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
+from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, load_rules, overloads, pattern_factors
 from shardwise.schema import OpInfo
 from shardwise.tensor import DTensor, _make, forget_operators
 
@@ -69,6 +69,7 @@ def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None
 
 
 def _declare(rule: Rule, ops: Sequence[OpOverload]) -> None:
+    load_rules()  # so that they do not replace this one later
     declare_rule(rule, *ops)
     forget_operators()
 

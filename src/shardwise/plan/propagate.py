@@ -19,7 +19,6 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
-from shardwise.rules import all as _all_rules  # noqa: F401  the registry is filled by importing them
 from shardwise.rules.notation import Factors, Row, candidates
 from shardwise.rules.registry import Call, Rule, find_rule
 
