@@ -11,7 +11,9 @@ FLOAT = torch.float64
 
 
 def distributed(tensor: torch.Tensor, mesh: sw.DeviceMesh, *placements: sw.Placement) -> sw.DTensor:
-    return sw.distribute_tensor(tensor, mesh, placements).requires_grad_(tensor.is_floating_point())
+    made = sw.distribute_tensor(tensor, mesh, placements)
+    made.requires_grad_(tensor.is_floating_point())
+    return made
 
 
 PROGRAMS = {
