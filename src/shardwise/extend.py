@@ -20,8 +20,8 @@ from shardwise.core.spec import TensorMeta
 from shardwise.errors import LayoutError, RuleError
 from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
 from shardwise.rules.notation import Factors, Row, candidates, parse
-from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, load_rules, overloads, pattern_factors
-from shardwise.schema import OpInfo
+from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
+from shardwise.schema import OpInfo, load_rules
 from shardwise.tensor import DTensor, _make, forget_operators
 
 __all__ = ["check_rule", "local_map", "register_sharding"]
@@ -112,6 +112,7 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
     Example:
         >>> check_rule(torch.ops.aten.mm.default, torch.randn(4, 6), torch.randn(6, 5))
     """
+    load_rules()
     rule = find_rule(op)
     leaves, tree = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

@@ -6,6 +6,7 @@ Read once for each operator. Knows nothing of layouts or of how operators run.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,14 @@ class OpInfo:
 
 
 @functools.cache
+def load_rules() -> None:
+    """Fill the registry. Done when the first operator runs, which keeps `import shardwise` short."""
+    importlib.import_module("shardwise.rules.all")
+
+
+@functools.cache
 def op_info(op: OpOverload) -> OpInfo:
+    load_rules()
     schema = op._schema
     rule = find_rule(op)
     reads = rule.reads if rule is not None else {}

@@ -7,6 +7,7 @@ block printed; the comment may stand before the ```python block as well.
 
 import contextlib
 import io
+import itertools
 import re
 import sys
 import types
@@ -67,7 +68,7 @@ def examples(text: str) -> list[Example]:
     """The python blocks to run, each with the output the page promises."""
     found: list[Example] = []
     page = blocks(text)
-    for block, following in zip(page, [*page[1:], None], strict=True):
+    for block, following in itertools.zip_longest(page, page[1:]):
         announced = bool(block.before) and bool(OUTPUT.fullmatch(block.before[-1]))
         if block.language != "python":
             if announced and not (found and _is_output(block) and len(block.before) == 1):

@@ -5,8 +5,6 @@ Pure: a rule looks at a `Call` (global shapes and plain values) and says what on
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,15 +161,8 @@ def decomposition(*ops: Any) -> Callable:
 default_pointwise: list[Rule] = []
 
 
-@functools.cache
-def load_rules() -> None:
-    """Import every rule module. Done when the first operator runs, which keeps `import shardwise` short."""
-    importlib.import_module("shardwise.rules.all")
-
-
 def find_rule(op: OpOverload) -> Rule | None:
     """The rule of `op`: its own, or the pointwise one where torch says that it is pointwise."""
-    load_rules()
     found = RULES.get(op)
     if found is None and default_pointwise and torch.Tag.pointwise in op.tags:
         return default_pointwise[0]
