@@ -406,3 +406,22 @@ def test_dispatcher_counts_misses(mesh):
     x.sinh()
     assert sw.cache_info().misses == before + 1
     assert _dispatcher.info().entries == len(_dispatcher.cache)
+
+
+# ---------------------------------------------------------------- numbers that were silently wrong once
+
+
+def test_reductions_that_do_not_commute_never_meet():
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    x, y = torch.randn(4, 3, dtype=FLOAT), torch.randn(4, 3, dtype=FLOAT)
+    a = sw.distribute_tensor(x, mesh, [sw.Partial("max"), sw.Replicate()])
+    b = sw.distribute_tensor(y, mesh, [sw.Replicate(), sw.Partial()])
+    assert torch.equal(torch.maximum(a, b).full_tensor(), torch.maximum(x, y))
+    assert torch.equal(torch.stack([a, b]).full_tensor(), torch.stack([x, y]))
+
+
+@pytest.mark.parametrize("fn", [torch.linalg.pinv, lambda x: x.conj() * x, lambda x: x.mH @ x, torch.sinh])
+def test_conjugates_are_seen(fn):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sw.ReplicationWarning)
+        assert_parity(fn, torch.randn(4, 3, dtype=torch.complex128), limit=8)
