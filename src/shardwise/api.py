@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.layout import Run
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Replicate
+from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError
 from shardwise.fabric.base import fabric_of
@@ -59,7 +59,7 @@ def distribute_tensor(
         return tensor
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
     spec = DTensorSpec(mesh, placements, TensorMeta(tensor.shape, _dense(tensor), tensor.dtype), shard_order)
-    whole = _without_partial(spec)
+    whole = spec.reduced()
     source = tensor.detach().resolve_conj().resolve_neg()
     if mesh.fabric != "dry" and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
@@ -74,13 +74,6 @@ def distribute_tensor(
 
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
-
-
-def _without_partial(spec: DTensorSpec) -> DTensorSpec:
-    if not spec.partial_axes:
-        return spec
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-    return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
 
 
 def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
@@ -115,7 +108,7 @@ def _factory(
     mesh = _mesh_or_default(device_mesh)
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
     spec = DTensorSpec(mesh, placements, TensorMeta(size, dtype=dtype), shard_order)
-    whole = _without_partial(spec)
+    whole = spec.reduced()
     device = torch.device("meta" if mesh.fabric == "dry" else mesh.device_type)
     local = fabric_of(mesh).build(mesh, lambda c: fill(c, whole.local_shape(c), device))
     if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank

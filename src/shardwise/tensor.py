@@ -33,6 +33,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
     StridedShard: lambda placement: placement,
     Replicate: lambda placement: placement,
     Partial: lambda placement: Replicate(),
+    MaskPartial: lambda placement: Replicate(),
 }
 
 
@@ -40,7 +41,7 @@ def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the gradient of a tensor of this spec lies."""
     if not spec.partial_axes:
         return spec
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    placements = tuple(GRADIENT_OF[type(p)](p) for p in spec.placements)
     return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
 
 
@@ -539,11 +540,11 @@ def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Te
             gradient = gradient / spec.mesh.shape[axis]
     ops = {spec.placements[axis].reduce_op for axis in spec.partial_axes}  # pyright: ignore[reportAttributeAccessIssue]
     if ops & {"min", "max"}:
-        value = bound_route(spec, gradient_spec(spec)).run(part)
+        value = bound_route(spec, spec.reduced()).run(part)
         chosen = (part == value).to(gradient.dtype)
         sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
         counted = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(gradient.dtype).tensor_meta, spec.dim_axes)
-        return gradient * chosen / bound_route(counted, gradient_spec(counted)).run(chosen)
+        return gradient * chosen / bound_route(counted, counted.reduced()).run(chosen)
     if "product" in ops:
         return gradient * _product_of_others(part, spec)
     return gradient
@@ -554,9 +555,9 @@ def _product_of_others(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     zero = part == 0
     sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
     counting = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(torch.int64).tensor_meta, spec.dim_axes)
-    zeros = bound_route(counting, gradient_spec(counting)).run(zero.to(torch.int64))
+    zeros = bound_route(counting, counting.reduced()).run(zero.to(torch.int64))
     nonzero = torch.where(zero, torch.ones_like(part), part)
-    product = bound_route(spec, gradient_spec(spec)).run(nonzero)
+    product = bound_route(spec, spec.reduced()).run(nonzero)
     others = zeros - zero.to(torch.int64)
     return torch.where(others > 0, torch.zeros_like(part), product / nonzero)
 

@@ -244,6 +244,13 @@ class DTensorSpec(Interned):
         """The same tensor laid out otherwise."""
         return DTensorSpec(mesh or self.mesh, placements, self.tensor_meta, shard_order)
 
+    def reduced(self) -> DTensorSpec:
+        """The same layout once every Partial is reduced: those axes are replicated."""
+        if not self.partial_axes:
+            return self
+        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements)
+        return DTensorSpec.from_dim_axes(self.mesh, placements, self.tensor_meta, self.dim_axes)
+
     def with_meta(self, tensor_meta: TensorMeta) -> DTensorSpec:
         """The same layout for a tensor of the same number of dims."""
         return self._intern(self.mesh, self.placements, tensor_meta, self.shard_order)
