@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("core",),
+    ("rng",),
     ("rules",),
     ("plan",),
     ("fabric",),
