@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),
+    ("factories",),
     ("extend",),
     ("parallel", "checkpoint", "debug"),
     ("__init__",),

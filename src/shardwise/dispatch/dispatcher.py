@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.dispatch.drawing import drawing
+from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
 from shardwise.dispatch.executors import executor
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, holds_users_tensor, key_of
@@ -80,6 +80,8 @@ class OpDispatcher:
         _check_device(info, kwargs, mesh)
         specs = tuple(self.wrapping.spec_of(tensor, mesh) for _, tensor in found)
         signature = Signature(info, tuple(slot for slot, _ in found), specs, self.wrapping)
+        if signature.draws:
+            agree_once(mesh)
         if info.writes:
             into_plain = any(
                 slot.name in info.writes and not isinstance(t, self.wrapping.tensor_class) for slot, t in found
@@ -94,14 +96,17 @@ class OpDispatcher:
         info = signature.info
         metas = self._metas.find(signature, key, args, kwargs)
         sharding = _sharding(signature, metas, args, kwargs)
-        if signature.draws and sharding is None and metas is not None and not info.op._can_decompose():
-            return drawing(signature, metas)
         compute = DECOMPOSITIONS.get(info.op)
+        draws = signature.draws and sharding is None and metas is not None and not info.op._can_decompose()
+        if draws and compute is None:
+            return drawing(signature, metas)
         if sharding is not None and (compute is None or not _communicates(signature.specs, sharding.inputs)):
             return executor(signature, sharding)
 
         def directly() -> Executor:
-            return on_whole_tensors(signature, metas) if sharding is None else executor(signature, sharding)
+            if sharding is not None:
+                return executor(signature, sharding)
+            return drawing(signature, metas) if draws else on_whole_tensors(signature, metas)
 
         compute = compute or torch_decomposition(info.op)
         run = directly() if compute is None else decomposed(signature, compute, directly)
@@ -112,6 +117,8 @@ class OpDispatcher:
     ) -> Executor:
         """An operator that writes to some of its arguments."""
         info = signature.info
+        if fills(info.op) and not into_plain:
+            return watched(self.wrapping, info, filling(signature))
         functional = functional_of(info.op) if None not in info.returned else None
         compute = DECOMPOSITIONS.get(info.op)
         if functional is not None:

@@ -35,7 +35,7 @@ def torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
 def decomposed(signature: Signature, compute: Callable[..., Any], directly: Callable[[], Executor]) -> Executor:
     """Computed from other operators; plain tensors that come out were made on the way, alike on every rank.
 
-    A decomposition that comes back to its own operator gets it `directly`.
+    A decomposition that comes back to its own operator gets it `directly`, and so does one that is not implemented.
     """
     info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
 
@@ -44,6 +44,8 @@ def decomposed(signature: Signature, compute: Callable[..., Any], directly: Call
             return directly()(args, kwargs)
         with modes.decomposing(info.op):
             results = wrapping.wrap_plain(compute(*args, **kwargs), mesh)
+        if results is NotImplemented:
+            return directly()(args, kwargs)
         if info.is_view:
             mark_views(info, args, kwargs, results)
         return results

@@ -74,6 +74,10 @@ def _by_running(
         results = info.op(*new_args, **new_kwargs)
     except NotImplementedError:
         return None if info.returns else ()
+    except RuntimeError as error:
+        if "called on meta tensors" in str(error):  # item(): the operator looks at values
+            return None
+        raise
     given = results if isinstance(results, tuple | list) else () if results is None else (results,)
     tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
     if given and not tensors:

@@ -13,7 +13,7 @@ __all__ = ["Draw"]
 class Draw(NamedTuple):
     """A whole tensor of random numbers: the in-place operator that fills it, and what it fills.
 
-    The tensor is contiguous: one that lies otherwise in memory is given with its dims in the order of memory.
+    The dims stand in the order in which they lie in memory, which is the order of drawing.
 
     Example:
         >>> draw = Draw(torch.ops.aten.uniform_.default, (0.0, 1.0), (4, 3), torch.float32, torch.device("cpu"))
@@ -26,3 +26,4 @@ class Draw(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    contiguous: bool = True  # whether the tensor is so, with its dims as the user has them
