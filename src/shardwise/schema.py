@@ -16,7 +16,14 @@ from torch._ops import OpOverload
 
 from shardwise.rules.registry import find_rule
 
-__all__ = ["OpInfo", "Slot", "functional_of", "op_info", "tensor_slots"]
+__all__ = ["UNREAD", "OpInfo", "Reader", "Slot", "functional_of", "op_info", "tensor_slots"]
+
+
+def UNREAD(value: Any) -> None:  # a mark
+    """What a rule sees of a number that it does not look at."""
+
+
+Reader = Callable[[Any], Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +34,12 @@ class OpInfo:
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     unread: frozenset[str]  # arguments whose value no rule reads: only their type is in the key
-    classes: Mapping[str, Callable[[Any], Any]]  # of numbers that a rule reads, what it looks at
+    reads: tuple[Reader, ...]  # of each argument what is in the key: None for its value
     writes: tuple[str, ...]  # arguments written to
     outs: tuple[str, ...]  # those of them that are keyword-only: out=
     is_view: bool
+    pointwise: bool
+    draws: bool  # random numbers, as torch says
     returns: tuple[str, ...]  # the type of each result
     returned: tuple[str | None, ...]  # for each result the written argument that it is, None for a new one
 
@@ -66,10 +75,12 @@ def op_info(op: OpOverload) -> OpInfo:
         names=tuple(a.name for a in arguments),
         defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
         unread=frozenset(a.name for a in arguments if _is_value(str(a.type)) and a.name not in reads),
-        classes=reads,
+        reads=tuple([reads.get(a.name, UNREAD) if _is_value(str(a.type)) else None for a in arguments]),
         writes=writes,
         outs=tuple(a.name for a in arguments if a.kwarg_only and a.name in writes),
         is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        pointwise=torch.Tag.pointwise in op.tags,
+        draws=torch.Tag.nondeterministic_seeded in op.tags,
         returns=tuple(str(r.type) for r in schema.returns),
         returned=tuple(_written_argument(r, arguments) for r in schema.returns),
     )

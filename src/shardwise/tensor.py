@@ -92,9 +92,14 @@ class DTensor(torch.Tensor):
         if not kwargs:
             kwargs = _NO_KWARGS
             # the most frequent signatures, without building the key argument by argument
-            if len(args) == 2:
-                if args[0].__class__ is DTensor and args[1].__class__ is DTensor:
+            if len(args) == 2 and args[0].__class__ is DTensor:
+                kind = args[1].__class__  # no variable for the argument itself: who holds it tells whose it is
+                if kind is DTensor:
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
+                    if run is not None:
+                        return run(args, kwargs)
+                elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
+                    run = _cache.get((id(func), args[0]._spec, tuple(args[1])))
                     if run is not None:
                         return run(args, kwargs)
             elif len(args) == 1 and args[0].__class__ is DTensor:

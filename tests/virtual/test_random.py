@@ -132,7 +132,7 @@ def test_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "BLOCK", 64)
     mesh = sw.init_device_mesh("cpu", (2, 3))
     for n in (63, 64, 65, 79, 80, 81, 127, 128, 200):
-        for name in ("normal_", "uniform_", "bernoulli_", "log_normal_"):
+        for name in ("normal_", "uniform_", "bernoulli_", "log_normal_", "exponential_", "cauchy_", "geometric_"):
             for placements in ([S0, R], [R, S0], [S0, S0]):
                 same_as_one_device(FILLS[name], torch.zeros(n), mesh, {"placements": placements})
                 same_as_one_device(FILLS[name], torch.zeros(7, n), mesh, {"placements": [*placements[:1], S1]})

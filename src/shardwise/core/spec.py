@@ -76,6 +76,11 @@ class TensorMeta(Interned):
         # torch.Size keeps the integers of numpy as they are
         object.__setattr__(self, "shape", torch.Size(map(operator.index, self.shape)))
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are exactly those of a new tensor of this shape."""
+        return self.stride == dense_strides(self.shape)
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
         """The metadata of `tensor`."""

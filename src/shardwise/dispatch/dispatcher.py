@@ -78,9 +78,8 @@ class OpDispatcher:
         mesh = self._common_mesh(info, [tensor for _, tensor in found])
         self._check_plain(info, found, key)
         _check_device(info, kwargs, mesh)
-        specs = tuple(self.wrapping.spec_of(tensor, mesh) for _, tensor in found)
-        signature = Signature(info, tuple(slot for slot, _ in found), specs, self.wrapping)
-        if signature.draws:
+        signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
+        if signature.info.draws:
             agree_once(mesh)
         if info.writes:
             into_plain = any(
@@ -95,18 +94,18 @@ class OpDispatcher:
         """An operator that gives new tensors or views."""
         info = signature.info
         metas = self._metas.find(signature, key, args, kwargs)
-        sharding = _sharding(signature, metas, args, kwargs)
+        sharding = _sharding(signature, metas)
         compute = DECOMPOSITIONS.get(info.op)
-        draws = signature.draws and sharding is None and metas is not None and not info.op._can_decompose()
-        if draws and compute is None:
-            return drawing(signature, metas)
+        drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None
+        if drawn is not None and compute is None:
+            return drawing(signature, drawn)
         if sharding is not None and (compute is None or not _communicates(signature.specs, sharding.inputs)):
             return executor(signature, sharding)
 
         def directly() -> Executor:
             if sharding is not None:
                 return executor(signature, sharding)
-            return drawing(signature, metas) if draws else on_whole_tensors(signature, metas)
+            return on_whole_tensors(signature, metas) if drawn is None else drawing(signature, drawn)
 
         compute = compute or torch_decomposition(info.op)
         run = directly() if compute is None else decomposed(signature, compute, directly)
@@ -127,7 +126,7 @@ class OpDispatcher:
             if torch.Tag.inplace_view in info.op.tags:
                 return watched(self.wrapping, info, reshaping_in_place(signature, functional))
         metas = self._metas.find(signature, key, args, kwargs)
-        sharding = _sharding(signature, metas, args, kwargs)
+        sharding = _sharding(signature, metas)
         if compute is not None and (sharding is None or _communicates(signature.specs, sharding.inputs)):
 
             def directly() -> Executor:
@@ -140,7 +139,8 @@ class OpDispatcher:
         return watched(self.wrapping, info, run)
 
     def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
-        meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.wrapping.tensor_class)}
+        tensor_class = self.wrapping.tensor_class
+        meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, tensor_class)}
         if len(meshes) != 1:
             raise MeshError(
                 f"{info.op}: the operands lie on different meshes: {', '.join(map(str, meshes))}",
@@ -150,7 +150,7 @@ class OpDispatcher:
 
     def _check_plain(self, info: OpInfo, found: Sequence[tuple[Slot, Any]], key: Key) -> None:
         """Refuse a plain tensor among DTensors that only the user could place."""
-        if not holds_users_tensor(key):
+        if all(tensor.__class__ is self.wrapping.tensor_class for _, tensor in found) or not holds_users_tensor(key):
             return
         for slot, tensor in found:
             if not isinstance(tensor, self.wrapping.tensor_class) and tensor.numel() != 1:
@@ -181,18 +181,13 @@ def _check_device(info: OpInfo, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> 
         )
 
 
-def _sharding(
-    signature: Signature, metas: tuple[TensorMeta, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> OutputSharding | None:
+def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> OutputSharding | None:
     """Where everything lies, if a rule speaks for the call."""
     op = signature.info.op
     # of random operators only a rule of their own may speak, where nothing is drawn; torch's tags do not
-    if metas is None or (signature.draws and op not in RULES):
+    if metas is None or (signature.info.draws and op not in RULES):
         return None
-    new_args, new_kwargs = list(args), dict(kwargs)
-    for slot, spec in zip(signature.slots, signature.specs, strict=True):
-        slot.put(new_args, new_kwargs, spec)
-    schema = OpSchema(op, signature.info.bind(tuple(new_args), new_kwargs), signature.specs)
+    schema = OpSchema(op, signature.arguments, signature.specs)
     return ShardingPropagator().propagate(schema, metas, signature.pinned)
 
 

@@ -60,7 +60,7 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
     local_op = seeing_conjugates(info.op) if any_complex(specs, outputs or ()) else None
     copies = info.is_view and (any(routes) or info.op in COPYING_VIEWS)
-    run = general_executor(signature, routes, outputs, local_op=local_op, copies=copies, draws=signature.draws)
+    run = general_executor(signature, routes, outputs, local_op=local_op, copies=copies, draws=signature.info.draws)
     moving = [route.route for route in routes if route is not None and route.communicates]
     if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
         return run

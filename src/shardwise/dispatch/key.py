@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.core.spec import TensorMeta
-from shardwise.schema import op_info
+from shardwise.schema import UNREAD, Reader, op_info
 
 __all__ = ["Key", "holds_users_tensor", "key_of"]
 
@@ -26,25 +26,25 @@ def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: 
     """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
     info = op_info(func)
     parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
-    names = info.names
+    reads = info.reads
     for i in range(len(args)):  # not enumerate, which would hold the argument too
         arg = args[i]
-        if arg.__class__ is tensor_class:
+        kind = arg.__class__
+        if kind is tensor_class:
             parts.append(arg._spec)
+        elif kind is int or kind is bool:
+            parts.append((kind, arg) if reads[i] is None else _part(tensor_class, arg, reads[i]))
         elif isinstance(arg, torch.Tensor):
             parts.append(_plain_key(arg, _nobody_else_holds(arg, 3)))
         else:
-            name = names[i]
-            value = info.classes[name](arg) if name in info.classes else arg
-            parts.append(_part(tensor_class, value, name in info.unread))
+            parts.append(_part(tensor_class, arg, reads[i]))
     for name in kwargs:
         parts.append(name)
-        value = info.classes[name](kwargs[name]) if name in info.classes else kwargs[name]
-        parts.append(_part(tensor_class, value, name in info.unread))
+        parts.append(_part(tensor_class, kwargs[name], reads[info.names.index(name)]))
     return tuple(parts)
 
 
-def _part(tensor_class: type, value: Any, unread: bool) -> Any:
+def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
     kind = value.__class__
     if kind is tensor_class:
         return value._spec
@@ -54,13 +54,16 @@ def _part(tensor_class: type, value: Any, unread: bool) -> Any:
         return tuple(
             _plain_key(item, _nobody_else_holds(item, 3))
             if isinstance(item, torch.Tensor) and item.__class__ is not tensor_class
-            else _part(tensor_class, item, unread)
+            else _part(tensor_class, item, looked_at)
             for item in value
         )
     if isinstance(value, torch.Tensor):
         return _plain_key(value, False)
+    if looked_at is not None:
+        # a number that shapes nothing: its type, and what the rule looks at, if it looks
+        return kind if looked_at is UNREAD else (kind, looked_at(value))
     # 1 == 1.0 == True to a dictionary, but not to an operator
-    return kind if unread else (kind, value)
+    return (kind, value)
 
 
 def _plain_key(tensor: torch.Tensor, made_inside: bool) -> Key:

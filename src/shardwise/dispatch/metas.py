@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.core.layout import dense_strides
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.key import Key
 from shardwise.dispatch.signature import Signature, sparse_result
 from shardwise.plan.propagate import meta_tensor
+from shardwise.rules.shapes import SHAPES, broadcast_shape
 
 __all__ = ["ResultMetas"]
 
@@ -20,7 +20,7 @@ VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 class ResultMetas:
-    """Finds results' metadata, and remembers what a new shape does not change: the dtype of pointwise results."""
+    """Finds results' metadata, and remembers what a new shape does not change: the dtype."""
 
     def __init__(self) -> None:
         self._dtypes: dict[Key, torch.dtype] = {}
@@ -29,34 +29,26 @@ class ResultMetas:
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[TensorMeta, ...] | None:
         """The results of a call; None where they depend on the values."""
-        pointwise = torch.Tag.pointwise in signature.info.op.tags
-        if pointwise:
-            known = self._pointwise(signature, key)
-            if known is not None:
-                return known
+        info = signature.info
+        if not (info.pointwise or info.op in SHAPES) or info.writes or info.returns != ("Tensor",):
+            return _by_running(signature, args, kwargs)
+        shapeless = _without_shapes(key)
+        dtype = self._dtypes.get(shapeless)
+        if dtype is not None and all(spec.tensor_meta.is_contiguous for spec in signature.specs):
+            shape = _shape(signature)
+            if shape is not None:
+                return (TensorMeta(shape, None, dtype),)
         metas = _by_running(signature, args, kwargs)
-        if pointwise and metas is not None and len(metas) == 1 and len(self._dtypes) < MAX_DTYPES:
-            self._dtypes.setdefault(_without_shapes(key), metas[0].dtype)
+        if metas is not None and len(self._dtypes) < MAX_DTYPES:
+            self._dtypes[shapeless] = metas[0].dtype
         return metas
 
-    def _pointwise(self, signature: Signature, key: Key) -> tuple[TensorMeta, ...] | None:
-        """What a pointwise operator gives on contiguous operands of a new shape, if its dtype is known from another."""
-        info, specs = signature.info, signature.specs
-        if info.returns != ("Tensor",) or info.writes:
-            return None
-        dtype = self._dtypes.get(_without_shapes(key))
-        if dtype is None or any(spec.tensor_meta.stride != dense_strides(spec.shape) for spec in specs):
-            return None
-        shape: list[int] = []
-        for spec in specs:
-            own = spec.shape
-            shape[:0] = own[: len(own) - len(shape)] if len(own) > len(shape) else ()
-            for dim in range(1, len(own) + 1):
-                if own[-dim] != 1:
-                    if shape[-dim] not in (1, own[-dim]):
-                        return None  # do not broadcast: let the operator say so
-                    shape[-dim] = own[-dim]
-        return (TensorMeta(shape, None, dtype),)
+
+def _shape(signature: Signature) -> Sequence[int] | None:
+    """The shape of the one result, on operands that are contiguous, as the result then is."""
+    if signature.info.pointwise:
+        return broadcast_shape([spec.shape for spec in signature.specs])
+    return SHAPES[signature.info.op](signature.arguments)
 
 
 def _by_running(
@@ -88,5 +80,12 @@ def _by_running(
 
 
 def _without_shapes(key: Key) -> Key:
-    """A key with only what a pointwise result's dtype depends on."""
-    return tuple((part.tensor_meta.dtype, part.ndim == 0) if part.__class__ is DTensorSpec else part for part in key)
+    """A key with only what the dtype of a result depends on."""
+    return tuple([_without_shape(part) for part in key])
+
+
+def _without_shape(part: Any) -> Any:
+    kind = part.__class__
+    if kind is DTensorSpec:
+        return part.tensor_meta.dtype, part.ndim == 0
+    return _without_shapes(part) if kind is tuple else part

@@ -5,7 +5,7 @@ The tensor class is known only as what is unwrapped and wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,27 @@ class Signature:
     info: OpInfo
     slots: tuple[Slot, ...]
     specs: tuple[DTensorSpec, ...]
+    arguments: Mapping[str, Any]  # all of them by name, with specs in the place of tensors
     wrapping: Wrapping
+
+    @classmethod
+    def of(
+        cls,
+        info: OpInfo,
+        found: Sequence[tuple[Slot, Any]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        mesh: DeviceMesh,
+        wrapping: Wrapping,
+    ) -> Signature:
+        """The signature of a call whose tensors stand at `found`."""
+        new_args, new_kwargs, specs = list(args), dict(kwargs), []
+        for slot, tensor in found:
+            spec = wrapping.spec_of(tensor, mesh)
+            slot.put(new_args, new_kwargs, spec)
+            specs.append(spec)
+        slots = tuple([slot for slot, _ in found])
+        return cls(info, slots, tuple(specs), info.bind(tuple(new_args), new_kwargs), wrapping)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -105,11 +125,6 @@ class Signature:
         """The operands that are written to: they keep their layout."""
         writes = self.info.writes
         return tuple(i for i, slot in enumerate(self.slots) if slot.name in writes) if writes else ()
-
-    @property
-    def draws(self) -> bool:
-        """Whether torch says that the operator draws random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.info.op.tags
 
     def with_whole_operands(self) -> tuple[DTensorSpec, ...]:
         """The operands' specs, were they all made whole."""

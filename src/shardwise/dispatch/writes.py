@@ -40,7 +40,7 @@ def through_copies(signature: Signature) -> Executor:
     info, slots, specs, wrapping = signature.info, signature.slots, signature.specs, signature.wrapping
     mesh, pinned, wholes = signature.mesh, signature.pinned, signature.with_whole_operands()
     local_op = seeing_conjugates(info.op) if any_complex(specs, ()) else None
-    run = general_executor(signature, (None,) * len(slots), None, local_op=local_op, draws=signature.draws)
+    run = general_executor(signature, (None,) * len(slots), None, local_op=local_op, draws=signature.info.draws)
     wraps = [wrapping.wrapper(spec) for spec in wholes]
 
     def run_on_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -25,6 +25,9 @@ from shardwise.rules.registry import Call, Rule, find_rule
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
 REPLICATE = Replicate()
+MAX_FITTING = 4096
+# Operands that lie so that nothing must be moved, of any size: how the results then lie. By mesh, factors and layouts.
+_fitting: dict[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,15 @@ class ShardingPropagator:
         self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...]
     ) -> OutputSharding | None:
         """Rows for every axis; factors that turn out to leave a rank with a shard it cannot use are kept whole."""
+        specs = schema.specs
+        layouts = (specs[0].mesh, factors, pinned, *[(spec.placements, spec.dim_axes) for spec in specs])
+        known = _fitting.get(layouts)
+        if known is not None:
+            outputs = tuple(
+                DTensorSpec.from_dim_axes(specs[0].mesh, placements, meta, axes)
+                for meta, (placements, axes) in zip(call.results, known, strict=True)
+            )
+            return OutputSharding(specs, outputs, call, rule)
         whole_axes: frozenset[int] = frozenset()
         while True:
             rows = self._choose(schema.specs, factors, pinned, whole_axes)
@@ -107,8 +119,10 @@ class ShardingPropagator:
             inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
             unfit = _unfit(factors, inputs, order)
             if not unfit:
+                if inputs == specs and not (factors.even or factors.nonempty) and len(_fitting) < MAX_FITTING:
+                    _fitting[layouts] = tuple((out.placements, out.dim_axes) for out in outputs)
                 # an order of axes that cannot be kept would move what is written to
-                kept = all(inputs[i] is schema.specs[i] for i in pinned)
+                kept = all(inputs[i] is specs[i] for i in pinned)
                 return OutputSharding(inputs, outputs, call, rule) if kept else None
             factors = replace(factors, barred=factors.barred | unfit)
 
@@ -121,7 +135,8 @@ class ShardingPropagator:
     ) -> list[Row] | None:
         mesh = specs[0].mesh
         known: dict[tuple[Placement, ...], Sequence[Row]] = {}
-        chosen = []
+        chosen: list[Row] = []
+        held: list[int] = []  # by a rank, of each operand
         for axis in range(mesh.ndim):
             given = tuple(spec.placements[axis] for spec in specs)
             rows = known.get(given)
@@ -136,27 +151,30 @@ class ShardingPropagator:
                 rows = [row for row in rows if not any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
                 if not rows:
                     return None
-            exact = next((row for row in rows if row.inputs == given), None)
-            best = exact or min(rows, key=lambda row: self._row_cost(specs, axis, given, row))
-            if exact is None and math.isinf(self._row_cost(specs, axis, given, best)[0]):
-                return None
+            best = next((row for row in rows if row.inputs == given), None)
+            if best is None:
+                held = held or [spec.local_bytes for spec in specs]
+                costs = [self._row_cost(mesh, axis, held, given, row) for row in rows]
+                cheapest = min(costs)
+                if math.isinf(cheapest[0]):
+                    return None
+                best = rows[costs.index(cheapest)]
             chosen.append(best)
         return chosen
 
     def _row_cost(
-        self, specs: Sequence[DTensorSpec], axis: int, given: tuple[Placement, ...], row: Row
+        self, mesh: DeviceMesh, axis: int, held: Sequence[int], given: tuple[Placement, ...], row: Row
     ) -> tuple[float, int, int]:
         """Seconds to bring the operands into a row, the bytes that it leaves on a rank, how many it makes Partial."""
         seconds = 0.0
         left = partial = 0
-        n = specs[0].mesh.shape[axis]
-        for spec, have, want in zip(specs, given, row.inputs, strict=True):
+        for size, have, want in zip(held, given, row.inputs, strict=True):
             if have is not want:
-                received = _received(have, want, n, spec.local_bytes)
+                received = _received(have, want, mesh.shape[axis], size)
                 if received:
-                    seconds += self.cost_model.seconds(spec.mesh, (axis,), received)
+                    seconds += self.cost_model.seconds(mesh, (axis,), received)
             if isinstance(want, Replicate | Partial):
-                left += spec.local_bytes
+                left += size
                 partial += have is not want and isinstance(want, Partial)
         return seconds, left, partial
 

@@ -19,9 +19,12 @@ from shardwise.rng.positions import Positions
 
 __all__ = ["draw", "is_sequential"]
 
+aten = torch.ops.aten
 BLOCK = 1 << 16  # elements drawn at a time
 # torch fills 16 normal numbers at a time, and the last 16 anew where they are not full: no block may be smaller.
 ALIGNED = 16
+# Operators for which going past numbers that nobody keeps costs less than making them.
+SLOW = frozenset({aten.exponential_.default, aten.cauchy_.default, aten.geometric_.default, aten.bernoulli_.float})
 
 
 def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | None) -> list[torch.Tensor]:
@@ -33,7 +36,12 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     kept = [(part.view(-1), Positions(wanted.shape, block)) for part, block in zip(parts, blocks, strict=True)]
     total = math.prod(wanted.shape)
     scratch = _scratch(wanted, min(total, BLOCK + ALIGNED))
+    words = _words(wanted.op, wanted.numbers, wanted.dtype) if wanted.op in SLOW else 0
+    passed = torch.empty(words * BLOCK)
     for begin, end in _spans(total):
+        if words and end - begin == BLOCK and not any(p.before(begin) < p.before(end) for _, p in kept):
+            passed.uniform_(generator=generator)
+            continue
         drawn = wanted.op(scratch[: end - begin], *wanted.numbers, generator=generator)
         for part, positions in kept:
             low, high = positions.before(begin), positions.before(end)
@@ -45,6 +53,19 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
             else:
                 part[low:high] = drawn[positions.between(low, high) - begin]
     return parts
+
+
+@functools.lru_cache(maxsize=256)
+def _words(op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype) -> int:
+    """How many words of its generator this takes for each element; 0 where that varies, or leaves something behind."""
+    generator = torch.Generator()
+    op(torch.empty(2 * ALIGNED, dtype=dtype), *numbers, generator=generator.manual_seed(0))
+    after = generator.get_state()
+    for words in (1, 2):
+        torch.empty(2 * ALIGNED * words).uniform_(generator=generator.manual_seed(0))  # one word for each float
+        if torch.equal(after, generator.get_state()):
+            return words
+    return 0
 
 
 def _scratch(wanted: Draw, count: int) -> torch.Tensor:
