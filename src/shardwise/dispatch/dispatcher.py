@@ -15,11 +15,12 @@ from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
 from shardwise.dispatch.executors import executor
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, holds_users_tensor, key_of
+from shardwise.dispatch.meshes import meshes_of, on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.signature import Executor, Signature, Wrapping, routes_between
 from shardwise.dispatch.views import watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
-from shardwise.errors import MeshError, PlainTensorError, UnsupportedError
+from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.routes import cached_routes
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.rules.registry import DECOMPOSITIONS, RULES
@@ -75,7 +76,10 @@ class OpDispatcher:
         """The executor of a call's signature."""
         info = op_info(func)
         found = list(tensor_slots(info, args, kwargs))
-        mesh = self._common_mesh(info, [tensor for _, tensor in found])
+        meshes = meshes_of(self.wrapping, [tensor for _, tensor in found])
+        if len(meshes) > 1:
+            return on_one_mesh(self.wrapping, info, found, meshes)
+        mesh = meshes[0]
         self._check_plain(info, found, key)
         _check_device(info, kwargs, mesh)
         signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
@@ -137,16 +141,6 @@ class OpDispatcher:
             return executor(signature, sharding)
         run = through_copies(signature) if functional is None else through_functional(signature, functional)
         return watched(self.wrapping, info, run)
-
-    def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
-        tensor_class = self.wrapping.tensor_class
-        meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, tensor_class)}
-        if len(meshes) != 1:
-            raise MeshError(
-                f"{info.op}: the operands lie on different meshes: {', '.join(map(str, meshes))}",
-                hint="bring them to one mesh first, with redistribute(mesh, placements)",
-            )
-        return next(iter(meshes))
 
     def _check_plain(self, info: OpInfo, found: Sequence[tuple[Slot, Any]], key: Key) -> None:
         """Refuse a plain tensor among DTensors that only the user could place."""
