@@ -1,0 +1,131 @@
+"""Where the elements of a block stand, and which launches fill a tensor: against plain counting."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from shardwise.core.layout import Block, Cut, block_of
+from shardwise.rng.draw import Draw
+from shardwise.rng.geometry import count_below, extents_of, index_of
+from shardwise.rng.recipe import Piece, Recipe, pieces_of, recipe_of
+
+THREADS = 270_336
+CUDA = torch.device("cuda", 0)
+aten = torch.ops.aten
+
+Cuts = tuple[tuple[Cut, ...], ...]
+LAYOUTS: list[tuple[tuple[int, ...], Cuts]] = [
+    ((), ()),
+    ((7,), ((Cut(3, 1),),)),
+    ((7,), ((Cut(3, 2, rows=2),),)),
+    ((4, 6), ((), ())),
+    ((4, 6), ((Cut(2, 1),), ())),
+    ((4, 6), ((), (Cut(3, 1),))),
+    ((4, 6), ((Cut(3, 2),), (Cut(4, 3),))),  # empty in the second dim
+    ((3, 5, 4), ((), (Cut(2, 0),), ())),
+    ((3, 5, 4), ((Cut(3, 1),), (), (Cut(2, 1),))),
+    ((3, 5, 4), ((Cut(3, 1),), (Cut(2, 1),), ())),
+    ((3, 10, 4), ((), (Cut(2, 1, rows=3),), ())),
+    ((6, 10, 4), ((Cut(2, 1, rows=3),), (Cut(2, 0, rows=2),), (Cut(4, 2),))),
+    ((2, 3, 2, 3), ((Cut(2, 1),), (), (Cut(2, 0),), ())),
+]
+
+
+def indices(shape: tuple[int, ...], block: Block) -> list[int]:
+    held = [[at for run in runs for at in range(run.start, run.start + run.length)] for runs in block.runs]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return [sum(at * stride for at, stride in zip(ats, strides, strict=True)) for ats in itertools.product(*held)]
+
+
+@pytest.mark.parametrize(("shape", "cuts"), LAYOUTS)
+def test_elements_of_a_block(shape: tuple[int, ...], cuts: Cuts) -> None:
+    block = block_of(shape, cuts)
+    extents = extents_of(shape, block)
+    wanted = indices(shape, block)
+    assert math.prod(extent.size for extent in extents) == len(wanted)
+    assert [index_of(extents, element) for element in range(len(wanted))] == wanted
+    for index in range(math.prod(shape) + 1):
+        assert count_below(extents, index) == sum(held < index for held in wanted)
+
+
+def test_dims_are_joined() -> None:
+    assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((Cut(3, 1),), (), ())))) == 1
+    assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((), (Cut(2, 1),), ())))) == 2
+    assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((Cut(3, 1),), (Cut(2, 1),), ())))) == 1
+
+
+def test_one_launch_while_bytes_are_counted_in_32_bits() -> None:
+    recipe = Recipe("uniform", torch.float32, "float", 4)
+    for numel in (1, 4 * THREADS, 2**29):
+        assert pieces_of(numel, 4, recipe, THREADS) == (
+            (Piece(0, numel, 0),),
+            4 * -(-numel // (4 * THREADS)),
+        )
+
+
+def test_larger_tensors_are_halved_until_they_fit() -> None:
+    recipe = Recipe("normal", torch.float32, "float", 4)
+    numel = 2**30 + 3
+    pieces, increment = pieces_of(numel, 4, recipe, THREADS)
+    assert [piece.stop - piece.start for piece in pieces] == [2**28, 2**28 + 1, 2**28 + 1, 2**28 + 1]
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+    calls = [-(-n // (4 * THREADS)) for n in (numel, *(piece.stop - piece.start for piece in pieces))]
+    assert [piece.calls for piece in pieces] == [sum(calls[: at + 1]) for at in range(len(pieces))]
+    assert increment == 4 * sum(calls)
+
+
+@pytest.mark.parametrize(("vector", "values", "calls"), [(8, 4, 2), (4, 4, 1), (2, 2, 1), (1, 4, 1)])
+def test_dropout_is_cut_between_calls(vector: int, values: int, calls: int) -> None:
+    recipe = Recipe("keep", torch.bool, "float", values, vector)
+    pieces, increment = pieces_of(2**33, 2, recipe, THREADS)
+    period = THREADS * (4 if vector == 1 else vector)
+    assert pieces[-1].stop == 2**33
+    assert all(piece.stop - piece.start < 2**31 for piece in pieces)
+    assert all(piece.calls * period == piece.start * calls for piece in pieces)
+    assert increment == 4 * -(-(2**33) // (4 * THREADS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "vector"),
+    [
+        (torch.bfloat16, 16, 8),
+        (torch.bfloat16, 12, 4),
+        (torch.float32, 16, 4),
+        (torch.float64, 16, 2),
+        (torch.float32, 6, 2),
+        (torch.float32, 7, 1),
+    ],
+)
+def test_vectors_of_dropout(dtype: torch.dtype, size: int, vector: int) -> None:
+    recipe = recipe_of(Draw(aten.native_dropout.default, (0.25,), (size,), dtype, CUDA))
+    assert recipe is not None
+    assert (recipe.vector, recipe.dtype, recipe.numbers[0]) == (vector, torch.bool, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers", "span", "low"),
+    [
+        (torch.int64, (), 2**63, 0),
+        (torch.float32, (), 2**24 + 1, 0),
+        (torch.bool, (), 2, 0),
+        (torch.int16, (10,), 10, 0),
+        (torch.int16, (-5, 10), 15, -5),
+        (torch.int16, (-5, None), 2**15 + 5, -5),
+        (torch.int64, (-(2**63), None), 0, 0),
+        (torch.float16, (0, 65504), 65472, 0),  # 65503 would be rounded up
+        (torch.bfloat16, (-1007, 1000), 2000, -1004),  # -1006 would be rounded down, 999 up
+    ],
+)
+def test_ranges_of_integers(dtype: torch.dtype, numbers: tuple[int | None, ...], span: int, low: int) -> None:
+    op = (aten.random_.default, aten.random_.to, getattr(aten.random_, "from"))[len(numbers)]
+    recipe = recipe_of(Draw(op, numbers, (8,), dtype, CUDA))
+    assert recipe is not None
+    assert (recipe.range, recipe.low) == (span, low)
+
+
+def test_what_is_not_known() -> None:
+    assert recipe_of(Draw(aten.normal_.default, (), (8,), torch.complex64, CUDA)) is None
+    assert recipe_of(Draw(aten.uniform_.default, (), (8,), torch.int32, CUDA)) is None
+    assert recipe_of(Draw(aten.bernoulli_.Tensor, (), (8,), torch.float32, CUDA)) is None
