@@ -163,6 +163,12 @@ BLOCKS: list[tuple[tuple[int, ...], list[list[tuple[Cut, ...]]]]] = [
     ((37, 41, 53, 17), [[(Cut(2, a),), (), (Cut(3, b),), ()] for a in range(2) for b in range(3)]),
     ((64, 128, 256), [[(Cut(2, a, rows=8),), (Cut(2, b, rows=5),), (Cut(4, 3),)] for a in range(2) for b in range(2)]),
     ((0, 4), [[(), (Cut(2, 0),)]]),
+    # large enough for the elements of a thread to come from one call, along each of the dims
+    ((3, 3_000_000), [[(), (Cut(2, at),)] for at in range(2)]),
+    ((6_000_000,), [[(Cut(2, at, rows=2),)] for at in range(2)]),
+    ((3, 4000, 2048), [[(), (), (Cut(2, at),)] for at in range(2)]),
+    ((3, 4000, 2048), [[(), (Cut(2, a),), (Cut(2, b),)] for a in range(2) for b in range(2)]),
+    ((3, 4000, 2048), [[(), (Cut(2, a),), (Cut(2, 1, rows=3),)] for a in range(2)]),
 ]
 
 
@@ -192,22 +198,31 @@ def test_blocks_of_dropout() -> None:
     blocks_agree(DROPOUT, FLOATS, (0.3,))
 
 
-def test_tensors_that_torch_fills_in_several_launches() -> None:
-    for op, dtype, numel in (
-        (aten.uniform_.default, torch.float32, 2**29 + 4099),
-        (aten.normal_.default, torch.float64, 2**29 + 3),
-        (aten.normal_.default, torch.bfloat16, 2**30 + 8),
-        (DROPOUT, torch.bfloat16, 2**31 + 2**20),
-    ):
-        numbers = (0.3,) if op is DROPOUT else ()
-        shape = (numel // 4099, 4099) if numel % 4099 == 0 else (numel,)
-        blocks = [block_of((numel,), [(Cut(3, at),)]) for at in range(3)]
-        blocks += [Block((7000,), (at,), ((Run(at, 7000),),)) for at in (0, numel // 2 - 3000, numel // 4 * 3 - 3000)]
-        check(compare(Draw(op, numbers, (numel,), dtype, CUDA), blocks, times=2))
-        if len(shape) == 2:
-            columns = [block_of(shape, [(), (Cut(2, at),)]) for at in range(2)]
-            check(compare(Draw(op, numbers, shape, dtype, CUDA), columns, times=1))
+LARGE: list[tuple[OpOverload, torch.dtype, tuple[int, ...], list[list[tuple[Cut, ...]]]]] = [
+    (aten.uniform_.default, torch.float32, (2**29 + 4099,), [[(Cut(3, at),)] for at in range(3)]),
+    (aten.uniform_.default, torch.float32, (131_100, 4096), [[(), (Cut(2, at),)] for at in range(2)]),
+    (aten.uniform_.default, torch.float32, (131_101, 4099), [[(), (Cut(2, at),)] for at in range(2)]),
+    (aten.normal_.default, torch.float64, (2**29 + 3,), [[(Cut(3, at),)] for at in range(3)]),
+    (aten.normal_.default, torch.bfloat16, (2**30 + 8,), [[(Cut(3, at, rows=5),)] for at in range(3)]),
+    (DROPOUT, torch.bfloat16, (2**31 + 2**20,), [[(Cut(3, at),)] for at in range(3)]),
+    (DROPOUT, torch.bfloat16, (2**31 // 4096 + 77, 4096), [[(), (Cut(2, at),)] for at in range(2)]),
+]
+
+
+def test_tensors_whose_bytes_torch_cannot_count_in_32_bits() -> None:
+    wrong = []
+    for op, dtype, shape, cuts in LARGE:
+        draw = Draw(op, (0.3,) if op is DROPOUT else (), shape, dtype, CUDA)
+        wrong += compare(draw, [block_of(shape, of_dims) for of_dims in cuts], times=2)
         torch.cuda.empty_cache()
+    check(wrong)
+
+
+def test_a_small_block_of_a_large_tensor() -> None:
+    numel = 2**30 + 5
+    draw = Draw(aten.normal_.default, (), (numel,), torch.float32, CUDA)
+    starts = (0, numel // 4 - 3000, numel // 2 - 3000, numel - 7000)  # across torch's launches
+    check(compare(draw, [Block((7000,), (at,), ((Run(at, 7000),),)) for at in starts], times=2))
 
 
 def test_factories_draw_as_the_operators_do() -> None:

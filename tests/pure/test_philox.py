@@ -8,8 +8,9 @@ import torch
 
 from shardwise.core.layout import Block, Cut, block_of
 from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import count_below, extents_of, index_of
+from shardwise.rng.geometry import Extent, count_below, extents_of, index_of
 from shardwise.rng.recipe import Piece, Recipe, pieces_of, recipe_of
+from shardwise.rng.sharing import ALONE, Launch, launch_of
 
 THREADS = 270_336
 CUDA = torch.device("cuda", 0)
@@ -54,6 +55,78 @@ def test_dims_are_joined() -> None:
     assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((Cut(3, 1),), (), ())))) == 1
     assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((), (Cut(2, 1),), ())))) == 2
     assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((Cut(3, 1),), (Cut(2, 1),), ())))) == 1
+
+
+def elements_of_threads(launch: Launch, extents: tuple[Extent, ...], start: int, few: int) -> list[list[int]]:
+    """The elements that each thread goes through, filled or not: the kernel's arithmetic, for 4 values a call."""
+    spread = launch.spread
+    if not launch.slab:
+        begins = [launch.base + at // spread * spread * 4 + at % spread for at in range(launch.threads)]
+        return [[begin + k * spread for k in range(4)] for begin in begins]
+    found = []
+    outer, extent = extents[: launch.shared], extents[launch.shared]
+    for thread in range(launch.threads):
+        group, lane = divmod(thread, launch.spread)
+        slab, group = divmod(group + launch.base, launch.groups)
+        begin = index_of(outer, slab) + extent.runs[0].start * extent.stride
+        lead = (begin - start) % (4 * few) // extent.stride * launch.inner
+        at = slab * launch.slab + group * launch.spread * 4 + lane - lead
+        inside = range(slab * launch.slab, (slab + 1) * launch.slab)
+        found.append([e for k in range(4) if (e := at + k * launch.spread) in inside])
+    return found
+
+
+SHARING: list[tuple[tuple[int, ...], Cuts, int]] = [
+    ((1000,), ((Cut(3, 1),),), 0),
+    ((1000,), ((Cut(3, 1, rows=2),),), 1),
+    ((100, 8), ((), (Cut(2, 1),)), 0),
+    ((3, 100, 8), ((), (Cut(2, 1),), (Cut(2, 1),)), 1),
+    ((3, 400), ((), (Cut(2, 1),)), 1),
+    ((30, 7), ((), (Cut(2, 0),)), ALONE),
+    ((20,), ((),), ALONE),
+]
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize(("shape", "cuts", "shared"), SHARING)
+def test_threads_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int, halves: int) -> None:
+    few, numel = 16, math.prod(shape)
+    extents = extents_of(shape, block_of(shape, cuts))
+    cut = numel // 2 // 8 * 8
+    filled: list[int] = []
+    for piece in (Piece(0, numel, 0),) if halves == 1 else (Piece(0, cut, 0), Piece(cut, numel, 9)):
+        launch = launch_of(extents, piece, values=4, vector=1, threads=few)
+        if launch is None:
+            continue
+        assert launch.shared == shared
+        for elements in elements_of_threads(launch, extents, piece.start, few):
+            mine = [e for e in elements if launch.first <= e < launch.last]
+            filled += mine
+            calls = {((i := index_of(extents, e) - piece.start) % few, i // few // 4) for e in mine}
+            assert shared == ALONE or len(calls) <= 1
+    assert sorted(filled) == list(range(math.prod(extent.size for extent in extents)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "shared"),
+    [
+        ((101,), ((Cut(3, 1),),), 0),
+        ((10, 8), ((), (Cut(2, 1),)), 0),
+        ((10, 6), ((), (Cut(2, 1),)), ALONE),
+        ((10, 12), ((), (Cut(2, 1),)), ALONE),
+    ],
+)
+def test_neighbours_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int) -> None:
+    extents = extents_of(shape, block_of(shape, cuts))
+    launch = launch_of(extents, Piece(0, math.prod(shape), 0), values=4, vector=8, threads=16)
+    assert launch is not None
+    assert launch.shared == shared
+    filled: list[int] = []
+    for elements in elements_of_threads(launch, extents, 0, 16):
+        mine = [e for e in elements if launch.first <= e < launch.last]
+        filled += mine
+        assert shared == ALONE or len({index_of(extents, e) // 4 for e in mine}) <= 1
+    assert sorted(filled) == list(range(math.prod(extent.size for extent in extents)))
 
 
 def test_one_launch_while_bytes_are_counted_in_32_bits() -> None:

@@ -47,7 +47,27 @@ def extents_of(shape: tuple[int, ...], block: Block) -> tuple[Extent, ...]:
         else:
             joined.append((size, runs))
     sizes = [size for size, _ in joined]
-    return tuple(Extent(runs, math.prod(sizes[dim + 1 :])) for dim, (_, runs) in enumerate(joined))
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    return tuple(
+        extent for (_, runs), stride in zip(joined, strides, strict=True) for extent in _extents_of_dim(runs, stride)
+    )
+
+
+def _extents_of_dim(runs: tuple[Run, ...], stride: int) -> tuple[Extent, ...]:
+    """One extent; or two, the runs and what is in each, where all runs are of one length and equally spaced.
+
+    Example:
+        >>> _extents_of_dim((Run(1, 2), Run(5, 2), Run(9, 2)), 1)
+        (Extent(runs=(Run(start=0, length=3),), stride=4), Extent(runs=(Run(start=1, length=2),), stride=1))
+    """
+    if len(runs) == 1:
+        return (Extent(runs, stride),)
+    spacing = runs[1].start - runs[0].start
+    before, start = divmod(runs[0].start, spacing)
+    length = runs[0].length
+    if start + length > spacing or any(run != Run(runs[0].start + at * spacing, length) for at, run in enumerate(runs)):
+        return (Extent(runs, stride),)
+    return Extent((Run(before, len(runs)),), stride * spacing), Extent((Run(start, length),), stride)
 
 
 def index_of(extents: Sequence[Extent], element: int) -> int:

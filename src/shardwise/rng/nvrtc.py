@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -38,8 +39,13 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         grid = -(-threads // BLOCK)
-        with torch.cuda.device(self._device):
+        with _current(self._device):
             _driver_call("cuLaunchKernel", self._function, grid, 1, 1, BLOCK, 1, 1, 0, stream, pointers, None)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """The device made current; without ado where it is, which is nearly always."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def compile_kernel(source: str, name: str, macros: Sequence[tuple[str, object]], device: torch.device) -> Kernel:

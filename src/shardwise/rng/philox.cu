@@ -6,7 +6,7 @@
 // Fixed when this is compiled: SCALAR, what is stored; REAL, what is computed in; DISTRIBUTION, one of those below;
 // THREADS, the T of the device; VALUES, how many elements a call serves; VECTOR, how many neighbours a thread takes at
 // once (1 but for dropout); DIMS, of the block; RUNS, whether one of its dims has several runs; INDEX, which integer
-// counts the elements of the block.
+// counts the elements of the block; SHARED, the dim along which the elements of one call are found, or -1.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -37,11 +37,14 @@ typedef REAL real;
 struct Fill {
   scalar* out;
   u64 seed, counter;
-  i64 base, first, last;  // elements [first, last) of the block are filled; threads begin at base, which may be less
-  u64 spread;             // from one element of a thread to its next
-  u64 start;              // the index, in the whole tensor, from which torch's kernel counts
-  double a, b;            // the numbers of a real distribution
-  u64 range;              // those of an integer one; a range of 0 is 2^64
+  u64 start;           // the index, in the whole tensor, from which torch's kernel counts
+  i64 first, last;     // elements [first, last) of the block are filled
+  i64 base;            // the element, or the group of elements, with which the threads begin
+  u64 spread;          // from one element of a thread to its next
+  u64 slab, inner;     // elements of the block at one index of the dims before SHARED; and of it
+  u64 groups;          // that the threads make of a slab
+  double a, b;         // the numbers of a real distribution
+  u64 range;           // those of an integer one; a range of 0 is 2^64
   i64 low;
   const i64* runs;
 };
@@ -79,12 +82,13 @@ __device__ u64 along(u64 at, const Dim& dim, const i64* runs) {
   return at + dim.start;
 }
 
-__device__ u64 index_of(INDEX element, const Dims& dims, const i64* runs) {
+// The index of an element of the dims [from, to); in the outermost of them it may be past the end.
+__device__ u64 index_of(INDEX element, int from, int to, const Dims& dims, const i64* runs) {
   u64 index = 0;
 #pragma unroll
-  for (int d = DIMS - 1; d >= 0; --d) {
+  for (int d = to - 1; d >= from; --d) {
     INDEX at = element;
-    if (d > 0) {
+    if (d > from) {
       INDEX size = (INDEX)dims.of[d].size;
       element = at / size;
       at -= element * size;
@@ -218,22 +222,78 @@ __device__ scalar wide_integers(const Words& words, u32 word, const Fill& fill) 
   return static_cast<scalar>((i64)((fill.range ? drawn % fill.range : drawn) + (u64)fill.low));
 }
 
-// ---- one thread fills VALUES elements; where they come from one call of Philox, it is made once
+// ---- one thread fills VALUES elements
 
-extern "C" __global__ void __launch_bounds__(256) fill_block(Fill fill, Dims dims) {
-  u32 thread = blockIdx.x * 256u + threadIdx.x, spread = (u32)fill.spread, group = thread / spread;
+#if SHARED < 0
+
+// They are taken as they come. A call of Philox is made again where the next element needs another.
+__device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
+  u32 spread = (u32)fill.spread, group = thread / spread;
   i64 element = fill.base + (i64)group * (spread * VALUES) + (thread - group * spread);
   Call made = {~0u, ~0u};
   Words words;
 #pragma unroll
   for (int k = 0; k < VALUES; ++k, element += spread) {
-    if (element < fill.first || element >= fill.last) continue;
+    if (element >= fill.last) return;
     u32 word;
-    Call call = call_of((u32)(index_of((INDEX)element, dims, fill.runs) - fill.start), word);
+    Call call = call_of((u32)(index_of((INDEX)element, 0, DIMS, dims, fill.runs) - fill.start), word);
     if (call.thread != made.thread || call.count != made.count) {
       words = philox(fill.seed, fill.counter + call.count, call.thread);
       made = call;
     }
     fill.out[element] = DISTRIBUTION(words, word, fill);
   }
+}
+
+#elif VECTOR > 1
+
+// They are neighbours, all of one call.
+__device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
+  i64 element = fill.base + (i64)thread * VALUES;
+  if (element >= fill.last) return;
+  u32 word;
+  Call call = call_of((u32)(index_of((INDEX)element, 0, DIMS, dims, fill.runs) - fill.start), word);
+  Words words = philox(fill.seed, fill.counter + call.count, call.thread);
+#pragma unroll
+  for (int k = 0; k < VALUES; ++k, ++element)
+    if (element >= fill.first && element < fill.last) fill.out[element] = DISTRIBUTION(words, k, fill);
+}
+
+#else
+
+// They are THREADS apart in the whole tensor, all of one call. The groups of a slab begin where torch's threads make
+// a call, which may be before the slab does.
+__device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
+  const u32 cycle = THREADS * VALUES;
+  u32 spread = (u32)fill.spread, group = thread / spread, lane = thread - group * spread;
+  group += (u32)fill.base;
+  u32 slab = group / (u32)fill.groups;
+  group -= slab * (u32)fill.groups;
+
+  u64 begin = index_of(slab, 0, SHARED, dims, fill.runs) + dims.of[SHARED].start * dims.of[SHARED].stride;
+  u32 missing = (u32)((begin + cycle - fill.start % cycle) % cycle);
+  u32 index = (u32)(begin - fill.start) - missing + group * cycle;
+#if SHARED == DIMS - 1
+  u32 lead = missing;
+  index += lane;
+#else
+  u32 stride = (u32)dims.of[SHARED].stride, inner = (u32)fill.inner, row = lane / inner;
+  u32 lead = missing / stride * inner;
+  index += row * stride + (u32)index_of(lane - row * inner, SHARED + 1, DIMS, dims, fill.runs);
+#endif
+
+  i64 from = (i64)slab * (i64)fill.slab, to = from + (i64)fill.slab;
+  i64 element = from + (i64)group * (spread * VALUES) + lane - lead;
+  from = max(from, fill.first);
+  to = min(to, fill.last);
+  Words words = philox(fill.seed, fill.counter + index / cycle, index % THREADS);
+#pragma unroll
+  for (int k = 0; k < VALUES; ++k, element += spread)
+    if (element >= from && element < to) fill.out[element] = DISTRIBUTION(words, k, fill);
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(256) fill_block(Fill fill, Dims dims) {
+  fill_by_thread(blockIdx.x * 256u + threadIdx.x, fill, dims);
 }

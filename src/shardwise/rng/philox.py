@@ -11,14 +11,17 @@ import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from shardwise.core.layout import Block, Run
 from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import Extent, count_below, extents_of, index_of
+from shardwise.rng.geometry import Extent, extents_of
 from shardwise.rng.nvrtc import BLOCK, CompilerError, Kernel, compile_kernel
 from shardwise.rng.recipe import DROPOUT, SCALARS, Piece, Recipe, pieces_of, probe_numbers, recipe_of
+from shardwise.rng.sharing import launch_of
 
 __all__ = ["draw", "reproduces"]
 
@@ -33,11 +36,14 @@ class _Fill(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("seed", ctypes.c_uint64),
         ("counter", ctypes.c_uint64),
-        ("base", ctypes.c_int64),
+        ("start", ctypes.c_uint64),
         ("first", ctypes.c_int64),
         ("last", ctypes.c_int64),
+        ("base", ctypes.c_int64),
         ("spread", ctypes.c_uint64),
-        ("start", ctypes.c_uint64),
+        ("slab", ctypes.c_uint64),
+        ("inner", ctypes.c_uint64),
+        ("groups", ctypes.c_uint64),
         ("a", ctypes.c_double),
         ("b", ctypes.c_double),
         ("range", ctypes.c_uint64),
@@ -79,7 +85,7 @@ def draw(draw: Draw, blocks: Sequence[Block], generator: torch.Generator) -> lis
     recipe = recipe_of(draw)
     assert recipe is not None, f"{draw.op} on {draw.dtype} is not known here; ask reproduces() first"
     device = _with_index(draw.device)
-    _raise_as_torch(draw, generator)
+    _raise_as_torch(draw.op, draw.numbers, draw.dtype, device)
     outs = [torch.empty(block.shape, dtype=recipe.dtype, device=device) for block in blocks]
     numel = math.prod(draw.shape)
     if not numel or (recipe.distribution == "keep" and recipe.numbers[0] == 0):
@@ -97,42 +103,17 @@ def _fill(
     out: torch.Tensor, extents: tuple[Extent, ...], recipe: Recipe, pieces: Sequence[Piece], seed: int, counter: int
 ) -> None:
     threads = _threads(out.device)
-    kernel = _kernel(recipe.kernel, len(extents), _has_runs(extents), out.numel() >= 2**31, out.device)
     runs = _table(extents, out.device)
-    dims = _dims(extents)
     for piece in pieces:
-        first, last = 0, out.numel()
-        if len(pieces) > 1:
-            first, last = count_below(extents, piece.start), count_below(extents, piece.stop)
-        if first == last:
+        launch = launch_of(extents, piece, recipe.values, recipe.vector, threads)
+        if launch is None:
             continue
-        spread, base = _spread(extents, piece, first, last, recipe, threads)
+        kernel = _kernel(recipe.kernel, _form(extents, launch.shared), out.device)
         fill = _Fill(
-            *(out.data_ptr(), seed, counter + piece.calls, base, first, last, spread, piece.start),
+            *(out.data_ptr(), seed, counter + piece.calls, piece.start, *launch[2:]),
             *(*recipe.numbers, recipe.range, recipe.low, runs.data_ptr()),
         )
-        groups = -(-(last - base) // (spread * recipe.values))
-        kernel.launch(groups * spread, (fill, dims))
-
-
-def _spread(
-    extents: tuple[Extent, ...], piece: Piece, first: int, last: int, recipe: Recipe, threads: int
-) -> tuple[int, int]:
-    """How far apart the elements of one thread of ours are, and where the threads begin: at `first` or before it.
-
-    Any choice gives the same numbers. This one lets the elements of a thread come from one call of Philox where it can.
-    """
-    if recipe.vector > 1:
-        return 1, first - (index_of(extents, first) - piece.start) % recipe.values
-    outer, *others = extents
-    inner = math.prod(extent.size for extent in others)
-    rows, rest = divmod(threads, outer.stride)
-    spread = rows * inner
-    if rest or len(outer.runs) != 1 or piece.start % outer.stride or last - first < spread:
-        return BLOCK, first
-    lead = (outer.runs[0].start - piece.start // outer.stride) % (rows * recipe.values) * inner
-    group = spread * recipe.values
-    return spread, (first + lead) // group * group - lead
+        kernel.launch(launch.threads, (fill, _dims(extents)))
 
 
 @lru_cache(maxsize=4096)
@@ -157,12 +138,19 @@ def _table(extents: tuple[Extent, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.int64, device=device)
 
 
-def _has_runs(extents: tuple[Extent, ...]) -> bool:
-    return any(len(extent.runs) > 1 for extent in extents)
+@lru_cache(maxsize=4096)
+def _form(extents: tuple[Extent, ...], shared: int) -> tuple[tuple[str, object], ...]:
+    """What the kernel is told of a block when it is compiled."""
+    return (
+        ("DIMS", len(extents)),
+        ("RUNS", int(any(len(extent.runs) > 1 for extent in extents))),
+        ("INDEX", "u64" if math.prod(extent.size for extent in extents) >= 2**31 else "u32"),
+        ("SHARED", shared),
+    )
 
 
 @cache
-def _kernel(kernel: tuple[object, ...], dims: int, runs: bool, large: bool, device: torch.device) -> Kernel:
+def _kernel(kernel: tuple[object, ...], form: tuple[tuple[str, object], ...], device: torch.device) -> Kernel:
     distribution, dtype, real, values, vector = kernel
     macros = (
         ("DISTRIBUTION", distribution),
@@ -171,9 +159,7 @@ def _kernel(kernel: tuple[object, ...], dims: int, runs: bool, large: bool, devi
         ("VALUES", values),
         ("VECTOR", vector),
         ("THREADS", f"{_threads(device)}u"),
-        ("DIMS", dims),
-        ("RUNS", int(runs)),
-        ("INDEX", "u64" if large else "u32"),
+        *form,
     )
     return compile_kernel(_SOURCE.read_text(encoding="utf-8"), "fill_block", macros, device)
 
@@ -189,10 +175,11 @@ def _with_index(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
-def _raise_as_torch(draw: Draw, generator: torch.Generator) -> None:
+@lru_cache(maxsize=4096)
+def _raise_as_torch(op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
     """What torch has to say about the numbers it says about an empty tensor too, and draws nothing for one."""
-    if draw.op is not DROPOUT:
-        draw.op(torch.empty(0, dtype=draw.dtype, device=draw.device), *draw.numbers, generator=generator)
+    if op is not DROPOUT:
+        op(torch.empty(0, dtype=dtype, device=device), *numbers)
 
 
 def _agrees(wanted: Draw, recipe: Recipe) -> bool:

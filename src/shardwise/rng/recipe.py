@@ -86,6 +86,7 @@ class Piece(NamedTuple):
     calls: int
 
 
+@lru_cache(maxsize=4096)
 def recipe_of(draw: Draw) -> Recipe | None:
     """How torch draws this, or None where that is not known.
 
