@@ -4,12 +4,13 @@ import math
 import unittest
 from collections.abc import Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._ops import OpOverload
 
 from shardwise.core.layout import Block, Cut, Run, block_of
-from shardwise.rng import philox
+from shardwise.rng import kernel, philox
 from shardwise.rng.draw import Draw
 
 if not torch.cuda.is_available():
@@ -292,6 +293,66 @@ def test_what_is_not_reproduced_is_said() -> None:
     for op, dtype in ((aten.normal_.default, torch.complex64), (aten.uniform_.default, torch.int32)):
         assert not philox.reproduces(Draw(op, (), (4,), dtype, CUDA))
     assert not philox.reproduces(Draw(aten.bernoulli_.Tensor, (), (4,), torch.float32, CUDA))
+
+
+def test_a_kernel_that_disagrees_with_torch_is_not_used() -> None:
+    def late(part: kernel.Part, seed: int, counter: int) -> torch.Tensor:
+        return kernel.fill_part(part, seed, counter + 1)
+
+    with mock.patch.object(philox, "fill_part", late), mock.patch.dict(philox._AGREED, clear=True):
+        for op, dtype in ((aten.normal_.default, torch.float32), (DROPOUT, torch.bfloat16)):
+            assert not philox.reproduces(Draw(op, (0.3,), (4,), dtype, CUDA))
+
+
+def test_asking_leaves_the_generators_alone() -> None:
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    with mock.patch.dict(philox._AGREED, clear=True):
+        for op in (aten.normal_.default, DROPOUT):
+            assert philox.reproduces(Draw(op, (0.3,), (4,), torch.float32, CUDA))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_without_a_compiler() -> None:
+    exact = [
+        (aten.uniform_.default, (0.0, 0.7), FLOATS),
+        (aten.bernoulli_.float, (0.3,), (*FLOATS, torch.bool)),
+        (aten.random_.to, (100,), (*FLOATS, *INTEGERS)),
+        (FROM, (-7, 90), (torch.int64, torch.int8, torch.float16)),
+        (DROPOUT, (0.3,), FLOATS),
+    ]
+    others = [(aten.normal_.default, (0.0, 1.0)), (aten.uniform_.default, (0.5, 1.0)), (aten.random_.default, ())]
+    wrong = []
+    without = mock.patch.object(philox, "can_compile", return_value=False)
+    with without, mock.patch.dict(philox._AGREED, clear=True):
+        for op, numbers, dtypes in exact:
+            for dtype in dtypes:
+                for shape, cuts in BLOCKS[:10]:
+                    draw = Draw(op, numbers, shape, dtype, CUDA)
+                    assert philox.reproduces(draw), named(draw)
+                    wrong += compare(draw, [block_of(shape, of_dims) for of_dims in cuts], times=1)
+        for op, numbers in others:
+            assert not philox.reproduces(Draw(op, numbers, (8,), torch.float64, CUDA))
+    check(wrong)
+
+
+def test_not_while_a_graph_is_captured() -> None:
+    draw = Draw(aten.normal_.default, (), (8,), torch.float32, CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.zeros(8, device=CUDA), philox.reproduces(draw)
+    assert not captured[1]
+    assert philox.reproduces(draw)
+
+
+def test_a_block_is_one_launch() -> None:
+    shapes = [(shape, cuts) for shape, cuts in BLOCKS if math.prod(shape)]
+    for shape, cuts in shapes:
+        for of_dims in cuts:
+            block = block_of(shape, of_dims)
+            with mock.patch.object(kernel.Kernel, "launch") as launch:
+                philox.draw(Draw(aten.normal_.default, (), shape, torch.float32, CUDA), [block], torch.Generator(CUDA))
+            assert launch.call_count == (1 if math.prod(block.shape) else 0)
 
 
 def test_a_block_costs_its_own_elements() -> None:

@@ -9,6 +9,7 @@ import torch
 from shardwise.core.layout import Block, Cut, block_of
 from shardwise.rng.draw import Draw
 from shardwise.rng.geometry import Extent, count_below, extents_of, index_of
+from shardwise.rng.plain import philox
 from shardwise.rng.recipe import Piece, Recipe, pieces_of, recipe_of
 from shardwise.rng.sharing import ALONE, Launch, launch_of
 
@@ -57,8 +58,8 @@ def test_dims_are_joined() -> None:
     assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((Cut(3, 1),), (Cut(2, 1),), ())))) == 1
 
 
-def elements_of_threads(launch: Launch, extents: tuple[Extent, ...], start: int, few: int) -> list[list[int]]:
-    """The elements that each thread goes through, filled or not: the kernel's arithmetic, for 4 values a call."""
+def elements_of_calls(launch: Launch, extents: tuple[Extent, ...], start: int, few: int) -> list[list[int]]:
+    """The elements that come from each call made, filled or not: the kernel's arithmetic, for 4 values a call."""
     spread = launch.spread
     if not launch.slab:
         begins = [launch.base + at // spread * spread * 4 + at % spread for at in range(launch.threads)]
@@ -66,13 +67,14 @@ def elements_of_threads(launch: Launch, extents: tuple[Extent, ...], start: int,
     found = []
     outer, extent = extents[: launch.shared], extents[launch.shared]
     for thread in range(launch.threads):
-        group, lane = divmod(thread, launch.spread)
-        slab, group = divmod(group + launch.base, launch.groups)
+        chunk, lane = divmod(thread, spread)
+        slab, chunk = divmod(chunk + launch.base, launch.chunks)
         begin = index_of(outer, slab) + extent.runs[0].start * extent.stride
         lead = (begin - start) % (4 * few) // extent.stride * launch.inner
-        at = slab * launch.slab + group * launch.spread * 4 + lane - lead
         inside = range(slab * launch.slab, (slab + 1) * launch.slab)
-        found.append([e for k in range(4) if (e := at + k * launch.spread) in inside])
+        for group in range(chunk * launch.groups, (chunk + 1) * launch.groups):
+            at = slab * launch.slab + group * spread * 4 + lane - lead
+            found.append([e for k in range(4) if (e := at + k * spread) in inside])
     return found
 
 
@@ -99,7 +101,7 @@ def test_threads_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int, ha
         if launch is None:
             continue
         assert launch.shared == shared
-        for elements in elements_of_threads(launch, extents, piece.start, few):
+        for elements in elements_of_calls(launch, extents, piece.start, few):
             mine = [e for e in elements if launch.first <= e < launch.last]
             filled += mine
             calls = {((i := index_of(extents, e) - piece.start) % few, i // few // 4) for e in mine}
@@ -122,7 +124,7 @@ def test_neighbours_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int)
     assert launch is not None
     assert launch.shared == shared
     filled: list[int] = []
-    for elements in elements_of_threads(launch, extents, 0, 16):
+    for elements in elements_of_calls(launch, extents, 0, 16):
         mine = [e for e in elements if launch.first <= e < launch.last]
         filled += mine
         assert shared == ALONE or len({index_of(extents, e) // 4 for e in mine}) <= 1
@@ -196,6 +198,23 @@ def test_ranges_of_integers(dtype: torch.dtype, numbers: tuple[int | None, ...],
     recipe = recipe_of(Draw(op, numbers, (8,), dtype, CUDA))
     assert recipe is not None
     assert (recipe.range, recipe.low) == (span, low)
+
+
+@pytest.mark.parametrize(
+    ("counter", "thread", "seed", "words"),
+    [
+        (0, 0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (-1, -1, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            0x85A308D3_243F6A88 - 2**64,
+            0x03707344_13198A2E,
+            0x299F31D0_A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(counter: int, thread: int, seed: int, words: tuple[int, ...]) -> None:
+    assert tuple(map(int, philox(seed, torch.tensor(counter), torch.tensor(thread)))) == words
 
 
 def test_what_is_not_known() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CompilerError", "Kernel", "compile_kernel"]
+__all__ = ["BLOCK", "CompilerError", "Kernel", "can_compile", "compile_kernel"]
 
 BLOCK = 256  # threads in a block of every launch
 
@@ -53,6 +53,16 @@ def compile_kernel(source: str, name: str, macros: Sequence[tuple[str, object]],
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{macro}={value}" for macro, value in macros)]
     return Kernel(device, _machine_code(source, options), name)
+
+
+@cache
+def can_compile(device: torch.device) -> bool:
+    """Whether there is a compiler here that knows the device."""
+    try:
+        compile_kernel('extern "C" __global__ void nothing() {}', "nothing", (), device)
+    except CompilerError:
+        return False
+    return True
 
 
 def _machine_code(source: str, options: Sequence[str]) -> bytes:

@@ -39,10 +39,10 @@ struct Fill {
   u64 seed, counter;
   u64 start;           // the index, in the whole tensor, from which torch's kernel counts
   i64 first, last;     // elements [first, last) of the block are filled
-  i64 base;            // the element, or the group of elements, with which the threads begin
+  i64 base;            // the element, or the chunk of elements, with which the threads begin
   u64 spread;          // from one element of a thread to its next
   u64 slab, inner;     // elements of the block at one index of the dims before SHARED; and of it
-  u64 groups;          // that the threads make of a slab
+  u64 chunks, groups;  // of groups that a slab makes for the threads; and groups in a chunk, which a thread goes through
   double a, b;         // the numbers of a real distribution
   u64 range;           // those of an integer one; a range of 0 is 2^64
   i64 low;
@@ -261,14 +261,14 @@ __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
 
 #else
 
-// They are THREADS apart in the whole tensor, all of one call. The groups of a slab begin where torch's threads make
-// a call, which may be before the slab does.
+// They are THREADS apart in the whole tensor, all of one call; and then as many of the next call, some times over. The
+// groups of a slab begin where torch's threads make a call, which may be before the slab does.
 __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   const u32 cycle = THREADS * VALUES;
-  u32 spread = (u32)fill.spread, group = thread / spread, lane = thread - group * spread;
-  group += (u32)fill.base;
-  u32 slab = group / (u32)fill.groups;
-  group -= slab * (u32)fill.groups;
+  u32 spread = (u32)fill.spread, chunk = thread / spread, lane = thread - chunk * spread;
+  chunk += (u32)fill.base;
+  u32 slab = chunk / (u32)fill.chunks;
+  u32 group = (chunk - slab * (u32)fill.chunks) * (u32)fill.groups;
 
   u64 begin = index_of(slab, 0, SHARED, dims, fill.runs) + dims.of[SHARED].start * dims.of[SHARED].stride;
   u32 missing = (u32)((begin + cycle - fill.start % cycle) % cycle);
@@ -282,14 +282,21 @@ __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   index += row * stride + (u32)index_of(lane - row * inner, SHARED + 1, DIMS, dims, fill.runs);
 #endif
 
-  i64 from = (i64)slab * (i64)fill.slab, to = from + (i64)fill.slab;
+  i64 from = (i64)slab * (i64)fill.slab, to = min(from + (i64)fill.slab, fill.last);
   i64 element = from + (i64)group * (spread * VALUES) + lane - lead;
   from = max(from, fill.first);
-  to = min(to, fill.last);
-  Words words = philox(fill.seed, fill.counter + index / cycle, index % THREADS);
+  u64 counter = fill.counter + index / cycle;
+  const u32 reach = spread * (VALUES - 1);
+  for (u32 turn = 0; turn < (u32)fill.groups; ++turn, ++counter, element += spread * VALUES) {
+    if (element + reach < from || element >= to) continue;
+    Words words = philox(fill.seed, counter, index % THREADS);
+    bool whole = element >= from && element + reach < to;
 #pragma unroll
-  for (int k = 0; k < VALUES; ++k, element += spread)
-    if (element >= from && element < to) fill.out[element] = DISTRIBUTION(words, k, fill);
+    for (int k = 0; k < VALUES; ++k) {
+      i64 at = element + k * spread;
+      if (whole || (at >= from && at < to)) fill.out[at] = DISTRIBUTION(words, k, fill);
+    }
+  }
 }
 
 #endif

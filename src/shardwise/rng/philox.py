@@ -6,50 +6,32 @@ elements and no more. Knows nothing of meshes or DTensors.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.layout import Block, Run
+from shardwise.rng import plain
 from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import Extent, extents_of
-from shardwise.rng.nvrtc import BLOCK, CompilerError, Kernel, compile_kernel
-from shardwise.rng.recipe import DROPOUT, SCALARS, Piece, Recipe, pieces_of, probe_numbers, recipe_of
-from shardwise.rng.sharing import launch_of
+from shardwise.rng.kernel import Part, fill_part, threads_of
+from shardwise.rng.nvrtc import CompilerError, can_compile
+from shardwise.rng.recipe import DROPOUT, Piece, Recipe, pieces_of, probe_numbers, recipe_of
 
 __all__ = ["draw", "reproduces"]
 
-_SOURCE = Path(__file__).with_name("philox.cu")
 _MASK = 2**64 - 1
+_SEED = 42  # of what is drawn to see that it is the same
 
 
-class _Fill(ctypes.Structure):
-    """The kernel's first argument, field by field."""
+class _Whole(NamedTuple):
+    """A draw of the whole tensor: how, by which launches of torch's, and how far the generator goes."""
 
-    _fields_ = (
-        ("out", ctypes.c_void_p),
-        ("seed", ctypes.c_uint64),
-        ("counter", ctypes.c_uint64),
-        ("start", ctypes.c_uint64),
-        ("first", ctypes.c_int64),
-        ("last", ctypes.c_int64),
-        ("base", ctypes.c_int64),
-        ("spread", ctypes.c_uint64),
-        ("slab", ctypes.c_uint64),
-        ("inner", ctypes.c_uint64),
-        ("groups", ctypes.c_uint64),
-        ("a", ctypes.c_double),
-        ("b", ctypes.c_double),
-        ("range", ctypes.c_uint64),
-        ("low", ctypes.c_int64),
-        ("runs", ctypes.c_void_p),
-    )
+    recipe: Recipe
+    pieces: tuple[Piece, ...]
+    increment: int
 
 
 def reproduces(draw: Draw) -> bool:
@@ -68,148 +50,91 @@ def reproduces(draw: Draw) -> bool:
     recipe = recipe_of(draw)
     if recipe is None:
         return False
-    key = (draw.op, draw.dtype, _with_index(draw.device), recipe.kernel)
-    if key not in _CHECKED:
-        _CHECKED[key] = _agrees(draw, recipe)
-    return _CHECKED[key]
+    draw = draw._replace(device=_with_index(draw.device))
+    if not can_compile(draw.device) and not _is_plain(draw, recipe):
+        return False
+    key = (draw.op, draw.dtype, draw.device, recipe.kernel)
+    if key not in _AGREED:
+        _AGREED[key] = _agrees(draw, recipe)
+    return _AGREED[key]
 
 
-_CHECKED: dict[tuple[object, ...], bool] = {}
+_AGREED: dict[tuple[object, ...], bool] = {}
 
 
 def draw(draw: Draw, blocks: Sequence[Block], generator: torch.Generator) -> list[torch.Tensor]:
     """The part of each block of the tensor that `draw` fills, contiguous. The generator goes on as after all of it.
 
     For `aten.native_dropout` the dtype of the draw is that of the tensor dropped from, and the result is the mask.
+
+    Example:
+        >>> draw_ = Draw(torch.ops.aten.normal_.default, (0.0, 1.0), (4,), torch.float32, torch.device("cuda"))
+        >>> half = Block((2,), (2,), ((Run(2, 2),),))
+        >>> if torch.cuda.is_available():
+        ...     generator = torch.Generator("cuda").manual_seed(0)
+        ...     (ours,) = draw(draw_, [half], generator)
+        ...     whole = torch.empty(4, device="cuda").normal_(generator=generator.manual_seed(0))
+        ...     assert torch.equal(ours, whole[2:])
     """
-    recipe = recipe_of(draw)
-    assert recipe is not None, f"{draw.op} on {draw.dtype} is not known here; ask reproduces() first"
-    device = _with_index(draw.device)
-    _raise_as_torch(draw.op, draw.numbers, draw.dtype, device)
-    outs = [torch.empty(block.shape, dtype=recipe.dtype, device=device) for block in blocks]
-    numel = math.prod(draw.shape)
-    if not numel or (recipe.distribution == "keep" and recipe.numbers[0] == 0):
-        return [out.zero_() for out in outs]  # torch draws nothing for these
-    pieces, increment = pieces_of(numel, draw.dtype.itemsize, recipe, _threads(device))
+    if draw.device.index is None:
+        draw = draw._replace(device=_with_index(draw.device))
+    recipe, pieces, increment = _whole(draw)
+    if not pieces:
+        return [torch.zeros(block.shape, dtype=recipe.dtype, device=draw.device) for block in blocks]
     seed, offset = generator.initial_seed() & _MASK, generator.get_offset()
-    for block, out in zip(blocks, outs, strict=True):
-        if out.numel():
-            _fill(out, extents_of(draw.shape, block), recipe, pieces, seed, offset // 4)
+    fill = fill_part if can_compile(draw.device) else plain.fill_part
+    outs = [fill(Part(draw.shape, block, recipe, pieces, draw.device), seed, offset // 4) for block in blocks]
     generator.set_offset(offset + increment)
     return outs
 
 
-def _fill(
-    out: torch.Tensor, extents: tuple[Extent, ...], recipe: Recipe, pieces: Sequence[Piece], seed: int, counter: int
-) -> None:
-    threads = _threads(out.device)
-    runs = _table(extents, out.device)
-    for piece in pieces:
-        launch = launch_of(extents, piece, recipe.values, recipe.vector, threads)
-        if launch is None:
-            continue
-        kernel = _kernel(recipe.kernel, _form(extents, launch.shared), out.device)
-        fill = _Fill(
-            *(out.data_ptr(), seed, counter + piece.calls, piece.start, *launch[2:]),
-            *(*recipe.numbers, recipe.range, recipe.low, runs.data_ptr()),
-        )
-        kernel.launch(launch.threads, (fill, _dims(extents)))
-
-
 @lru_cache(maxsize=4096)
-def _dims(extents: tuple[Extent, ...]) -> ctypes.Array[ctypes.c_uint64]:
-    """The kernel's second argument: size, stride, start, number of runs and their place in the table, of each dim."""
-    fields: list[int] = []
-    table = 0
-    for extent in extents:
-        fields += [extent.size, extent.stride, extent.runs[0].start, len(extent.runs), table]
-        table += 2 * len(extent.runs) if len(extent.runs) > 1 else 0
-    return (ctypes.c_uint64 * len(fields))(*fields)
-
-
-@lru_cache(maxsize=256)
-def _table(extents: tuple[Extent, ...], device: torch.device) -> torch.Tensor:
-    """Of each dim with several runs: where they begin in the block, then what leads from there to the whole tensor."""
-    table: list[int] = []
-    for extent in extents:
-        if len(extent.runs) > 1:
-            begins = [sum(run.length for run in extent.runs[:at]) for at in range(len(extent.runs))]
-            table += begins + [run.start - begin for run, begin in zip(extent.runs, begins, strict=True)]
-    return torch.tensor(table, dtype=torch.int64, device=device)
-
-
-@lru_cache(maxsize=4096)
-def _form(extents: tuple[Extent, ...], shared: int) -> tuple[tuple[str, object], ...]:
-    """What the kernel is told of a block when it is compiled."""
-    return (
-        ("DIMS", len(extents)),
-        ("RUNS", int(any(len(extent.runs) > 1 for extent in extents))),
-        ("INDEX", "u64" if math.prod(extent.size for extent in extents) >= 2**31 else "u32"),
-        ("SHARED", shared),
-    )
-
-
-@cache
-def _kernel(kernel: tuple[object, ...], form: tuple[tuple[str, object], ...], device: torch.device) -> Kernel:
-    distribution, dtype, real, values, vector = kernel
-    macros = (
-        ("DISTRIBUTION", distribution),
-        ("SCALAR", SCALARS[dtype]),  # pyright: ignore[reportArgumentType]
-        ("REAL", real),
-        ("VALUES", values),
-        ("VECTOR", vector),
-        ("THREADS", f"{_threads(device)}u"),
-        *form,
-    )
-    return compile_kernel(_SOURCE.read_text(encoding="utf-8"), "fill_block", macros, device)
-
-
-@cache
-def _threads(device: torch.device) -> int:
-    """How many threads torch starts for a large tensor. For a small one it starts at least one for each element."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count * (properties.max_threads_per_multi_processor // BLOCK) * BLOCK
+def _whole(draw: Draw) -> _Whole:
+    """Raises what torch would: what it has to say about the numbers it says about an empty tensor too."""
+    recipe = recipe_of(draw)
+    assert recipe is not None, f"{draw.op} on {draw.dtype} is not known here; ask reproduces() first"
+    if draw.op is not DROPOUT:
+        draw.op(torch.empty(0, dtype=draw.dtype, device=draw.device), *draw.numbers)
+    numel = math.prod(draw.shape)
+    if numel == 0 or (draw.op is DROPOUT and recipe.numbers[0] == 0):
+        return _Whole(recipe, (), 0)  # torch draws nothing for these
+    return _Whole(recipe, *pieces_of(numel, draw.dtype.itemsize, recipe, threads_of(draw.device)))
 
 
 def _with_index(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
-@lru_cache(maxsize=4096)
-def _raise_as_torch(op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """What torch has to say about the numbers it says about an empty tensor too, and draws nothing for one."""
-    if op is not DROPOUT:
-        op(torch.empty(0, dtype=dtype, device=device), *numbers)
+def _is_plain(draw: Draw, recipe: Recipe) -> bool:
+    numel = max(math.prod(draw.shape), 1)
+    return plain.follows(recipe, pieces_of(numel, draw.dtype.itemsize, recipe, threads_of(draw.device))[0])
 
 
 def _agrees(wanted: Draw, recipe: Recipe) -> bool:
     """Draw enough for every thread to make two calls, by torch and here."""
-    device = _with_index(wanted.device)
-    numel = 2 * _threads(device) * max(recipe.values, recipe.vector) + math.prod(wanted.shape) % 8
-    probe = wanted._replace(shape=(numel,), numbers=probe_numbers(wanted, recipe))
-    whole = Block((numel,), (0,), ((Run(0, numel),),))
-    generator = torch.Generator(device).manual_seed(42)
+    numel = 2 * threads_of(wanted.device) * max(recipe.values, recipe.vector) + math.prod(wanted.shape) % 8
+    numbers = probe_numbers(wanted, recipe) if can_compile(wanted.device) else wanted.numbers
+    probe = wanted._replace(shape=(numel,), numbers=numbers)
+    generator = torch.Generator(wanted.device).manual_seed(_SEED)
     try:
-        (ours,) = draw(probe, [whole], generator)
+        (ours,) = draw(probe, [Block((numel,), (0,), ((Run(0, numel),),))], generator)
     except CompilerError:
         return False
-    theirs, state = _by_torch(probe, device)
+    theirs, state = _by_torch(probe)
     same = torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     return same and torch.equal(generator.get_state(), state)
 
 
-def _by_torch(probe: Draw, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch draws from the seed 42, and the generator's state after that."""
-    tensor = torch.empty(probe.shape, dtype=probe.dtype, device=device)
+def _by_torch(probe: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch draws from that seed, and the generator's state after that."""
+    tensor = torch.empty(probe.shape, dtype=probe.dtype, device=probe.device)
     if probe.op is not DROPOUT:
-        generator = torch.Generator(device).manual_seed(42)
+        generator = torch.Generator(probe.device).manual_seed(_SEED)
         return probe.op(tensor, *probe.numbers, generator=generator), generator.get_state()
-    generator = torch.cuda.default_generators[device.index]  # dropout takes no other
+    generator = torch.cuda.default_generators[probe.device.index]  # dropout takes no other
     before = generator.get_state()
     try:
-        generator.manual_seed(42)
-        with torch.cuda.device(device):
-            mask = probe.op(tensor, *probe.numbers, True)[1]
-        return mask, generator.get_state()
+        generator.manual_seed(_SEED)
+        return probe.op(tensor, *probe.numbers, True)[1], generator.get_state()
     finally:
         generator.set_state(before)

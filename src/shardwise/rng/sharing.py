@@ -15,6 +15,7 @@ from shardwise.rng.recipe import Piece
 __all__ = ["Launch", "launch_of"]
 
 ALONE = -1
+_TURNS = 4  # how many calls a thread makes one after the other, so that what it does once weighs less
 _WARPS = 256  # from one element of a thread to its next where they do not share calls: neighbours in a warp stay so
 
 
@@ -29,6 +30,7 @@ class Launch(NamedTuple):
     spread: int
     slab: int = 0
     inner: int = 0
+    chunks: int = 1
     groups: int = 1
 
 
@@ -39,7 +41,7 @@ def launch_of(extents: tuple[Extent, ...], piece: Piece, values: int, vector: in
     Example:
         >>> from shardwise.core.layout import Run
         >>> launch_of((Extent((Run(100, 50),), 1),), Piece(0, 1000, 0), values=4, vector=1, threads=8)
-        Launch(threads=16, shared=0, first=0, last=50, base=0, spread=8, slab=50, inner=1, groups=2)
+        Launch(threads=8, shared=0, first=0, last=50, base=0, spread=8, slab=50, inner=1, chunks=1, groups=2)
     """
     first, last = count_below(extents, piece.start), count_below(extents, piece.stop)
     if first == last:
@@ -68,7 +70,7 @@ def _turns(
     extents: tuple[Extent, ...], piece: Piece, first: int, last: int, values: int, threads: int
 ) -> Launch | None:
     """A call serves elements that are `threads` apart: a number of whole rows along one of the dims."""
-    dim = _dim_of_turns(extents, piece, values, threads)
+    dim = _dim_of_turns(extents, piece, threads)
     if dim is None:
         return None
     stride, inner, slab = extents[dim].stride, _elements(extents[dim + 1 :]), _elements(extents[dim:])
@@ -76,21 +78,28 @@ def _turns(
     group = spread * values
     if _elements(extents[:dim]) > 1:
         # each slab begins elsewhere in the calls of torch's threads; there are groups for the worst of them
-        groups = -(-(group - inner + slab) // group)
-        base, end = first // slab * groups, ((last - 1) // slab + 1) * groups
+        groups, chunks = _shared_out(group - inner + slab, group)
+        base, end = first // slab * chunks, ((last - 1) // slab + 1) * chunks
     else:
         begin = sum(extent.runs[0].start * extent.stride for extent in extents[: dim + 1])
         lead = (begin - piece.start) % (threads * values) // stride * inner
-        groups = -(-(lead + slab) // group)
-        base, end = (first + lead) // group, -(-(last + lead) // group)
-    return Launch((end - base) * spread, dim, first, last, base, spread, slab, inner, groups)
+        groups, chunks = _shared_out(lead + slab, group)
+        base, end = (first + lead) // (group * groups), -(-(last + lead) // (group * groups))
+    return Launch((end - base) * spread, dim, first, last, base, spread, slab, inner, chunks, groups)
 
 
-def _dim_of_turns(extents: tuple[Extent, ...], piece: Piece, values: int, threads: int) -> int | None:
-    """The outermost dim of which `threads` is whole rows, and enough of them in the block to share calls."""
+def _shared_out(elements: int, group: int) -> tuple[int, int]:
+    """How many groups make a chunk, and how many chunks hold the elements."""
+    groups = -(-elements // group)
+    in_chunk = min(groups, _TURNS)
+    return in_chunk, -(-groups // in_chunk)
+
+
+def _dim_of_turns(extents: tuple[Extent, ...], piece: Piece, threads: int) -> int | None:
+    """The outermost dim of which `threads` is whole rows, and the block has enough of them for two to share a call."""
     for dim, (runs, stride) in enumerate(extents):
         whole = threads % stride == 0 and piece.start % stride == 0 and len(runs) == 1
-        if whole and runs[0].length >= threads // stride * values:
+        if whole and runs[0].length >= threads // stride * 2:
             return dim
     return None
 
