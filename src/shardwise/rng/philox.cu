@@ -247,6 +247,10 @@ __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
 
 #elif VECTOR > 1
 
+struct __align__(VALUES * sizeof(scalar)) Neighbours {
+  scalar of[VALUES];
+};
+
 // They are neighbours, all of one call.
 __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   i64 element = fill.base + (i64)thread * VALUES;
@@ -254,9 +258,16 @@ __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   u32 word;
   Call call = call_of((u32)(index_of((INDEX)element, 0, DIMS, dims, fill.runs) - fill.start), word);
   Words words = philox(fill.seed, fill.counter + call.count, call.thread);
+  Neighbours drawn;
+#pragma unroll
+  for (int k = 0; k < VALUES; ++k) drawn.of[k] = DISTRIBUTION(words, k, fill);
+  if (element >= fill.first && element + VALUES <= fill.last && (u64)(fill.out + element) % sizeof(drawn) == 0) {
+    *reinterpret_cast<Neighbours*>(fill.out + element) = drawn;
+    return;
+  }
 #pragma unroll
   for (int k = 0; k < VALUES; ++k, ++element)
-    if (element >= fill.first && element < fill.last) fill.out[element] = DISTRIBUTION(words, k, fill);
+    if (element >= fill.first && element < fill.last) fill.out[element] = drawn.of[k];
 }
 
 #else
@@ -285,11 +296,10 @@ __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   i64 from = (i64)slab * (i64)fill.slab, to = min(from + (i64)fill.slab, fill.last);
   i64 element = from + (i64)group * (spread * VALUES) + lane - lead;
   from = max(from, fill.first);
-  u64 counter = fill.counter + index / cycle;
   const u32 reach = spread * (VALUES - 1);
-  for (u32 turn = 0; turn < (u32)fill.groups; ++turn, ++counter, element += spread * VALUES) {
-    if (element + reach < from || element >= to) continue;
-    Words words = philox(fill.seed, counter, index % THREADS);
+  for (u32 turn = 0; turn < (u32)fill.groups; ++turn, index += cycle, element += spread * VALUES) {
+    if (element + reach < from || element >= to) continue;  // and index may be below zero
+    Words words = philox(fill.seed, fill.counter + index / cycle, index % THREADS);
     bool whole = element >= from && element + reach < to;
 #pragma unroll
     for (int k = 0; k < VALUES; ++k) {

@@ -91,8 +91,8 @@ def _turns(
 def _shared_out(elements: int, group: int) -> tuple[int, int]:
     """How many groups make a chunk, and how many chunks hold the elements."""
     groups = -(-elements // group)
-    in_chunk = min(groups, _TURNS)
-    return in_chunk, -(-groups // in_chunk)
+    chunks = -(-groups // _TURNS)
+    return -(-groups // chunks), chunks
 
 
 def _dim_of_turns(extents: tuple[Extent, ...], piece: Piece, threads: int) -> int | None:
