@@ -91,11 +91,13 @@ def check(wrong: Iterable[str]) -> None:
     assert not lines, f"{len(lines)} wrong\n" + "\n".join(lines[:40])
 
 
-def sizes_agree(op: OpOverload, dtypes: Iterable[torch.dtype], numbers: Iterable[tuple[Any, ...]]) -> None:
+def sizes_agree(
+    op: OpOverload, dtypes: Iterable[torch.dtype], numbers: Iterable[tuple[Any, ...]], sizes: Sequence[int] = SIZES
+) -> None:
     wrong = []
     for dtype in dtypes:
         for given in numbers:
-            for size in SIZES:
+            for size in sizes:
                 draw = Draw(op, given, (size,), dtype, CUDA)
                 wrong += compare(draw, [block_of((size,), [()])])
                 if not philox.reproduces(draw):
@@ -146,8 +148,8 @@ def test_random_from() -> None:
     sizes_agree(FROM, (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8), [(-100, 100), (-7, None)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # these bounds are beyond what the dtypes count exactly
-        sizes_agree(FROM, (torch.float16,), [(0, 65_504)])
-        sizes_agree(FROM, (torch.bfloat16,), [(-1007, 1000)])
+        sizes_agree(FROM, (torch.float16,), [(0, 65_504)], sizes=(300_000,))
+        sizes_agree(FROM, (torch.bfloat16,), [(-1007, 1000)], sizes=(300_000,))
     sizes_agree(FROM, (torch.int64,), [(-(2**62), 2**62 + 12345), (-(2**63), None), (-(2**63), 2**63 - 1)])
     sizes_agree(FROM, (torch.float32, torch.float64, torch.bfloat16), [(-(2**63), None)])
 
@@ -357,6 +359,29 @@ def test_a_block_is_one_launch() -> None:
             with mock.patch.object(kernel.Kernel, "launch") as launch:
                 philox.draw(Draw(aten.normal_.default, (), shape, torch.float32, CUDA), [block], torch.Generator(CUDA))
             assert launch.call_count == (1 if math.prod(block.shape) else 0)
+
+
+def test_nothing_is_written_beside_a_block() -> None:
+    rooms: list[torch.Tensor] = []
+
+    def roomy(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        shape = (shape,) if isinstance(shape, int) else shape
+        rooms.append(torch.full((math.prod(shape) + 64,), True, dtype=dtype, device=device))
+        return rooms[-1][32:-32].view(shape)
+
+    # all of what is drawn differs from what was there
+    for op, numbers, dtype in (
+        (DROPOUT, (1 - 1e-12,), torch.bfloat16),
+        (aten.uniform_.default, (0.0, 0.5), torch.float32),
+    ):
+        for shape, cuts in BLOCKS:
+            draw = Draw(op, numbers, shape, dtype, CUDA)
+            for of_dims in cuts:
+                with mock.patch.object(kernel.torch, "empty", side_effect=roomy):
+                    (out,) = philox.draw(draw, [block_of(shape, of_dims)], torch.Generator(CUDA))
+                assert not (out == 1).any(), named(draw)
+                assert all(bool((room[:32] == 1).all() and (room[-32:] == 1).all()) for room in rooms), named(draw)
+                rooms.clear()
 
 
 def test_a_block_costs_its_own_elements() -> None:
