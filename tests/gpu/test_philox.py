@@ -162,6 +162,8 @@ BLOCKS: list[tuple[tuple[int, ...], list[list[tuple[Cut, ...]]]]] = [
     ((), [[]]),
     ((3_000_000,), [[(Cut(4, at),)] for at in range(4)]),
     ((3_000_001,), [[(Cut(7, at),)] for at in range(7)]),
+    ((3_000_008,), [[(Cut(8, at),)] for at in range(8)]),  # dropout takes eight at once, and no block has eights
+    ((1_500_004, 2), [[(Cut(3, at),), ()] for at in range(3)]),
     ((3_000_001,), [[(Cut(3, at, rows=1000),)] for at in range(3)]),
     ((5,), [[(Cut(4, at),)] for at in range(4)]),  # the last is empty
     ((1000, 2048), [[(), (Cut(4, at),)] for at in range(4)]),  # 2048 divides the threads of many devices
@@ -333,7 +335,7 @@ def test_without_a_compiler() -> None:
     with without, mock.patch.dict(philox._AGREED, clear=True):
         for op, numbers, dtypes in exact:
             for dtype in dtypes:
-                for shape, cuts in BLOCKS[:10]:
+                for shape, cuts in BLOCKS[:12]:
                     draw = Draw(op, numbers, shape, dtype, CUDA)
                     assert philox.reproduces(draw), named(draw)
                     wrong += compare(draw, [block_of(shape, of_dims) for of_dims in cuts], times=1)
