@@ -1,0 +1,106 @@
+"""Where the elements of a block stand in the whole tensor, with as few dims as that takes. Pure arithmetic.
+
+Knows nothing of random numbers or devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.core.layout import Block, Run
+
+__all__ = ["Extent", "count_below", "extents_of", "index_of"]
+
+
+class Extent(NamedTuple):
+    """One dim of a block: its runs of indices, and how far apart two neighbours are in the whole tensor."""
+
+    runs: tuple[Run, ...]
+    stride: int
+
+    @property
+    def size(self) -> int:
+        """How many indices the block has of it."""
+        return sum(run.length for run in self.runs)
+
+
+@lru_cache(maxsize=4096)
+def extents_of(shape: tuple[int, ...], block: Block) -> tuple[Extent, ...]:
+    """The dims of `block`, of a contiguous tensor of `shape`, with those joined that need not be told apart.
+
+    Example:
+        >>> rows = Block((2, 6), (2, 0), ((Run(2, 2),), (Run(0, 6),)))
+        >>> extents_of((4, 6), rows)  # twelve neighbours
+        (Extent(runs=(Run(start=12, length=12),), stride=1),)
+    """
+    joined: list[tuple[int, tuple[Run, ...]]] = [(1, (Run(0, 1),))]
+    for size, runs in zip(shape, block.runs, strict=True):
+        outer_size, outer = joined[-1]
+        if runs == (Run(0, size),):
+            joined[-1] = (outer_size * size, tuple(Run(run.start * size, run.length * size) for run in outer))
+        elif len(outer) == 1 and outer[0].length == 1:
+            begin = outer[0].start * size
+            joined[-1] = (outer_size * size, tuple(Run(begin + run.start, run.length) for run in runs))
+        else:
+            joined.append((size, runs))
+    sizes = [size for size, _ in joined]
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    return tuple(
+        extent for (_, runs), stride in zip(joined, strides, strict=True) for extent in _extents_of_dim(runs, stride)
+    )
+
+
+def _extents_of_dim(runs: tuple[Run, ...], stride: int) -> tuple[Extent, ...]:
+    """One extent; or two, the runs and what is in each, where all runs are of one length and equally spaced.
+
+    Example:
+        >>> _extents_of_dim((Run(1, 2), Run(5, 2), Run(9, 2)), 1)
+        (Extent(runs=(Run(start=0, length=3),), stride=4), Extent(runs=(Run(start=1, length=2),), stride=1))
+    """
+    if len(runs) == 1:
+        return (Extent(runs, stride),)
+    spacing = runs[1].start - runs[0].start
+    before, start = divmod(runs[0].start, spacing)
+    length = runs[0].length
+    if start + length > spacing or any(run != Run(runs[0].start + at * spacing, length) for at, run in enumerate(runs)):
+        return (Extent(runs, stride),)
+    return Extent((Run(before, len(runs)),), stride * spacing), Extent((Run(start, length),), stride)
+
+
+def index_of(extents: Sequence[Extent], element: int) -> int:
+    """The index in the whole tensor of an element of the block, both counted in row-major order.
+
+    Example:
+        >>> columns = extents_of((4, 6), Block((4, 2), (0, 2), ((Run(0, 4),), (Run(2, 2),))))
+        >>> [index_of(columns, element) for element in range(8)]
+        [2, 3, 8, 9, 14, 15, 20, 21]
+    """
+    index = 0
+    for extent in reversed(extents):
+        element, at = divmod(element, extent.size)
+        for run in extent.runs:
+            if at < run.length:
+                index += (run.start + at) * extent.stride
+                break
+            at -= run.length
+    return index
+
+
+def count_below(extents: Sequence[Extent], index: int) -> int:
+    """How many elements of the block stand before `index` of the whole tensor. They are its first ones.
+
+    Example:
+        >>> columns = extents_of((4, 6), Block((4, 2), (0, 2), ((Run(0, 4),), (Run(2, 2),))))
+        >>> count_below(columns, 9), count_below(columns, 10)
+        (3, 4)
+    """
+    if not extents:
+        return 0
+    extent, inner = extents[0], extents[1:]
+    at, rest = divmod(index, extent.stride)
+    before = sum(min(max(at - run.start, 0), run.length) for run in extent.runs)
+    held = any(run.start <= at < run.start + run.length for run in extent.runs)
+    return before * math.prod(e.size for e in inner) + (count_below(inner, rest) if held and rest else 0)
