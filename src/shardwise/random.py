@@ -14,10 +14,11 @@ import torch
 
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
-from shardwise.dispatch.drawing import agree_on_state, default_generator
+from shardwise.dispatch.drawing import agree_on_state, device_of
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.world import as_mesh
+from shardwise.rng.blocks import default_generator
 
 __all__ = ["OffsetBasedRNGTracker", "RNGTracker", "is_rng_supported_mesh", "manual_seed", "use_rng"]
 
@@ -106,7 +107,7 @@ class RNGTracker:
     @property
     def generator(self) -> torch.Generator:
         """The generator that random operators on the mesh draw from."""
-        return default_generator(self.mesh)
+        return default_generator(device_of(self.mesh))
 
     @property
     def seed(self) -> int:

@@ -10,14 +10,14 @@ import functools
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from shardwise import modes
-from shardwise.core.layout import Block, Run
+from shardwise.core.layout import Block, Run, dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -28,10 +28,11 @@ from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
 from shardwise.plan.propagate import meta_tensor, replicated_spec
-from shardwise.rng.blocks import draw_blocks
+from shardwise.rng import philox
+from shardwise.rng.blocks import default_generator, draw_blocks
 from shardwise.rng.draw import Draw
 
-__all__ = ["agree_on_state", "agree_once", "default_generator", "drawing", "fill_parts", "filling", "fills"]
+__all__ = ["agree_on_state", "agree_once", "device_of", "drawing", "fill_parts", "filling", "fills"]
 
 aten = torch.ops.aten
 FROM = getattr(aten.random_, "from")
@@ -78,31 +79,37 @@ def fills(op: OpOverload) -> bool:
 
 
 class _Parts:
-    """Which blocks the ranks here hold of a tensor, with the dims in the order of memory, as torch draws them."""
+    """Which blocks the ranks here hold of a tensor, with the dims in the order in which torch draws them."""
 
-    def __init__(self, spec: DTensorSpec) -> None:
+    def __init__(self, spec: DTensorSpec, by_memory: bool = True) -> None:
         self.spec = spec
         stride = spec.tensor_meta.stride
-        self.order = sorted(range(spec.ndim), key=lambda dim: (-stride[dim], dim))
+        self.order = sorted(range(spec.ndim), key=lambda dim: (-stride[dim], dim)) if by_memory else range(spec.ndim)
         self.back = [self.order.index(dim) for dim in range(spec.ndim)]
         self.contiguous = meta_tensor(spec.tensor_meta).is_contiguous()
-        self.of_rank = {c: self._in_memory_order(spec.block(c)) for c in coordinates_here(spec.mesh)}
+        self.of_rank = {c: self._in_order(spec.block(c)) for c in coordinates_here(spec.mesh)}
         self.blocks = list(dict.fromkeys(self.of_rank.values()))
 
-    def _in_memory_order(self, block: Block) -> Block:
+    def _in_order(self, block: Block) -> Block:
         shape, offset, runs = (tuple(field[dim] for dim in self.order) for field in block)
         return Block(shape, offset, runs)  # pyright: ignore[reportArgumentType]
+
+    def wanted(self, op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype) -> Draw:
+        """The fill of the whole tensor."""
+        shape = tuple(self.spec.shape[dim] for dim in self.order)
+        return Draw(op, numbers, shape, dtype, device_of(self.spec.mesh), self.contiguous)
 
     def draw(self, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None) -> torch.Tensor:
         """The local of a tensor that `op` fills."""
         spec, mesh = self.spec, self.spec.mesh
         if mesh.fabric == dry.name:
-            return fabric_of(mesh).build(
-                mesh, lambda c: torch.empty(spec.local_shape(c), dtype=spec.tensor_meta.dtype, device="meta")
-            )
-        shape = tuple(spec.shape[dim] for dim in self.order)
-        wanted = Draw(op, numbers, shape, spec.tensor_meta.dtype, _device(mesh), self.contiguous)
-        drawn = dict(zip(self.blocks, _drawn(wanted, self.blocks, generator), strict=True))
+            dtype = spec.tensor_meta.dtype
+            return fabric_of(mesh).build(mesh, lambda c: torch.empty(spec.local_shape(c), dtype=dtype, device="meta"))
+        return self.given(_drawn(self.wanted(op, numbers, spec.tensor_meta.dtype), self.blocks, generator))
+
+    def given(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The local made of the parts of all blocks; ranks that hold the same block get one each."""
+        drawn = dict(zip(self.blocks, parts, strict=True))
         used: set[int] = set()
 
         def part(coordinate: tuple[int, ...]) -> torch.Tensor:
@@ -111,7 +118,7 @@ class _Parts:
             used.add(id(found))
             return (found if first else found.clone()).permute(self.back)
 
-        return fabric_of(mesh).build(mesh, part)
+        return fabric_of(self.spec.mesh).build(self.spec.mesh, part)
 
 
 def _drawn(wanted: Draw, blocks: list[Block], generator: torch.Generator | None) -> list[torch.Tensor]:
@@ -127,7 +134,7 @@ def _drawn(wanted: Draw, blocks: list[Block], generator: torch.Generator | None)
     return [torch.view_as_complex(part) for part in draw_blocks(real, pairs, generator, modes.draws_by_index())]
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
@@ -160,7 +167,7 @@ def agree_on_state(mesh: DeviceMesh) -> None:
     """Ranks whose generators differ take the state of the first, with a word: replicas would differ otherwise."""
     if not coordinates_here(mesh) or mesh.fabric != "c10d":
         return
-    generator, nothing = default_generator(mesh), torch.empty(0)
+    generator, nothing = default_generator(device_of(mesh)), torch.empty(0)
     state = generator.get_state().numpy().tobytes()
     if len(set(fabric_of(mesh).agree(mesh, hashlib.sha1(state).hexdigest(), nothing))) > 1:
         first = fabric_of(mesh).agree(mesh, state, nothing)[0]
@@ -170,13 +177,6 @@ def agree_on_state(mesh: DeviceMesh) -> None:
             "Call shardwise.manual_seed(seed) with one seed on every rank",
             stacklevel=2,
         )
-
-
-def default_generator(mesh: DeviceMesh) -> torch.Generator:
-    """The generator that random numbers on a mesh come from where none is given."""
-    if mesh.device_type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device()]
-    return torch.default_generator
 
 
 # ---------------------------------------------------------------- executors
@@ -206,7 +206,7 @@ def drawing(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
     if fills(info.op):
         return _filling_new(signature, metas[0])
     if info.op is aten.native_dropout.default:
-        return _dropout(signature)
+        return _dropout(signature, metas)
     return _on_whole(signature, metas)
 
 
@@ -225,7 +225,7 @@ def _filling_new(signature: Signature, meta: TensorMeta) -> Executor:
     return run
 
 
-def _dropout(signature: Signature) -> Executor:
+def _dropout(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
     """`native_dropout`: the mask is drawn, and what it does to a sum it may do to its summands."""
     info, spec, mesh, wrapping = signature.info, signature.specs[0], signature.mesh, signature.wrapping
     linear = all(p.reduce_op in ("sum", "avg") for p in spec.placements if isinstance(p, Partial))
@@ -233,6 +233,9 @@ def _dropout(signature: Signature) -> Executor:
     (route,) = routes_between((spec,), (operand,))
     mask_spec = operand.reduced().with_dtype(torch.bool)
     wrap, wrap_mask = wrapping.wrapper(operand), wrapping.wrapper(mask_spec)
+    draw_mask = _cuda_mask(operand.reduced()) if mesh.device_type == "cuda" else _bernoulli_mask(mask_spec)
+    if draw_mask is None:
+        return _on_whole(signature, metas)
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         bound = info.bind(args, kwargs)
@@ -240,12 +243,42 @@ def _dropout(signature: Signature) -> Executor:
         local = args[0]._local_tensor if route is None else route.run(args[0]._local_tensor)
         if train is False:
             return wrap(local.clone()), wrap_mask(torch.ones_like(local, dtype=torch.bool))
-        mask = fill_parts(mask_spec, aten.bernoulli_.float, (1 - p,), None)
-        scale = 0.0 if p == 1 else 1 / (1 - p)
-        kept = fabric_of(mesh).map(mesh, lambda c, x, keep: x * (keep.to(x.dtype) * scale), local, mask)
+        mask = draw_mask(p)
+        kept = fabric_of(mesh).map(mesh, lambda c, x, keep: _kept(x, keep, p), local, mask)
         return wrap(kept), wrap_mask(mask)
 
     return run
+
+
+def _bernoulli_mask(spec: DTensorSpec) -> Callable[[float], torch.Tensor]:
+    return lambda p: fill_parts(spec, aten.bernoulli_.float, (1 - p,), None)
+
+
+def _cuda_mask(spec: DTensorSpec) -> Callable[[float], torch.Tensor] | None:
+    """The mask of torch's fused kernel. None where it goes through memory in a way of its own."""
+    meta = spec.tensor_meta
+    if meta.stride != dense_strides(meta.shape, like=meta.stride):
+        return None
+    parts = _Parts(spec, by_memory=meta.is_contiguous or math.prod(meta.shape) % 2 == 0)
+    if not philox.reproduces(parts.wanted(aten.native_dropout.default, (0.5,), meta.dtype)):
+        return None
+    by_index = _bernoulli_mask(spec.with_dtype(torch.bool))
+
+    def draw(p: float) -> torch.Tensor:
+        if modes.draws_by_index():
+            return by_index(p)
+        wanted = parts.wanted(aten.native_dropout.default, (p,), meta.dtype)
+        return parts.given(philox.draw(wanted, parts.blocks, default_generator(wanted.device)))
+
+    return draw
+
+
+def _kept(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout leaves of a tensor, with the roundings of the device's own kernel."""
+    if x.device.type != "cuda":
+        return x * (keep.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p)))
+    share = 1 - p if x.dtype is torch.float64 else torch.tensor(1 - p, dtype=torch.float32).item()
+    return x.mul(keep).mul_(0.0 if share == 0 else 1 / share)
 
 
 def _on_whole(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:

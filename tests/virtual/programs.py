@@ -1,0 +1,503 @@
+"""Random programs on DTensors against the same programs on plain tensors, in float64: values and gradients.
+
+A program is a list of lines of Python. They are made one by one, each tried on plain tensors first, so that every
+program is one that torch can run. In a program `D(tensor)` is a constant (replicated, on a mesh) and `L(x, ...)` another
+layout of the same tensor; on plain tensors both do nothing.
+
+    python -m tests.virtual.programs --count 10000 --jobs 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import io
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import shardwise as sw
+
+MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2))
+SIZES = (1, 2, 3, 4, 4, 5, 6, 6, 8)
+Variables = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a program begins with, and how it lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    order: tuple[int, ...] | None = None  # of the mesh axes, where it is not the usual one
+
+    def value(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed * 100 + int(self.name[1:]))
+        return torch.randn(self.shape, dtype=torch.float64, generator=generator)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A mesh, some tensors on it, and what is done with them."""
+
+    seed: int
+    mesh: tuple[int, ...]
+    inputs: tuple[Input, ...]
+    lines: tuple[str, ...]
+
+    def script(self) -> str:
+        """The program as one that can be run by hand."""
+        head = ["import torch", "import torch.nn.functional as F", "import shardwise as sw", "from shardwise import *"]
+        head += [f"from {__name__} import Program, Input, check", ""]
+        names = ", ".join(f"Input{(i.name, i.shape, i.placements, i.order)!r}" for i in self.inputs)
+        lines = ",\n    ".join(map(repr, self.lines))
+        body = f"program = Program({self.seed}, {self.mesh}, ({names},), (\n    {lines},\n))\nprint(check(program))"
+        return "\n".join([*head, body])
+
+
+# ---------------------------------------------------------------- running a program
+
+
+def layout_of(
+    mesh: sw.DeviceMesh, shape: Sequence[int], placements: Sequence[str], order: Any = None
+) -> dict[str, Any]:
+    """Placements written as S0, R, P, Pmax, or S0:2 for a strided one."""
+    made: list[Any] = []
+    for text in placements:
+        if text.startswith("S"):
+            dim, _, rows = text[1:].partition(":")
+            made.append(sw.StridedShard(int(dim), int(rows)) if rows else sw.Shard(int(dim)))
+        else:
+            made.append(sw.Replicate() if text == "R" else sw.Partial(text[1:] or "sum"))
+    layout: dict[str, Any] = {"placements": made}
+    if order is not None:
+        entries = []
+        for dim in range(len(shape)):
+            axes = tuple(a for a in order if isinstance(made[a], sw.Shard) and made[a].dim == dim)
+            if len(axes) > 1:
+                entries.append(sw.ShardOrderEntry(dim, axes))
+        if entries:
+            layout["shard_order"] = tuple(entries)
+    return layout
+
+
+class Run:
+    """One side of the comparison: plain tensors, or DTensors on a mesh."""
+
+    def __init__(self, program: Program, distributed: bool) -> None:
+        self.program = program
+        self.mesh = sw.init_device_mesh("cpu", program.mesh) if distributed else None
+        self.variables: Variables = {}
+        self.inputs: list[Any] = []
+        for given in program.inputs:
+            value = given.value(program.seed)
+            tensor: Any = value
+            if self.mesh is not None:
+                layout = layout_of(self.mesh, value.shape, given.placements, given.order)
+                tensor = sw.distribute_tensor(value, self.mesh, **layout)
+            tensor.requires_grad_()
+            self.inputs.append(tensor)
+            self.variables[given.name] = tensor
+        self.names = {"torch": torch, "F": F, "D": self.constant, "L": self.laid_out}
+
+    def constant(self, tensor: torch.Tensor) -> Any:
+        if self.mesh is None:
+            return tensor
+        return sw.distribute_tensor(tensor, self.mesh, [sw.Replicate()] * self.mesh.ndim)
+
+    def laid_out(self, tensor: Any, *placements: str) -> Any:
+        if self.mesh is None:
+            return tensor
+        return tensor.redistribute(**layout_of(self.mesh, tensor.shape, placements))
+
+    def step(self, line: str) -> None:
+        exec(line, self.names, self.variables)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Every variable's value, and the gradients of a sum of all of them with fixed weights."""
+        found: dict[str, torch.Tensor] = {}
+        total: Any = None
+        for name, value in sorted(self.variables.items()):
+            found[name] = _whole(value)
+            if value.dtype.is_floating_point and value.requires_grad:
+                weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
+                part = (value * self.constant(weights)).sum()
+                total = part if total is None else total + part
+        if total is not None:
+            total.backward()
+            for given, tensor in zip(self.program.inputs, self.inputs, strict=True):
+                if tensor.grad is not None:
+                    found[f"gradient of {given.name}"] = _whole(tensor.grad)
+        return found
+
+
+def _whole(value: Any) -> torch.Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, sw.DTensor) else value
+
+
+def run(program: Program, distributed: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(program.seed)
+    side = Run(program, distributed)
+    for line in program.lines:
+        side.step(line)
+    return side.results()
+
+
+def check(program: Program) -> str | None:
+    """What differs between the two sides; None if nothing does, or plain torch cannot run the program."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            want = run(program, distributed=False)
+        except Exception:
+            return None
+        try:
+            have = run(program, distributed=True)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return f"{type(error).__name__}: {error} [{place.name}]"
+    for name, value in want.items():
+        if name not in have:
+            return f"{name} is missing"
+        other = have[name]
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return f"{name}: {other.dtype} {tuple(other.shape)} is not {value.dtype} {tuple(value.shape)}"
+        if not torch.allclose(value, other, rtol=1e-7, atol=1e-8, equal_nan=True):
+            return f"{name} differs by {(value - other).abs().max()}:\n{other}\nis not\n{value}"
+    return None
+
+
+# ---------------------------------------------------------------- making a program
+
+Maker = Callable[["Choices"], str]
+
+
+class Choices:
+    """What a line may be made of: the variables there are, and a source of randomness."""
+
+    def __init__(self, rng: random.Random, variables: Variables, axes: int) -> None:
+        self.rng = rng
+        self.variables = variables
+        self.axes = axes
+
+    def name(self, *, ndim: int = 0, floating: bool = True) -> str:
+        """A variable with at least this many dims."""
+        names = [
+            name
+            for name, value in self.variables.items()
+            if value.dim() >= ndim and (value.dtype.is_floating_point or not floating) and value.numel() <= 4096
+        ]
+        return self.rng.choice(names)
+
+    def inner(self, *, ndim: int = 0) -> str:
+        """One that is no leaf, so that it can be written to."""
+        names = [name for name, value in self.variables.items() if name[0] != "x" and value.dim() >= ndim]
+        return self.rng.choice([name for name in names if self.variables[name].dtype.is_floating_point])
+
+    def shape(self, name: str) -> torch.Size:
+        return self.variables[name].shape
+
+    def dim(self, name: str) -> int:
+        return self.rng.randrange(-self.variables[name].dim(), self.variables[name].dim())
+
+    def pick(self, *given: Any) -> Any:
+        return self.rng.choice(given)
+
+    def like(self, name: str) -> str:
+        """Something that broadcasts with a variable, made of another one."""
+        shape = self.shape(name)
+        others = [n for n, v in self.variables.items() if v.dtype.is_floating_point and v.shape == shape]
+        options = [self.rng.choice(others)]
+        for other, value in self.variables.items():
+            if value.dtype.is_floating_point and value.dim() <= len(shape):
+                with contextlib.suppress(RuntimeError):
+                    if torch.broadcast_shapes(value.shape, shape) == shape:
+                        options.append(other)
+        if len(shape):
+            options.append(f"{name}.mean({self.dim(name)}, keepdim=True)")
+        return self.rng.choice(options)
+
+    def part(self, name: str) -> str:
+        """An index into a variable."""
+        items = []
+        for size in self.shape(name):
+            kind = self.rng.randrange(4)
+            if kind == 0 and size:
+                items.append(str(self.rng.randrange(-size, size)))
+            elif kind == 1 and size > 1:
+                begin = self.rng.randrange(size - 1)
+                items.append(f"{begin}:{self.rng.randrange(begin + 1, size + 1)}")
+            elif kind == 2:
+                items.append(f"::{self.rng.choice((1, 2, 3))}")
+            else:
+                items.append(":")
+        return ", ".join(items) or "..."
+
+    def split(self, count: int) -> list[int]:
+        """Sizes whose product is `count`."""
+        sizes = [1] * self.rng.randrange(1, 4)
+        left, prime = count, 2
+        while left > 1:
+            while left % prime:
+                prime += 1
+            sizes[self.rng.randrange(len(sizes))] *= prime
+            left //= prime
+        return sizes
+
+    def placements(self, ndim: int) -> list[str]:
+        return [self.rng.choice(["R", *(f"S{d}" for d in range(ndim))]) for _ in range(self.axes)]
+
+
+def _function(c: Choices) -> str:
+    x = c.name()
+    return c.pick(
+        f"{x}.tanh()", f"{x}.sigmoid()", f"{x}.relu()", f"-{x}", f"{x}.abs()", f"F.gelu({x})", f"{x}.sin()",
+        f"{x} + 1.5", f"2 - {x}", f"{x} * 3", f"{x} / 2", f"{x}.square()", f"{x}.clamp(-0.5, 0.7)", f"F.silu({x})",
+        f"({x}.abs() + 1).log()", f"({x}.abs() + 0.5).sqrt()", f"1 / ({x}.abs() + 1)", f"{x}.clone()", f"{x} ** 3",
+        f"F.softplus({x})", f"{x}.contiguous()", f"{x}.to(torch.float32).to(torch.float64)", f"F.hardtanh({x})",
+    )  # fmt: skip
+
+
+def _binary(c: Choices) -> str:
+    x = c.name()
+    y = c.like(x)
+    return c.pick(
+        f"{x} + {y}", f"{x} - {y}", f"{x} * {y}", f"{y} * {x}", f"{x} / ({y}.abs() + 1)", f"torch.maximum({x}, {y})",
+        f"torch.where({x} > {y}, {x}, {y})", f"torch.where({x} > 0, {y}, 0.5)", f"{x}.masked_fill({y} > 0, -1.0)",
+        f"torch.add({x}, {y}, alpha=0.5)", f"torch.lerp({x}, {y}.expand_as({x}), 0.3)", f"torch.minimum({y}, {x})",
+        f"torch.addcmul({x}, {y}, {y}, value=0.1)", f"torch.hypot({x}, {y})", f"F.mse_loss({x}, {y}.expand_as({x}))",
+    )  # fmt: skip
+
+
+def _reduction(c: Choices) -> str:
+    x = c.name(ndim=1)
+    dim, keep = c.dim(x), c.pick(True, False)
+    return c.pick(
+        f"{x}.sum({dim}, keepdim={keep})", f"{x}.mean({dim}, keepdim={keep})", f"{x}.sum()", f"{x}.mean()",
+        f"{x}.amax({dim}, keepdim={keep})", f"{x}.amin({dim})", f"{x}.max({dim}).values", f"{x}.min()",
+        f"{x}.var({dim}, correction=0, keepdim={keep})", f"{x}.std(correction=0)", f"{x}.logsumexp({dim})",
+        f"{x}.norm()", f"torch.linalg.vector_norm({x}, 1, {dim})", f"{x}.prod({dim})", f"{x}.cumsum({dim})",
+        f"{x}.argmax({dim})", f"({x} > 0).any({dim})", f"({x} > 0).sum({dim})", f"{x}.median({dim}).values",
+        f"{x}.cumprod({dim})", f"torch.count_nonzero({x} > 0.3)", f"{x}.nansum({dim})",
+    )  # fmt: skip
+
+
+def _product(c: Choices) -> str:
+    x = c.name(ndim=2)
+    n = c.shape(x)[-1]
+    fitting = [
+        name for name, v in c.variables.items() if v.dtype.is_floating_point and v.dim() == 2 and v.shape[0] == n
+    ]
+    other = c.rng.choice([*fitting, f"{x}.transpose(-1, -2)"])
+    weight = f"D(torch.linspace(-1, 1, {3 * n}, dtype=torch.float64).reshape(3, {n}))"
+    return c.pick(
+        f"{x} @ {other}", f"F.linear({x}, {weight})", f"torch.einsum('...ij,...kj->...ik', {x}, {x})",
+        f"F.linear({x}, {weight}, D(torch.ones(3, dtype=torch.float64)))", f"torch.matmul({x}, {x}.mean(-2).flatten()[:{n}])",
+        f"torch.einsum('...ij->...ji', {x})", f"torch.einsum('...ij->...i', {x})",
+    )  # fmt: skip
+
+
+def _view(c: Choices) -> str:
+    x = c.name(ndim=1)
+    shape, dim = c.shape(x), c.dim(x)
+    size = shape[dim]
+    sizes = c.split(shape.numel()) if shape.numel() else [0]
+    two = c.rng.sample(range(len(shape)), 2) if len(shape) > 1 else [0, 0]
+    order = c.rng.sample(range(len(shape)), len(shape))
+    return c.pick(
+        f"{x}.transpose({two[0]}, {two[1]})", f"{x}.permute({order})", f"{x}.reshape({sizes})", f"{x}.flatten()",
+        f"{x}.unsqueeze({dim})", f"{x}.squeeze()", f"{x}.squeeze({dim})", f"{x}.unflatten({dim}, {c.split(size or 1)})",
+        f"{x}[{c.part(x)}]", f"{x}[{c.part(x)}]", f"{x}.narrow({dim}, 0, {max(size - 1, 0)})", f"{x}.select({dim}, {size - 1})",
+        f"{x}.chunk(2, {dim})[0]", f"{x}.split(2, {dim})[-1]", f"{x}.unbind({dim})[0]", f"{x}.view({sizes})",
+        f"{x}.unsqueeze(0).expand(3, *{list(shape)})", f"{x}.movedim({two[0]}, {two[1]})", f"{x}.diagonal()",
+        f"{x}.flatten({min(two)}, {max(two)})", f"{x}.unfold({dim}, {max(1, size // 2)}, 1)", f"{x}.t()",
+    )  # fmt: skip
+
+
+def _movement(c: Choices) -> str:
+    x = c.name(ndim=1)
+    dim, n = c.dim(x), c.shape(x)
+    size = n[dim]
+    index = [c.rng.randrange(size) for _ in range(3)] if size else []
+    return c.pick(
+        f"torch.cat([{x}, {x}], {dim})", f"torch.stack([{x}, {c.like(x)}.expand_as({x})], {dim})", f"{x}.flip({dim})",
+        f"{x}.roll(1, {dim})", f"{x}.repeat({[c.pick(1, 2) for _ in n]})", f"F.pad({x}, (1, 2))", f"{x}.tril()", f"{x}.triu(1)",
+        f"{x}.index_select({dim}, D(torch.tensor({index}, dtype=torch.int64)))", f"{x}.sort({dim}).values",
+        f"{x}.gather({dim}, {x}.argsort({dim}))", f"{x}.topk(1, {dim}).values", f"{x}[D(torch.tensor({index}, dtype=torch.int64))]",
+        f"{x}.repeat_interleave(2, {dim})", f"torch.take_along_dim({x}, {x}.argmax({dim}, keepdim=True), {dim})",
+        f"torch.cat([{x}, {x}.narrow({dim}, 0, {size // 2})], {dim})", f"F.pad({x}, (0, 1), value=0.5)",
+        f"{x}.scatter({dim}, {x}.argsort({dim}), {c.like(x)}.expand_as({x}))", f"{x}.diff(dim={dim})",
+        f"{x}.index_add({dim}, D(torch.tensor({index[:1]}, dtype=torch.int64)), {x}.narrow({dim}, 0, {min(size, 1)}))",
+    )  # fmt: skip
+
+
+def _norm(c: Choices) -> str:
+    x = c.name(ndim=1)
+    dim, last = c.dim(x), c.shape(x)[-1]
+    weight = f"D(torch.linspace(0.5, 1.5, {last}, dtype=torch.float64))"
+    return c.pick(
+        f"{x}.softmax({dim})", f"{x}.log_softmax({dim})", f"F.layer_norm({x}, [{last}], {weight}, {weight})",
+        f"F.rms_norm({x}, [{last}], {weight}, 1e-5)", f"F.normalize({x}, dim={dim}, eps=1e-3)",
+        f"F.layer_norm({x}, [{last}])", f"F.group_norm({x}[None], 1) if {x}.dim() > 1 else {x}", f"F.glu({x}, {dim})",
+        f"F.softmin({x}, {dim})",
+    )  # fmt: skip
+
+
+def _random(c: Choices) -> str:
+    x = c.name()
+    return c.pick(
+        f"F.dropout({x}, 0.3)", f"{x} + torch.rand_like({x})", f"{x} * torch.randn_like({x})", f"torch.empty_like({x}).uniform_()",
+        f"torch.bernoulli({x}.sigmoid().detach())", f"torch.normal({x}.detach(), 1.0)", f"F.alpha_dropout({x}, 0.3)",
+    )  # fmt: skip
+
+
+def _layout(c: Choices) -> str:
+    x = c.name()
+    return f"L({x}, {', '.join(map(repr, c.placements(len(c.shape(x)))))})"
+
+
+def _write(c: Choices) -> str:
+    x = c.inner()
+    y = c.like(x)
+    part = f"{x}[{c.part(x)}]"
+    swapped = f"{x}.transpose(0, -1)" if c.shape(x) else x
+    return c.pick(
+        f"{x}.add_({y})", f"{x}.mul_(0.5)", f"{x}.sub_({y}, alpha=0.3)", f"{x}.mul_({y})", f"{part} = 0.25",
+        f"{part}.mul_(2)", f"{part}.add_(1)", f"{part}.zero_()", f"{x}.copy_({y})", f"{x}.clamp_(-1, 1)", f"{x}.tanh_()",
+        f"{swapped}.add_(1)", f"{swapped}.mul_(0.5)", f"{x}.masked_fill_({x} > 0.5, 0.1)", f"{x}.fill_(0.75)",
+        f"{part} = {part} * 2 + 1", f"{x}.view(-1).add_(0.5)", f"{x}.neg_()", f"{x}.addcmul_({y}, {y}, value=0.1)",
+        f"{x}.lerp_({y}.expand_as({x}), 0.2)", f"{x}.relu_()",
+    )  # fmt: skip
+
+
+MAKERS: tuple[tuple[Maker, int], ...] = (
+    (_function, 3), (_binary, 4), (_reduction, 3), (_product, 2), (_view, 4), (_movement, 3), (_norm, 2), (_random, 1),
+    (_layout, 1), (_write, 3),
+)  # fmt: skip
+
+
+def make(seed: int) -> Program:
+    """The program of a seed: 2 to 4 tensors, 5 to 12 lines."""
+    rng = random.Random(seed)
+    mesh = rng.choice(MESHES)
+    inputs = tuple(_input(rng, mesh, f"x{i}") for i in range(rng.randint(2, 4)))
+    program = Program(seed, mesh, inputs, ())
+    torch.manual_seed(seed)
+    plain = Run(program, distributed=False)
+    lines: list[str] = []
+    makers, weights = zip(*MAKERS, strict=True)
+    count = rng.randint(5, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(8 * count):
+            if len(lines) == count:
+                break
+            choices = Choices(rng, plain.variables, len(mesh))
+            maker: Maker = rng.choices(makers, weights)[0]
+            try:
+                line = maker(choices)
+                line = line if maker is _write else f"v{len(lines)} = {line}"
+                plain.step(line)
+                if not all(torch.isfinite(v).all() and v.abs().sum() < 1e6 for v in plain.variables.values()):
+                    raise FloatingPointError
+            except Exception:  # not a line that torch can run: start again from the lines so far
+                torch.manual_seed(seed)
+                plain = Run(program, distributed=False)
+                for known in lines:
+                    plain.step(known)
+                continue
+            lines.append(line)
+    return replace(program, lines=tuple(lines))
+
+
+def _input(rng: random.Random, mesh: tuple[int, ...], name: str) -> Input:
+    shape = tuple(rng.choice(SIZES) for _ in range(rng.choice((1, 2, 2, 3))))
+    kinds = ["R", "P", "Pavg", *(f"S{d}" for d in range(len(shape)) for _ in range(3))]
+    placements = tuple(rng.choice(kinds) for _ in mesh)
+    if rng.random() < 0.1:
+        placements = tuple("Pmax" if p.startswith("P") else p for p in placements)
+    if rng.random() < 0.1:
+        placements = (f"S0:{rng.choice((2, 3))}", *("R" for _ in mesh[1:]))
+    order = tuple(rng.sample(range(len(mesh)), len(mesh))) if rng.random() < 0.2 else None
+    return Input(name, shape, placements, order)
+
+
+# ---------------------------------------------------------------- making it small
+
+
+def smaller(program: Program) -> Program:
+    """A program that still fails, with fewer lines, simpler layouts and a smaller mesh."""
+    while True:
+        for candidate in _simpler(program):
+            if check(candidate) is not None:
+                program = candidate
+                break
+        else:
+            return program
+
+
+def _simpler(program: Program) -> Iterator[Program]:
+    for i in reversed(range(len(program.lines))):
+        yield replace(program, lines=program.lines[:i] + program.lines[i + 1 :])
+    for i in range(len(program.inputs)):
+        if not any(program.inputs[i].name in line for line in program.lines) and len(program.inputs) > 1:
+            yield replace(program, inputs=program.inputs[:i] + program.inputs[i + 1 :])
+    if len(program.mesh) > 1 and not any("L(" in line for line in program.lines):
+        for axis in range(len(program.mesh)):
+            kept = [a for a in range(len(program.mesh)) if a != axis]
+            inputs = tuple(
+                replace(i, placements=tuple(i.placements[a] for a in kept), order=None) for i in program.inputs
+            )
+            yield replace(program, mesh=tuple(program.mesh[a] for a in kept), inputs=inputs)
+    for i, given in enumerate(program.inputs):
+        for axis, placement in enumerate(given.placements):
+            if placement != "R":
+                changed = (*given.placements[:axis], "R", *given.placements[axis + 1 :])
+                inputs = (*program.inputs[:i], replace(given, placements=changed), *program.inputs[i + 1 :])
+                yield replace(program, inputs=inputs)
+
+
+def failure(seed: int) -> str | None:
+    """The smallest failing program of a seed, as a script; None where it gives what plain torch gives."""
+    program = make(seed)
+    with contextlib.redirect_stderr(io.StringIO()):
+        if check(program) is None:
+            return None
+        small = smaller(program)
+    return f"seed {seed}: {check(small)}\n{small.script()}\n"
+
+
+def _failures(seeds: range) -> list[str]:
+    torch.set_num_threads(1)
+    return [found for found in map(failure, seeds) if found is not None]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    chunks = [range(i, min(i + 25, options.first + options.count)) for i in range(options.first, options.first + options.count, 25)]  # fmt: skip
+    found: list[str] = []
+    with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
+        for failures in pool.map(_failures, chunks):
+            for text in failures:
+                print(text, flush=True)
+            found += failures
+    print(f"{options.count} programs from seed {options.first}: {len(found)} differ")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
