@@ -1,8 +1,8 @@
 """Random programs on DTensors against the same programs on plain tensors, in float64: values and gradients.
 
 A program is a list of lines of Python. They are made one by one, each tried on plain tensors first, so that every
-program is one that torch can run. In a program `D(tensor)` is a constant (replicated, on a mesh) and `L(x, ...)` another
-layout of the same tensor; on plain tensors both do nothing.
+program is one that torch can run. In a program `D(tensor)` is a constant (replicated, on a mesh) and `L(x, ...)`
+another layout of the same tensor; on plain tensors both do nothing.
 
     python -m tests.virtual.programs --count 10000 --jobs 2
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import io
+import multiprocessing
 import random
 import sys
 import traceback
@@ -159,7 +159,7 @@ def check(program: Program) -> str | None:
         warnings.simplefilter("ignore")
         try:
             want = run(program, distributed=False)
-        except Exception:
+        except Exception:  # one that was cut down to what no longer runs
             return None
         try:
             have = run(program, distributed=True)
@@ -302,8 +302,8 @@ def _product(c: Choices) -> str:
     weight = f"D(torch.linspace(-1, 1, {3 * n}, dtype=torch.float64).reshape(3, {n}))"
     return c.pick(
         f"{x} @ {other}", f"F.linear({x}, {weight})", f"torch.einsum('...ij,...kj->...ik', {x}, {x})",
-        f"F.linear({x}, {weight}, D(torch.ones(3, dtype=torch.float64)))", f"torch.matmul({x}, {x}.mean(-2).flatten()[:{n}])",
-        f"torch.einsum('...ij->...ji', {x})", f"torch.einsum('...ij->...i', {x})",
+        f"F.linear({x}, {weight}, D(torch.ones(3, dtype=torch.float64)))", f"torch.einsum('...ij->...ji', {x})",
+        f"torch.matmul({x}, {x}.mean(-2).flatten()[:{n}])", f"torch.einsum('...ij->...i', {x})",
     )  # fmt: skip
 
 
@@ -317,7 +317,8 @@ def _view(c: Choices) -> str:
     return c.pick(
         f"{x}.transpose({two[0]}, {two[1]})", f"{x}.permute({order})", f"{x}.reshape({sizes})", f"{x}.flatten()",
         f"{x}.unsqueeze({dim})", f"{x}.squeeze()", f"{x}.squeeze({dim})", f"{x}.unflatten({dim}, {c.split(size or 1)})",
-        f"{x}[{c.part(x)}]", f"{x}[{c.part(x)}]", f"{x}.narrow({dim}, 0, {max(size - 1, 0)})", f"{x}.select({dim}, {size - 1})",
+        f"{x}[{c.part(x)}]", f"{x}[{c.part(x)}]", f"{x}.narrow({dim}, 0, {max(size - 1, 0)})",
+        f"{x}.select({dim}, {size - 1})",
         f"{x}.chunk(2, {dim})[0]", f"{x}.split(2, {dim})[-1]", f"{x}.unbind({dim})[0]", f"{x}.view({sizes})",
         f"{x}.unsqueeze(0).expand(3, *{list(shape)})", f"{x}.movedim({two[0]}, {two[1]})", f"{x}.diagonal()",
         f"{x}.flatten({min(two)}, {max(two)})", f"{x}.unfold({dim}, {max(1, size // 2)}, 1)", f"{x}.t()",
@@ -329,15 +330,17 @@ def _movement(c: Choices) -> str:
     dim, n = c.dim(x), c.shape(x)
     size = n[dim]
     index = [c.rng.randrange(size) for _ in range(3)] if size else []
+    at, one = (f"D(torch.tensor({chosen}, dtype=torch.int64))" for chosen in (index, index[:1]))
     return c.pick(
         f"torch.cat([{x}, {x}], {dim})", f"torch.stack([{x}, {c.like(x)}.expand_as({x})], {dim})", f"{x}.flip({dim})",
-        f"{x}.roll(1, {dim})", f"{x}.repeat({[c.pick(1, 2) for _ in n]})", f"F.pad({x}, (1, 2))", f"{x}.tril()", f"{x}.triu(1)",
-        f"{x}.index_select({dim}, D(torch.tensor({index}, dtype=torch.int64)))", f"{x}.sort({dim}).values",
-        f"{x}.gather({dim}, {x}.argsort({dim}))", f"{x}.topk(1, {dim}).values", f"{x}[D(torch.tensor({index}, dtype=torch.int64))]",
+        f"{x}.roll(1, {dim})", f"{x}.repeat({[c.pick(1, 2) for _ in n]})", f"F.pad({x}, (1, 2))", f"{x}.tril()",
+        f"{x}.triu(1)",
+        f"{x}.index_select({dim}, {at})", f"{x}.sort({dim}).values",
+        f"{x}.gather({dim}, {x}.argsort({dim}))", f"{x}.topk(1, {dim}).values", f"{x}[{at}]",
         f"{x}.repeat_interleave(2, {dim})", f"torch.take_along_dim({x}, {x}.argmax({dim}, keepdim=True), {dim})",
         f"torch.cat([{x}, {x}.narrow({dim}, 0, {size // 2})], {dim})", f"F.pad({x}, (0, 1), value=0.5)",
         f"{x}.scatter({dim}, {x}.argsort({dim}), {c.like(x)}.expand_as({x}))", f"{x}.diff(dim={dim})",
-        f"{x}.index_add({dim}, D(torch.tensor({index[:1]}, dtype=torch.int64)), {x}.narrow({dim}, 0, {min(size, 1)}))",
+        f"{x}.index_add({dim}, {one}, {x}.narrow({dim}, 0, {min(size, 1)}))",
     )  # fmt: skip
 
 
@@ -356,7 +359,8 @@ def _norm(c: Choices) -> str:
 def _random(c: Choices) -> str:
     x = c.name()
     return c.pick(
-        f"F.dropout({x}, 0.3)", f"{x} + torch.rand_like({x})", f"{x} * torch.randn_like({x})", f"torch.empty_like({x}).uniform_()",
+        f"F.dropout({x}, 0.3)", f"{x} + torch.rand_like({x})", f"{x} * torch.randn_like({x})",
+        f"torch.empty_like({x}).uniform_()",
         f"torch.bernoulli({x}.sigmoid().detach())", f"torch.normal({x}.detach(), 1.0)", f"F.alpha_dropout({x}, 0.3)",
     )  # fmt: skip
 
@@ -373,7 +377,8 @@ def _write(c: Choices) -> str:
     swapped = f"{x}.transpose(0, -1)" if c.shape(x) else x
     return c.pick(
         f"{x}.add_({y})", f"{x}.mul_(0.5)", f"{x}.sub_({y}, alpha=0.3)", f"{x}.mul_({y})", f"{part} = 0.25",
-        f"{part}.mul_(2)", f"{part}.add_(1)", f"{part}.zero_()", f"{x}.copy_({y})", f"{x}.clamp_(-1, 1)", f"{x}.tanh_()",
+        f"{part}.mul_(2)", f"{part}.add_(1)", f"{part}.zero_()", f"{x}.copy_({y})", f"{x}.clamp_(-1, 1)",
+        f"{x}.tanh_()",
         f"{swapped}.add_(1)", f"{swapped}.mul_(0.5)", f"{x}.masked_fill_({x} > 0.5, 0.1)", f"{x}.fill_(0.75)",
         f"{part} = {part} * 2 + 1", f"{x}.view(-1).add_(0.5)", f"{x}.neg_()", f"{x}.addcmul_({y}, {y}, value=0.1)",
         f"{x}.lerp_({y}.expand_as({x}), 0.2)", f"{x}.relu_()",
@@ -417,7 +422,15 @@ def make(seed: int) -> Program:
                     plain.step(known)
                 continue
             lines.append(line)
-    return replace(program, lines=tuple(lines))
+    while lines:  # what was written in place may be what a gradient needs: the lines before can be differentiated
+        made = replace(program, lines=tuple(lines))
+        try:
+            run(made, distributed=False)
+        except RuntimeError:
+            lines.pop()
+        else:
+            return made
+    return program
 
 
 def _input(rng: random.Random, mesh: tuple[int, ...], name: str) -> Input:
@@ -467,19 +480,20 @@ def _simpler(program: Program) -> Iterator[Program]:
                 yield replace(program, inputs=inputs)
 
 
-def failure(seed: int) -> str | None:
-    """The smallest failing program of a seed, as a script; None where it gives what plain torch gives."""
-    program = make(seed)
-    with contextlib.redirect_stderr(io.StringIO()):
-        if check(program) is None:
-            return None
-        small = smaller(program)
-    return f"seed {seed}: {check(small)}\n{small.script()}\n"
+def failure(program: Program) -> str | None:
+    """The smallest failing program that can be made of one, as a script; None where it gives what plain torch gives."""
+    if check(program) is None:
+        return None
+    small = smaller(program)
+    return f"seed {program.seed}: {check(small)}\n{small.script()}\n"
 
 
-def _failures(seeds: range) -> list[str]:
+def _failures(seeds: Sequence[int]) -> tuple[list[str], int, int]:
+    """Of the programs of these seeds: those that fail, how many there are, and how many lines they have."""
     torch.set_num_threads(1)
-    return [found for found in map(failure, seeds) if found is not None]
+    programs = list(map(make, seeds))
+    found = [text for text in map(failure, programs) if text is not None]
+    return found, len(programs), sum(len(program.lines) for program in programs)
 
 
 def main() -> int:
@@ -488,14 +502,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    chunks = [range(i, min(i + 25, options.first + options.count)) for i in range(options.first, options.first + options.count, 25)]  # fmt: skip
-    found: list[str] = []
-    with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
-        for failures in pool.map(_failures, chunks):
+    seeds = range(options.first, options.first + options.count)
+    chunks = [seeds[i : i + 20] for i in range(0, len(seeds), 20)]
+    found = ran = lines = 0
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        for failures, programs, length in pool.map(_failures, chunks):
             for text in failures:
                 print(text, flush=True)
-            found += failures
-    print(f"{options.count} programs from seed {options.first}: {len(found)} differ")
+            found, ran, lines = found + len(failures), ran + programs, lines + length
+    print(f"{ran} programs of {lines} lines in all from seed {options.first}: {found} differ")
     return 1 if found else 0
 
 

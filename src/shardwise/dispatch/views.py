@@ -45,7 +45,7 @@ def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], v
     if isinstance(views, tuple | list):
         for item, view in enumerate(views):
             view._copied_view = CopiedView(info.op, args, kwargs, item)
-    else:
+    elif views is not args[0]:  # which a decomposition may give back
         views._copied_view = CopiedView(info.op, args, kwargs, None)
 
 
