@@ -108,6 +108,11 @@ class DTensor(torch.Tensor):
                     return run(args, kwargs)
         return _dispatcher.dispatch(func, args, kwargs)
 
+    def _mark_copied(self, made: Any) -> None:
+        """Remember how it came about: it is a view that shares no memory with its base, or with None no longer one."""
+        self._copied_view = made
+        self.__class__ = DTensor if made is None else _CopiedDTensor  # pyright: ignore[reportAttributeAccessIssue]
+
     # ---------------------------------------------------------------- what it is
 
     @property
@@ -243,6 +248,8 @@ class DTensor(torch.Tensor):
                 if len(_targets) >= MAX_LOCAL_SPECS:
                     _targets.clear()
                 _targets[key] = target
+        if target is spec and backward_dtype is None:
+            return self
         if torch.is_grad_enabled() and self.requires_grad:
             return _Redistribute.apply(self, target, async_op, backward_dtype, max_bytes)
         return _moved(self, target, async_op, max_bytes)
@@ -516,6 +523,22 @@ def _settle(tensor: DTensor) -> DTensor:
         tensor.__class__ = DTensor
         _LOCAL.__set__(tensor, finish())
     return tensor
+
+
+class _CopiedDTensor(DTensor):
+    """A view that shares no memory with its base. What it holds is made anew where the base was written to since."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._copied_view.is_stale:
+            _LOCAL.__set__(self, self._copied_view.again(self._spec))
+        return _LOCAL.__get__(self)
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _LOCAL.__set__(self, local)
 
 
 # ---------------------------------------------------------------- gradients

@@ -1,8 +1,8 @@
 """Random programs on DTensors against the same programs on plain tensors, in float64: values and gradients.
 
 A program is a list of lines of Python. They are made one by one, each tried on plain tensors first, so that every
-program is one that torch can run. In a program `D(tensor)` is a constant (replicated, on a mesh) and `L(x, ...)`
-another layout of the same tensor; on plain tensors both do nothing.
+program is one that torch can run. In a program `D(tensor)` is a constant, replicated on a mesh, and `L(x, ...)`
+a copy of a tensor in another layout.
 
     python -m tests.virtual.programs --count 10000 --jobs 2
 """
@@ -116,8 +116,9 @@ class Run:
 
     def laid_out(self, tensor: Any, *placements: str) -> Any:
         if self.mesh is None:
-            return tensor
-        return tensor.redistribute(**layout_of(self.mesh, tensor.shape, placements))
+            return tensor.clone()
+        moved = tensor.redistribute(**layout_of(self.mesh, tensor.shape, placements))
+        return tensor.clone() if moved is tensor else moved
 
     def step(self, line: str) -> None:
         exec(line, self.names, self.variables)

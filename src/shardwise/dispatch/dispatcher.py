@@ -144,7 +144,7 @@ class OpDispatcher:
 
     def _check_plain(self, info: OpInfo, found: Sequence[tuple[Slot, Any]], key: Key) -> None:
         """Refuse a plain tensor among DTensors that only the user could place."""
-        if all(tensor.__class__ is self.wrapping.tensor_class for _, tensor in found) or not holds_users_tensor(key):
+        if not holds_users_tensor(key):
             return
         for slot, tensor in found:
             if not isinstance(tensor, self.wrapping.tensor_class) and tensor.numel() != 1:

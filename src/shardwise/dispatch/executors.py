@@ -104,12 +104,12 @@ def _view(info: OpInfo, op: Callable[..., Any], wrap: Wrap) -> Executor:
     return view
 
 
-def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: type) -> Executor:
+def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
     def binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         a, b, *rest = args
-        if a.__class__ is tensor_class:
+        if isinstance(a, tensor_class):
             a = a._local_tensor
-        if b.__class__ is tensor_class:
+        if isinstance(b, tensor_class):
             b = b._local_tensor
         return wrap(op(a, b, *rest, **kwargs))
 
@@ -121,7 +121,7 @@ def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any]) -> Execut
 
     def writing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         target = args[0]
-        op(*[a._local_tensor if a.__class__ is tensor_class else a for a in args], **kwargs)
+        op(*[a._local_tensor if isinstance(a, tensor_class) else a for a in args], **kwargs)
         if target._copied_view is not None:
             push_back(wrapping, info, target)
         return target

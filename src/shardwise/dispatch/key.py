@@ -35,7 +35,8 @@ def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: 
         elif kind is int or kind is bool:
             parts.append((kind, arg) if reads[i] is None else _part(tensor_class, arg, reads[i]))
         elif isinstance(arg, torch.Tensor):
-            parts.append(_plain_key(arg, _nobody_else_holds(arg, 3)))
+            ours = issubclass(kind, tensor_class)
+            parts.append(arg._spec if ours else _plain_key(arg, _nobody_else_holds(arg, 3)))  # pyright: ignore[reportAttributeAccessIssue]
         else:
             parts.append(_part(tensor_class, arg, reads[i]))
     for name in kwargs:
@@ -46,14 +47,14 @@ def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: 
 
 def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
     kind = value.__class__
-    if kind is tensor_class:
+    if issubclass(kind, tensor_class):
         return value._spec
     if kind is list or kind is tuple:
         if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
             return tuple(value)
         return tuple(
             _plain_key(item, _nobody_else_holds(item, 3))
-            if isinstance(item, torch.Tensor) and item.__class__ is not tensor_class
+            if isinstance(item, torch.Tensor) and not isinstance(item, tensor_class)
             else _part(tensor_class, item, looked_at)
             for item in value
         )

@@ -1,6 +1,7 @@
-"""Views that share no memory with their base, because something had to be moved; and how a write to one gets there.
+"""Views that share no memory with their base, because something had to be moved; and how writes get across.
 
-A copied view remembers how it came about. A write to it is repeated on the base.
+A copied view remembers how it came about. A write to it is repeated on the base; after a write to the base it is made
+anew when it is next used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import LayoutError
 from shardwise.fabric.base import fabric_of
@@ -30,23 +32,47 @@ PHYSICAL = {
 COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class CopiedView:
-    """How a view came about that shares no memory with its base: the operator, its arguments, which of its results."""
+    """How a view came about that shares no memory with its base: the operator, its arguments, which of its results.
+
+    `version` is that of the base when the view was made: a later one means that the base has been written to since.
+    """
 
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     item: int | None
+    version: int | None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the base may have changed."""
+        version = version_of(self.args[0])
+        return version is None or version != self.version
+
+    def again(self, spec: DTensorSpec) -> torch.Tensor:
+        """The local of the view, made anew from its base."""
+        self.version = version_of(self.args[0])
+        with torch.no_grad():
+            views = self.op(*self.args, **self.kwargs)
+        view = views if self.item is None else views[self.item]
+        return view._local_tensor if view._spec is spec else bound_route(view._spec, spec).run(view._local_tensor)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor, or what it shares memory with, has been written to; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
-    """Mark views that had to be copied, so that a write to them is not lost."""
+    """Mark views that had to be copied, so that a write to them is not lost, nor one to their base."""
+    version = version_of(args[0])
     if isinstance(views, tuple | list):
         for item, view in enumerate(views):
-            view._copied_view = CopiedView(info.op, args, kwargs, item)
+            view._mark_copied(CopiedView(info.op, args, kwargs, item, version))
     elif views is not args[0]:  # which a decomposition may give back
-        views._copied_view = CopiedView(info.op, args, kwargs, None)
+        views._mark_copied(CopiedView(info.op, args, kwargs, None, version))
 
 
 def watched(wrapping: Wrapping, info: OpInfo, run: Executor) -> Executor:

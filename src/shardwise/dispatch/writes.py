@@ -23,13 +23,13 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # a stand-in for what the tensor was: it may itself be a view that was copied
-        before = wrapper(args[0]._spec)(args[0]._local_tensor)
-        before._copied_view = args[0]._copied_view  # pyright: ignore[reportAttributeAccessIssue]
+        before: Any = wrapper(args[0]._spec)(args[0]._local_tensor)
+        before._mark_copied(args[0]._copied_view)
         view = functional(before, *args[1:], **kwargs)
         with torch._C._DisableTorchDispatch():  # the wrapper's own sizes and strides
             op(*args, **kwargs)
         args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
-        args[0]._copied_view = view._copied_view
+        args[0]._mark_copied(view._copied_view)
         return args[0]
 
     return run
