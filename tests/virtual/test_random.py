@@ -179,6 +179,16 @@ def test_operators_that_look_at_values(name: str, shape: tuple[int, ...]) -> Non
             compare(VALUES[name], x, mesh, layout)
 
 
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.filterwarnings("ignore:.*no rule")
+def test_values_that_lie_otherwise_in_memory(name: str) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    compare: Any = same_up_to_rounding if name in SUMS else same_as_one_device
+    x = torch.rand(5, 30)
+    for placements in ([R, R], [S0, R], [R, S1], [S0, S1]):
+        compare(lambda x: VALUES[name](x.t()), x, mesh, {"placements": placements})
+
+
 def same_up_to_rounding(fn: Any, x: torch.Tensor, mesh: sw.DeviceMesh, layout: dict[str, Any]) -> None:
     torch.manual_seed(SEED)
     want = fn(x)

@@ -17,29 +17,32 @@ aten = torch.ops.aten
 @decomposition(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
 def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
     if not isinstance(std, torch.Tensor):
-        return torch.empty_like(mean).normal_(0, std, generator=generator).add_(mean)
-    shaped = torch.broadcast_tensors(mean, std)[1].contiguous() if isinstance(mean, torch.Tensor) else std
-    return torch.empty_like(shaped).normal_(0, 1, generator=generator).mul_(std).add_(mean)
+        return _new_like(mean).normal_(0, std, generator=generator).add_(mean)
+    shaped = torch.broadcast_tensors(mean, std)[1] if isinstance(mean, torch.Tensor) else std
+    return _new_like(shaped).normal_(0, 1, generator=generator).mul_(std).add_(mean)
+
+
+def _new_like(tensor: Any, dtype: torch.dtype | None = None) -> Any:
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 @decomposition(aten.bernoulli.default)
 def _bernoulli(p: Any, *, generator: torch.Generator | None = None) -> Any:
     if p.device.type != "cpu":  # drawn by a kernel with a mapping of its own
         return NotImplemented
-    return (_units(p, p, generator) < p).to(p.dtype)
+    return (_new_like(p, _unit_dtype(p)).uniform_(0, 1, generator=generator) < p).to(p.dtype)
 
 
 @decomposition(aten.bernoulli_.Tensor)
 def _bernoulli_into(target: Any, p: Any, generator: torch.Generator | None = None) -> Any:
     if p.device.type != "cpu":
         return NotImplemented
-    return target.copy_(_units(target, p, generator) < p)
+    return target.copy_(torch.empty_like(target, dtype=_unit_dtype(p)).uniform_(0, 1, generator=generator) < p)
 
 
-def _units(shaped: Any, p: Any, generator: torch.Generator | None) -> Any:
-    """Uniform numbers as torch compares them with probabilities of this dtype."""
-    dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
-    return torch.empty_like(shaped, dtype=dtype).uniform_(0, 1, generator=generator)
+def _unit_dtype(p: Any) -> torch.dtype:
+    """Of the uniform numbers that torch compares with probabilities."""
+    return torch.float64 if p.dtype is torch.float64 else torch.float32
 
 
 @decomposition(aten.multinomial.default)
