@@ -1,15 +1,15 @@
 """Random operators: the time of a rank's part over plain torch's on a tensor of the local size.
 
-A CPU generator is sequential, so a rank draws the numbers of the whole tensor in blocks and keeps its part: with n ranks
-about n times the time of the local size. The indexed generator costs the part alone. On CUDA every element is drawn
-by its index.
+A CPU generator is sequential, so a rank draws the numbers of the whole tensor in blocks and keeps its part: with n
+ranks about n times the time of the local size. The indexed generator costs the part alone. On CUDA every element is
+drawn by its index.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 import shardwise as sw
 from bench.peers import Peer, start
