@@ -1,0 +1,108 @@
+"""The search: the cheapest sequence of moves from one layout to another, by A* over states.
+
+Chooses among the moves it is given. Knows nothing of collectives or of how costs come about.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+
+from shardwise.plan.bound import seconds_left, seconds_left_at_least
+from shardwise.plan.move import Move, moves
+from shardwise.plan.state import DistState, Problem
+
+__all__ = ["Path", "cheapest_path"]
+
+Path = list[tuple[DistState, Move | None]]  # states, slices towards the goal included, and the moves that led there
+Cost = tuple[float, int, int]  # seconds, collectives, peak of bytes: what is compared, in this order
+
+
+def cheapest_path(problem: Problem, max_bytes: int | None = None) -> Path:
+    """The cheapest way from the start to the goal on which no state holds more than `max_bytes`, which both ends keep.
+
+    There is one: reductions never hold more than the start, and an exchange leads from there to the goal.
+    """
+    limit = math.inf if max_bytes is None else max_bytes
+    first = problem.slice_to_goal(problem.start)
+    if first == problem.leaf:
+        return [(first, None)]
+    if not first.partial and (problem.links.uniform or not problem.same_mesh):  # every move is the last one
+        allowed = [move for move in moves(problem, first) if problem.most(move.state.dims) <= limit]
+        best = min(allowed, key=lambda move: (move.seconds, problem.most(move.state.dims)))
+        return [(first, None), (problem.leaf, best)]
+    return Search(problem, limit).run(first)
+
+
+class Search:
+    """A*: states are looked at in the order of the least that a way through them may cost."""
+
+    def __init__(self, problem: Problem, limit: float) -> None:
+        self.problem = problem
+        self.limit = limit
+        self.best: dict[DistState, Cost] = {}
+        self.came: dict[DistState, tuple[DistState | None, Move | None]] = {}
+        self.queue: list[tuple[float, float, int, int, int, DistState]] = []
+        self.order = itertools.count()  # of equals the one that was found first
+        self.expanded = 0
+        self.bound = math.inf  # the cheapest way found so far
+
+    def run(self, first: DistState) -> Path:
+        """The way from `first`, or from what can be sliced off it."""
+        problem = self.problem
+        self._reach(first, (0.0, 0, problem.most(first.dims)), 0.0, None, None)
+        for early in problem.early_slices(first):
+            left = seconds_left(problem, early) + problem.links.best.alpha
+            self._reach(early, (0.0, 0, problem.most(early.dims)), left, None, None)
+        refined: set[DistState] = set()
+        while True:
+            estimate, *cost, _, state = heapq.heappop(self.queue)
+            if self.best[state] != tuple(cost):  # a better way here was found since
+                continue
+            if state == problem.leaf:
+                return self._path()
+            if state not in refined:
+                refined.add(state)
+                closer = cost[0] + seconds_left_at_least(problem, state)
+                if closer > estimate:
+                    if closer <= self.bound:
+                        heapq.heappush(self.queue, (closer, *cost, next(self.order), state))
+                    continue
+            self._expand(state, *cost)
+
+    def _expand(self, state: DistState, seconds: float, collectives: int, peak: int) -> None:
+        problem = self.problem
+        self.expanded += 1
+        for move in moves(problem, state):
+            total = seconds + move.seconds
+            if total > self.bound:
+                continue
+            holds = problem.most(move.state.dims)
+            if holds > self.limit:
+                continue
+            after = problem.slice_to_goal(move.state)
+            cost = (total, collectives + 1, max(peak, holds))
+            known = self.best.get(after)
+            if known is not None and known <= cost:
+                continue
+            left = seconds_left(problem, after)
+            if total + left > self.bound:
+                continue
+            if after == problem.leaf:
+                self.bound = total
+            self._reach(after, cost, left, state, move)
+
+    def _reach(self, state: DistState, cost: Cost, left: float, before: DistState | None, move: Move | None) -> None:
+        self.best[state] = cost
+        self.came[state] = (before, move)
+        heapq.heappush(self.queue, (cost[0] + left, *cost, next(self.order), state))
+
+    def _path(self) -> Path:
+        path: Path = []
+        at: DistState | None = self.problem.leaf
+        while at is not None:
+            before, move = self.came[at]
+            path.append((at, move))
+            at = before
+        return path[::-1]
