@@ -8,31 +8,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.plan.lack import missing
-from shardwise.plan.state import DistState, Problem, common_beginning
+from shardwise.plan.state import DistState, Problem, Splits, common_beginning
 
 __all__ = ["seconds_left", "seconds_left_at_least"]
 
 SAFELY = 1 - 1e-9  # rounding must not make a bound exceed what it bounds
 
 
-class Reduction(NamedTuple):
-    """The least to reduce what is pending: start-up, seconds for the bytes, and the bytes held afterwards."""
-
-    alpha: float
-    seconds: float
-    held: float
-
-
 def seconds_left(problem: Problem, state: DistState) -> float:
     """The least that the way from `state` to the goal costs: start-ups, and what surely must move."""
     if state == problem.leaf:
         return 0.0
-    alpha, seconds, held = _reduction_left(problem, state)
-    best = problem.links.best
-    lacks = problem.goal_mean - held
-    if lacks > 0:
-        seconds += lacks * best.beta
-    return (max(alpha, best.alpha) + seconds) * SAFELY
+    best, held = problem.links.best, problem.mean(state.dims)
+    seconds = _leaving(problem, state).alpha
+    if state.partial:
+        seconds += _reducing(problem, state)
+        if problem.goal_mean > held * (1 + 1e-9):
+            seconds = max(seconds, best.alpha)
+        held /= problem.links.group(state.partial).size
+    else:
+        seconds = max(seconds, best.alpha)
+    return (seconds + max(0.0, problem.goal_mean - held) * best.beta) * SAFELY
 
 
 def seconds_left_at_least(problem: Problem, state: DistState) -> float:
@@ -41,48 +37,76 @@ def seconds_left_at_least(problem: Problem, state: DistState) -> float:
         return 0.0
     if problem.links.uniform and not state.partial:  # the exchange, which comes next, tells
         return 0.0
-    alpha, seconds, _ = _reduction_left(problem, state)
+    seconds = _reducing(problem, state) if state.partial else 0.0
     if missing(problem, state.dims):  # a reduction moves nothing else: another collective brings it
-        alpha += _start_up(problem, state)
-        seconds += _seconds_to_bring(problem, state)
-    return (alpha + seconds) * SAFELY
+        seconds += _bringing(problem, state)
+    return seconds * SAFELY
 
 
-def _reduction_left(problem: Problem, state: DistState) -> Reduction:
-    """Each axis over its own link, the slowest last, when there is the least of it left."""
-    held = problem.mean(state.dims)
-    alpha = seconds = 0.0
-    if state.partial:
-        links = problem.links
-        for axis in links.by_speed:
-            if axis in state.partial:
-                n = problem.sizes[axis]
-                seconds += held * (n - 1) / n * links.each[axis].beta
-                held /= n
-                alpha = max(alpha, links.each[axis].alpha)
-    return Reduction(alpha, seconds, held)
+# ---------------------------------------------------------------- reductions
 
 
-def _start_up(problem: Problem, state: DistState) -> float:
-    """The slowest start among the axes that must leave their dims: some collective goes over it."""
+def _reducing(problem: Problem, state: DistState) -> float:
+    """What is pending is reduced at once, over the slowest of its links; or else in two collectives or more."""
+    links, held = problem.links, problem.mean(state.dims)
+    group = links.group(state.partial)
+    alpha, seconds = _by_single_axes(problem, state, held)
+    if len(state.partial) > 1:
+        at_once = held * (group.size - 1) / group.size * group.beta
+        seconds = min(at_once, seconds + min([links.each[axis].alpha for axis in state.partial]))
+    return alpha + seconds
+
+
+def _by_single_axes(problem: Problem, state: DistState, held: float) -> tuple[float, float]:
+    """The slowest start and the seconds for the bytes, if each axis had a collective of its own, the slowest last."""
     links = problem.links
-    alpha = links.best.alpha
-    if not links.uniform:
-        for have, want in zip(state.dims, problem.goal, strict=True):
+    alpha = seconds = 0.0
+    for axis in links.by_speed:
+        if axis in state.partial:
+            link, n = links.each[axis], problem.sizes[axis]
+            seconds += held * (n - 1) / n * link.beta
+            held /= n
+            alpha = max(alpha, link.alpha)
+    return alpha, seconds
+
+
+# ---------------------------------------------------------------- movements
+
+
+class Leaving(NamedTuple):
+    """The slowest start-up and the slowest link among the axes that must leave their dims; zeros if there are none."""
+
+    alpha: float
+    beta: float
+
+
+def _leaving(problem: Problem, state: DistState) -> Leaving:
+    alpha = beta = 0.0
+    links = problem.links
+    for have, want in zip(state.dims, problem.goal, strict=True) if problem.same_mesh else ():
+        if have != want[: len(have)]:
             for split in have[common_beginning(have, want) :]:
-                alpha = max(alpha, links.each[split % problem.axes].alpha)
-    return alpha
+                link = links.each[split % problem.axes]
+                alpha, beta = max(alpha, link.alpha), max(beta, link.beta)
+    return Leaving(alpha, beta)
 
 
-def _seconds_to_bring(problem: Problem, state: DistState) -> float:
+def _bringing(problem: Problem, state: DistState) -> float:
+    """One collective over all axes that must leave their dims brings what is missing; or else there are two or more."""
+    best, lacks = problem.links.best, missing(problem, state.dims)
+    if problem.links.uniform:
+        return best.alpha + lacks * best.beta
+    alpha, beta = _leaving(problem, state)
+    return max(alpha, best.alpha) + min(lacks * max(beta, best.beta), best.alpha + _by_speed(problem, state))
+
+
+def _by_speed(problem: Problem, state: DistState) -> float:
     """What ranks that the fastest axes connect all lack must cross a slower axis, once for all of them; and so on."""
     links = problem.links
     lacks = missing(problem, state.dims)
-    if links.uniform:
+    if problem.strided:
         return lacks * links.best.beta
-    where = {
-        split % problem.axes: (dim, at) for dim, splits in enumerate(state.dims) for at, split in enumerate(splits)
-    }
+    where = {axis: dim for dim, splits in enumerate(state.dims) for axis in splits}
     dims = list(state.dims)
     seconds = slowest = 0.0
     alike = 1
@@ -91,9 +115,23 @@ def _seconds_to_bring(problem: Problem, state: DistState) -> float:
         seconds += (beta - slowest) * lacks / alike
         slowest = beta
         if axis in where:
-            dim, at = where[axis]
-            dims[dim] = dims[dim][:at]  # the most that ranks along this axis and the faster ones hold together
+            dim = where[axis]
+            dims[dim] = _pooled(problem, dim, dims[dim], axis)
             lacks = missing(problem, tuple(dims))
         if axis not in problem.wanted_dim:
             alike *= problem.sizes[axis]
     return seconds
+
+
+def _pooled(problem: Problem, dim: int, splits: Splits, axis: int) -> Splits:
+    """Who splits what the ranks along `axis` hold together of a dim; at least that, where it is no run of the dim."""
+    if axis not in splits:
+        return splits
+    at, want = splits.index(axis), problem.goal[dim]
+    if splits[: len(want)] == want and len(want) <= at:
+        parts = problem.links.group(splits).size
+        if (
+            problem.shape[dim] % parts == 0
+        ):  # of a part that the goal wants whole: as much as if the axis were not there
+            return splits[:at] + splits[at + 1 :]
+    return splits[:at]

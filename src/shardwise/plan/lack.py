@@ -18,6 +18,7 @@ __all__ = ["missing"]
 
 Cuts = tuple[tuple[int, int], ...]  # (parts, rows) of each split of a dim, major first; 0 rows for a plain one
 Places = Sequence[np.ndarray]  # for each cut which part ranks have: arrays that broadcast to all ranks looked at
+ROUNDING = 1e-12
 
 
 def missing(problem: Problem, dims: Dims) -> float:
@@ -26,7 +27,8 @@ def missing(problem: Problem, dims: Dims) -> float:
     if found is None:
         shared = _shared_elements if problem.same_mesh else _shared_elements_between_meshes
         held = shared(problem, dims) * problem.itemsize if problem.nbytes else 0.0
-        found = problem.missing_of[dims] = max(0.0, problem.goal_mean - held)
+        lacks = problem.goal_mean - held
+        found = problem.missing_of[dims] = lacks if lacks > ROUNDING * problem.goal_mean else 0.0
     return found
 
 

@@ -25,7 +25,7 @@ class Move(NamedTuple):
     seconds: float
 
 
-def moves(problem: Problem, state: DistState) -> Iterable[Move]:
+def moves(problem: Problem, state: DistState) -> list[Move]:
     """Every collective that may be the next one. What is Partial is reduced before anything else."""
     if state.partial:
         return reductions(problem, state)
@@ -40,9 +40,10 @@ def any_moves(problem: Problem, state: DistState) -> list[Move]:
     """An exchange to the goal, and the native collectives to any layout."""
     found = [exchange(problem, state)]
     for dim, splits in enumerate(state.dims):
+        others = [to for to in range(len(state.dims)) if to != dim]
         for first in range(len(splits)):
             found.append(gather(problem, state, dim, first))
-            found += [all_to_all(problem, state, dim, first, to) for to in range(len(state.dims)) if to != dim]
+            found += all_to_all(problem, state, dim, first, others)
     return found
 
 
@@ -63,8 +64,7 @@ def direct_moves(problem: Problem, state: DistState) -> list[Move]:
         return []
     (dim,) = wrong
     others = [to for to, first in enumerate(firsts) if to != dim and first < len(problem.goal[to])]
-    found = [gather(problem, state, dim, firsts[dim])]
-    found += [all_to_all(problem, state, dim, firsts[dim], to) for to in others]
+    found = [gather(problem, state, dim, firsts[dim]), *all_to_all(problem, state, dim, firsts[dim], others)]
     return [move for move in found if problem.slice_to_goal(move.state) == problem.leaf]
 
 
@@ -81,15 +81,19 @@ def gather(problem: Problem, state: DistState, dim: int, first: int) -> Move:
     return Move(after, AllGather, (dim, axes), received, group.seconds(received))
 
 
-def all_to_all(problem: Problem, state: DistState, dim: int, first: int, other: int) -> Move:
-    """The axes of `dim` from the `first` on go over to the dim `other`."""
-    axes = _axes(problem, state.dims[dim][first:])
+def all_to_all(problem: Problem, state: DistState, dim: int, first: int, others: Iterable[int]) -> list[Move]:
+    """The axes of `dim` from the `first` on go over to one of the dims `others`."""
+    kept, axes = state.dims[dim][:first], _axes(problem, state.dims[dim][first:])
     group = problem.links.group(axes)
-    dims = list(state.dims)
-    dims[dim], dims[other] = dims[dim][:first], dims[other] + axes
     received = (group.size - 1) / group.size * problem.most(state.dims)
-    after = DistState(tuple(dims), state.partial)
-    return Move(after, AllToAll, (dim, other, axes), received, group.seconds(received))
+    seconds = group.seconds(received)
+    found: list[Move] = []
+    for other in others:
+        dims = list(state.dims)
+        dims[dim], dims[other] = kept, dims[other] + axes
+        after = DistState(tuple(dims), state.partial)
+        found.append(Move(after, AllToAll, (dim, other, axes), received, seconds))
+    return found
 
 
 def exchange(problem: Problem, state: DistState) -> Move:
@@ -112,7 +116,7 @@ def _changed_axes(problem: Problem, state: DistState) -> tuple[int, ...]:
 
 
 def _axes(problem: Problem, splits: Splits) -> tuple[int, ...]:
-    return tuple([split % problem.axes for split in splits])
+    return tuple([split % problem.axes for split in splits]) if problem.strided else splits
 
 
 # ---------------------------------------------------------------- reductions

@@ -43,6 +43,8 @@ class Search:
         self.limit = limit
         self.best: dict[DistState, Cost] = {}
         self.came: dict[DistState, tuple[DistState | None, Move | None]] = {}
+        self.left: dict[DistState, float] = {}  # at least, as closely as it was worked out
+        self.looked_at: set[DistState] = set()
         self.queue: list[tuple[float, float, int, int, int, DistState]] = []
         self.order = itertools.count()  # of equals the one that was found first
         self.expanded = 0
@@ -51,28 +53,34 @@ class Search:
     def run(self, first: DistState) -> Path:
         """The way from `first`, or from what can be sliced off it."""
         problem = self.problem
+        self.left[first] = 0.0
         self._reach(first, (0.0, 0, problem.most(first.dims)), 0.0, None, None)
         for early in problem.early_slices(first):
-            left = seconds_left(problem, early) + problem.links.best.alpha
+            left = self.left[early] = seconds_left(problem, early)
             self._reach(early, (0.0, 0, problem.most(early.dims)), left, None, None)
-        refined: set[DistState] = set()
         while True:
-            estimate, *cost, _, state = heapq.heappop(self.queue)
-            if self.best[state] != tuple(cost):  # a better way here was found since
+            estimate, seconds, collectives, peak, _, state = heapq.heappop(self.queue)
+            cost = (seconds, collectives, peak)
+            if self.best[state] != cost:  # a better way here was found since
                 continue
             if state == problem.leaf:
                 return self._path()
-            if state not in refined:
-                refined.add(state)
-                closer = cost[0] + seconds_left_at_least(problem, state)
-                if closer > estimate:
-                    if closer <= self.bound:
-                        heapq.heappush(self.queue, (closer, *cost, next(self.order), state))
-                    continue
-            self._expand(state, *cost)
+            closer = seconds + self._left_at_least(state)
+            if closer <= estimate:
+                self._expand(state, cost)
+            elif closer <= self.bound:
+                heapq.heappush(self.queue, (closer, *cost, next(self.order), state))
 
-    def _expand(self, state: DistState, seconds: float, collectives: int, peak: int) -> None:
+    def _left_at_least(self, state: DistState) -> float:
+        """The closer bound, worked out only for states whose turn has come."""
+        if state not in self.looked_at:
+            self.looked_at.add(state)
+            self.left[state] = max(self.left[state], seconds_left_at_least(self.problem, state))
+        return self.left[state]
+
+    def _expand(self, state: DistState, cost: Cost) -> None:
         problem = self.problem
+        seconds, collectives, peak = cost
         self.expanded += 1
         for move in moves(problem, state):
             total = seconds + move.seconds
@@ -82,16 +90,18 @@ class Search:
             if holds > self.limit:
                 continue
             after = problem.slice_to_goal(move.state)
-            cost = (total, collectives + 1, max(peak, holds))
+            reached = (total, collectives + 1, max(peak, holds))
             known = self.best.get(after)
-            if known is not None and known <= cost:
+            if known is not None and known <= reached:
                 continue
-            left = seconds_left(problem, after)
+            left = self.left.get(after)
+            if left is None:
+                left = self.left[after] = seconds_left(problem, after)
             if total + left > self.bound:
                 continue
             if after == problem.leaf:
                 self.bound = total
-            self._reach(after, cost, left, state, move)
+            self._reach(after, reached, left, state, move)
 
     def _reach(self, state: DistState, cost: Cost, left: float, before: DistState | None, move: Move | None) -> None:
         self.best[state] = cost

@@ -36,8 +36,7 @@ ARRIVED = DistState(((-1,),), ())  # on another mesh than the source's: no state
 def dims_of(spec: DTensorSpec) -> Dims:
     """Who splits each dim. Axes of one rank play no part in it."""
     sizes = spec.mesh.shape
-    strided = any(isinstance(placement, StridedShard) for placement in spec.placements)
-    if not strided and 1 not in sizes:
+    if 1 not in sizes and not any(isinstance(placement, StridedShard) for placement in spec.placements):
         return spec.dim_axes
     axes = len(sizes)
     return tuple([tuple([a + axes * (spec.rows(a) or 0) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
@@ -67,10 +66,14 @@ class Problem:
         self.kept = _kept_partials(source, target) if target.partial_axes and self.same_mesh else frozenset()
         self.start = DistState(dims_of(source), self._pending(source))
         self.goal = dims_of(target)
+        self.strided = any(
+            split >= self.axes for dims in (self.start.dims, self.goal) for splits in dims for split in splits
+        )
         self.leaf = DistState(self.goal, ()) if self.same_mesh else ARRIVED  # where the last collective must lead
         self.wanted_dim = self._wanted_dims() if self.same_mesh else {}
         self._most: dict[Dims, int] = {} if self.same_mesh else {ARRIVED.dims: target.local_bytes}
         self._mean: dict[Dims, float] = {}
+        self._sliced: dict[DistState, DistState] = {}
         self.goal_mean = self.nbytes / math.prod([target.mesh.shape[a] for axes in target.dim_axes for a in axes])
         self.missing_of: dict[Dims, float] = {}  # kept by `plan.lack`
 
@@ -123,25 +126,26 @@ class Problem:
 
     def slice_to_goal(self, state: DistState) -> DistState:
         """`state` after every slice towards the goal that needs no communication; these never cost anything later."""
-        dims, goal = state.dims, self.goal
-        if dims == goal or not self.same_mesh:
+        if state.dims == self.goal or not self.same_mesh:
             return state
-        shorter = [
-            dim
-            for dim, (have, want) in enumerate(zip(dims, goal, strict=True))
-            if len(have) < len(want) and want[: len(have)] == have
-        ]
-        if not shorter:
-            return state
-        used = self.used_axes(state)
-        sliced = list(dims)
-        for dim in shorter:
-            have, want = sliced[dim], goal[dim]
+        found = self._sliced.get(state)
+        if found is None:
+            dims = self._dims_sliced_to_goal(state)
+            found = self._sliced[state] = state if dims == state.dims else DistState(dims, state.partial)
+        return found
+
+    def _dims_sliced_to_goal(self, state: DistState) -> Dims:
+        used: set[int] | None = None
+        sliced: list[Splits] = []
+        for have, want in zip(state.dims, self.goal, strict=True):
             upto = len(have)
-            while upto < len(want) and want[upto] % self.axes not in used:
-                upto += 1
-            sliced[dim] = want[:upto]
-        return DistState(tuple(sliced), state.partial)
+            if upto < len(want) and want[:upto] == have:
+                used = used or self.used_axes(state)
+                while upto < len(want) and want[upto] % self.axes not in used:
+                    upto += 1
+                have = want[:upto]
+            sliced.append(have)
+        return tuple(sliced)
 
     def early_slices(self, state: DistState) -> list[DistState]:
         """`state` with what is replicated sliced, so that less is reduced, or less crosses the slower links; a second
