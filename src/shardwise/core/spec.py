@@ -13,7 +13,17 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 
 from shardwise.core.intern import Interned
-from shardwise.core.layout import Block, Cut, block_of, dense_strides, longest, normalize_dim
+from shardwise.core.layout import (
+    Block,
+    Cut,
+    Run,
+    block_of,
+    dense_strides,
+    longest,
+    nested_chunk,
+    normalize_dim,
+    runs_of,
+)
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 from shardwise.errors import LayoutError
@@ -184,9 +194,20 @@ class DTensorSpec(Interned):
         found = self._blocks.get(key)
         if found is None:
             checked = self._checked_coordinate(key)
-            found = block_of(self.shape, [self._cuts(dim, checked) for dim in range(self.ndim)])
-            self._blocks[checked] = found
+            runs = tuple([self.runs(dim, checked) for dim in range(self.ndim)])
+            found = self._blocks[checked] = block_of(self.shape, runs)
         return found
+
+    def runs(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
+        """The runs of indices of `dim` that the rank at `coordinate`, which must be one of the mesh, holds."""
+        size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
+        if not axes:
+            return (Run(0, size),)
+        rows = [self.rows(a) for a in axes]
+        if any(rows):
+            cuts = [Cut(sizes[a], coordinate[a], n) for a, n in zip(axes, rows, strict=True)]
+            return runs_of(size, tuple(cuts))
+        return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
     def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
         mesh = self.mesh
@@ -197,9 +218,6 @@ class DTensorSpec(Interned):
                 hint=f"one number for each axis, less than the axis's size: {mesh.shape}",
             )
         return coordinate
-
-    def _cuts(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Cut, ...]:
-        return tuple(Cut(self.mesh.shape[a], coordinate[a], self.rows(a)) for a in self.dim_axes[dim])
 
     def rows(self, axis: int) -> int | None:
         """The split factor of a `StridedShard` on `axis`, None for any other placement."""

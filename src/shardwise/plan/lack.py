@@ -25,9 +25,10 @@ def missing(problem: Problem, dims: Dims) -> float:
     """Bytes that a rank lacks for the goal when `dims` are split so, on average over the ranks."""
     found = problem.missing_of.get(dims)
     if found is None:
-        shared = _shared_elements if problem.same_mesh else _shared_elements_between_meshes
-        held = shared(problem, dims) * problem.itemsize if problem.nbytes else 0.0
-        lacks = problem.goal_mean - held
+        if problem.same_mesh:
+            lacks = problem.goal_mean - _shared_elements(problem, dims) * problem.itemsize
+        else:
+            lacks = _missing_between_meshes(problem, dims) * problem.itemsize
         found = problem.missing_of[dims] = lacks if lacks > ROUNDING * problem.goal_mean else 0.0
     return found
 
@@ -38,6 +39,8 @@ def _shared_elements(problem: Problem, dims: Dims) -> float:
     Each index of a dim has one owner before and one after. So ranks share size / parts of it on average, if no axis
     counts twice; and the average of the product is the product of the averages, if what varies does so independently.
     """
+    if not problem.nbytes:
+        return 0.0
     axes, sizes = problem.axes, problem.sizes
     shared = 1.0
     varying: list[tuple[int, Splits, Splits]] = []
@@ -83,8 +86,10 @@ def _cuts(sizes: tuple[int, ...], splits: Splits) -> Cuts:
     return tuple([(sizes[split % axes], split // axes) for split in splits])
 
 
-def _shared_elements_between_meshes(problem: Problem, dims: Dims) -> float:
-    """The same where the goal is on another mesh; the average is over the ranks of that one."""
+def _missing_between_meshes(problem: Problem, dims: Dims) -> float:
+    """The elements that a rank lacks where the goal is on another mesh, on average over the ranks of that one."""
+    if not problem.nbytes:
+        return 0.0
     source, target = problem.mesh, problem.target.mesh
     before, after = _positions_in_both(source, target)
     product = np.ones(len(before), dtype=np.int64)
@@ -92,7 +97,9 @@ def _shared_elements_between_meshes(problem: Problem, dims: Dims) -> float:
         having = [source.coordinates[before, split % source.ndim] for split in have]
         wanting = [target.coordinates[after, split % target.ndim] for split in want]
         product = product * _shared(size, _cuts(source.shape, have), having, _cuts(target.shape, want), wanting)
-    return float(product.sum()) / target.grid_size
+    parts = math.prod([target.shape[split % target.ndim] for splits in problem.goal for split in splits])
+    wanted = math.prod(problem.shape) * target.grid_size // parts  # by all ranks together
+    return (wanted - int(product.sum())) / target.grid_size
 
 
 @lru_cache(maxsize=256)
@@ -111,7 +118,7 @@ def _shared(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) 
         return _shared_by_owners(size, have, having, want, wanting)
     start, stop = _extent(size, have, having)
     goal_start, goal_stop = _extent(size, want, wanting)
-    return np.maximum(np.minimum(stop, goal_stop) - np.maximum(start, goal_start), 0)
+    return np.asarray(np.maximum(np.minimum(stop, goal_stop) - np.maximum(start, goal_start), 0))
 
 
 def _extent(size: int, cuts: Cuts, places: Places) -> tuple[np.ndarray | int, np.ndarray | int]:

@@ -1,0 +1,104 @@
+"""Who sends what to whom in an exchange, as one rank sees it: its own sends and receives alone are worked out.
+
+Pure functions on specs, shared by the fabrics. Communicates nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardwise.core.layout import Run, intersect
+from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.pieces import Box, Coordinate, box_of, choose_sender
+
+__all__ = ["Traffic", "traffic"]
+
+Common = list[tuple[int, int, int]]  # as `intersect` gives it
+
+
+class Traffic(NamedTuple):
+    """The boxes that a rank sends to each rank and gets from each, in the order of the ranks; and those it keeps."""
+
+    sends: list[list[Box]]
+    receives: list[list[Box]]
+    keeps: list[Box]
+
+
+def traffic(
+    before: DTensorSpec,
+    after: DTensorSpec,
+    ranks: Sequence[int],
+    me: int,
+    having: Sequence[Coordinate | None],
+    wanting: Sequence[Coordinate | None],
+) -> Traffic:
+    """What the rank `ranks[me]` sends and gets when the layout `before` becomes `after`.
+
+    Args:
+        before: the layout now.
+        after: the layout to come.
+        ranks: who takes part.
+        me: which of them asks.
+        having: the coordinate of each on the mesh of `before`, None outside.
+        wanting: the same on the mesh of `after`.
+    """
+    rank, have, want = ranks[me], having[me], wanting[me]
+    holders = _holders(before, ranks, having)
+    made = Traffic([[] for _ in ranks], [[] for _ in ranks], [])
+    if have is not None:
+        mine = Overlaps(after, [before.runs(dim, have) for dim in range(before.ndim)])
+        who = holders[_part(before, have)]
+        for at, (receiver, coordinate) in enumerate(zip(ranks, wanting, strict=True)):
+            if coordinate is not None and choose_sender(receiver, who) == rank:
+                (made.keeps if at == me else made.sends[at]).extend(mine.boxes(coordinate, ours_first=True))
+    if want is not None:
+        mine = Overlaps(before, [after.runs(dim, want) for dim in range(after.ndim)])
+        place = {name: at for at, name in enumerate(ranks)}
+        for who in holders.values():
+            sender = place[choose_sender(rank, who)]
+            if sender != me:
+                coordinate = having[place[who[0]]]
+                assert coordinate is not None, "a holder is on the mesh"
+                made.receives[sender].extend(mine.boxes(coordinate, ours_first=False))
+    return made
+
+
+def _holders(
+    spec: DTensorSpec, ranks: Sequence[int], coordinates: Sequence[Coordinate | None]
+) -> dict[Coordinate, list[int]]:
+    """The ranks that hold each of the different blocks."""
+    found: dict[Coordinate, list[int]] = {}
+    for rank, coordinate in zip(ranks, coordinates, strict=True):
+        if coordinate is not None:
+            found.setdefault(_part(spec, coordinate), []).append(rank)
+    return found
+
+
+def _part(spec: DTensorSpec, coordinate: Coordinate) -> Coordinate:
+    """What of a coordinate decides which block its rank holds."""
+    return tuple([coordinate[axis] for axes in spec.dim_axes for axis in axes])
+
+
+class Overlaps:
+    """What the blocks of other coordinates have in common with one block, worked out once for each part of a dim."""
+
+    def __init__(self, others: DTensorSpec, ours: Sequence[tuple[Run, ...]]) -> None:
+        self.others, self.ours = others, ours
+        self._known: dict[tuple[int, ...], Common] = {}
+
+    def boxes(self, coordinate: Coordinate, *, ours_first: bool) -> list[Box]:
+        """The boxes of elements that the rank at `coordinate` has too; ours is the source of them if it is first."""
+        by_dim: list[Common] = []
+        for dim, axes in enumerate(self.others.dim_axes):
+            key = (dim, *[coordinate[axis] for axis in axes])
+            common = self._known.get(key)
+            if common is None:
+                theirs = self.others.runs(dim, coordinate)
+                common = intersect(self.ours[dim], theirs) if ours_first else intersect(theirs, self.ours[dim])
+                self._known[key] = common
+            if not common:
+                return []
+            by_dim.append(common)
+        return [box_of(chosen) for chosen in itertools.product(*by_dim)]
