@@ -5,6 +5,7 @@ Knows the arithmetic of each collective. Chooses nothing and makes no steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from shardwise.plan.state import DistState, Problem, Splits, common_beginning
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step
 
 __all__ = ["Move", "all_reduce", "exchange", "gather", "moves"]
+
+ROUNDING = 1 + 1e-8
 
 
 class Move(NamedTuple):
@@ -25,47 +28,47 @@ class Move(NamedTuple):
     seconds: float
 
 
-def moves(problem: Problem, state: DistState) -> list[Move]:
-    """Every collective that may be the next one. What is Partial is reduced before anything else."""
+def moves(problem: Problem, state: DistState, most_seconds: float = math.inf) -> list[Move]:
+    """Every collective that may be the next one; those that take longer than `most_seconds` may be left out.
+
+    What is Partial is reduced before anything else.
+    """
     if state.partial:
         return reductions(problem, state)
+    last = exchange(problem, state)
     if not problem.same_mesh:
-        return [exchange(problem, state)]
+        return [last]
     if problem.links.uniform:
-        return last_moves(problem, state)
-    return any_moves(problem, state)
+        return [*native_equals(problem, state, last), last] if last.seconds <= most_seconds * ROUNDING else []
+    return [last, *native_moves(problem, state, most_seconds)]
 
 
-def any_moves(problem: Problem, state: DistState) -> list[Move]:
-    """An exchange to the goal, and the native collectives to any layout."""
-    found = [exchange(problem, state)]
-    for dim, splits in enumerate(state.dims):
-        others = [to for to in range(len(state.dims)) if to != dim]
-        for first in range(len(splits)):
-            found.append(gather(problem, state, dim, first))
-            found += all_to_all(problem, state, dim, first, others)
-    return found
+def native_equals(problem: Problem, state: DistState, last: Move) -> list[Move]:
+    """The native collectives that lead to the goal and move no more than the exchange `last`, which moves the least.
 
-
-# ---------------------------------------------------------------- to the goal at once
-
-
-def last_moves(problem: Problem, state: DistState) -> list[Move]:
-    """The moves that lead to the goal. On links all alike no other can be as good: an exchange moves no more than it
-    must, in one collective."""
-    return [*direct_moves(problem, state), exchange(problem, state)]
-
-
-def direct_moves(problem: Problem, state: DistState) -> list[Move]:
-    """The native collectives that lead to the goal at once. Each takes axes away from one dim."""
+    On links all alike nothing else can be as good.
+    """
     firsts = [common_beginning(have, want) for have, want in zip(state.dims, problem.goal, strict=True)]
     wrong = [dim for dim, first in enumerate(firsts) if first < len(state.dims[dim])]
-    if len(wrong) != 1:
+    if len(wrong) != 1:  # each takes axes away from one dim
         return []
     (dim,) = wrong
     others = [to for to, first in enumerate(firsts) if to != dim and first < len(problem.goal[to])]
+    most = last.received * ROUNDING
     found = [gather(problem, state, dim, firsts[dim]), *all_to_all(problem, state, dim, firsts[dim], others)]
-    return [move for move in found if problem.slice_to_goal(move.state) == problem.leaf]
+    return [move for move in found if move.received <= most and problem.slice_to_goal(move.state) == problem.leaf]
+
+
+def native_moves(problem: Problem, state: DistState, most_seconds: float) -> list[Move]:
+    """The native collectives to any layout: the minor axes of a dim are gathered, or go over to another dim."""
+    found: list[Move] = []
+    for dim, splits in enumerate(state.dims):
+        others = [to for to in range(len(state.dims)) if to != dim]
+        for first in range(len(splits)):
+            over = all_to_all(problem, state, dim, first, others)
+            if not over or over[0].seconds <= most_seconds:  # a gather over the same axes takes longer
+                found += [gather(problem, state, dim, first), *over]
+    return found
 
 
 # ---------------------------------------------------------------- the collectives

@@ -53,11 +53,8 @@ class Search:
     def run(self, first: DistState) -> Path:
         """The way from `first`, or from what can be sliced off it."""
         problem = self.problem
-        self.left[first] = 0.0
-        self._reach(first, (0.0, 0, problem.most(first.dims)), 0.0, None, None)
-        for early in problem.early_slices(first):
-            left = self.left[early] = seconds_left(problem, early)
-            self._reach(early, (0.0, 0, problem.most(early.dims)), left, None, None)
+        self._reach(first, (0.0, 0, problem.most(first.dims)), seconds_left(problem, first), None, None)
+        self.looked_at.add(first)  # the search begins there in any case
         while True:
             estimate, seconds, collectives, peak, _, state = heapq.heappop(self.queue)
             cost = (seconds, collectives, peak)
@@ -66,10 +63,19 @@ class Search:
             if state == problem.leaf:
                 return self._path()
             closer = seconds + self._left_at_least(state)
-            if closer <= estimate:
-                self._expand(state, cost)
-            elif closer <= self.bound:
-                heapq.heappush(self.queue, (closer, *cost, next(self.order), state))
+            if closer > estimate:
+                if closer <= self.bound:
+                    heapq.heappush(self.queue, (closer, *cost, next(self.order), state))
+                continue
+            self._expand(state, cost)
+            if state is first:
+                self._slice_early(first)
+
+    def _slice_early(self, first: DistState) -> None:
+        for early in self.problem.early_slices(first):
+            left = seconds_left(self.problem, early)
+            if left <= self.bound:
+                self._reach(early, (0.0, 0, self.problem.most(early.dims)), left, None, None)
 
     def _left_at_least(self, state: DistState) -> float:
         """The closer bound, worked out only for states whose turn has come."""
@@ -82,7 +88,7 @@ class Search:
         problem = self.problem
         seconds, collectives, peak = cost
         self.expanded += 1
-        for move in moves(problem, state):
+        for move in moves(problem, state, self.bound - seconds):
             total = seconds + move.seconds
             if total > self.bound:
                 continue
@@ -96,7 +102,7 @@ class Search:
                 continue
             left = self.left.get(after)
             if left is None:
-                left = self.left[after] = seconds_left(problem, after)
+                left = seconds_left(problem, after)
             if total + left > self.bound:
                 continue
             if after == problem.leaf:
@@ -104,6 +110,7 @@ class Search:
             self._reach(after, reached, left, state, move)
 
     def _reach(self, state: DistState, cost: Cost, left: float, before: DistState | None, move: Move | None) -> None:
+        self.left[state] = left
         self.best[state] = cost
         self.came[state] = (before, move)
         heapq.heappush(self.queue, (cost[0] + left, *cost, next(self.order), state))
