@@ -155,9 +155,19 @@ def longest(size: int, splits: Sequence[tuple[int, int | None]]) -> int:
         return size
     lengths = {size}
     for parts, rows in splits:
-        cuts = [(Cut(parts, index, rows),) for index in range(parts)]
-        lengths = {_length(runs_of(n, cut)) for n in lengths for cut in cuts}
+        lengths = {length for n in lengths for length in _part_lengths(n, parts, rows or 1)}
     return max(lengths)
+
+
+def _part_lengths(size: int, parts: int, rows: int) -> set[int]:
+    """The different lengths of the parts into which each of the rows of a dim is split. Rows are alike but the last."""
+    row = max(-(-size // rows), 1)
+    full, last = divmod(size, row)
+    ends = {0}  # the parts of a row are alike up to one of these
+    for length in (row, last):
+        step = max(-(-length // parts), 1)
+        ends.update((length // step, length // step + 1))
+    return {full * chunk(row, parts, at).length + chunk(last, parts, at).length for at in ends if at < parts}
 
 
 def _length(runs: Iterable[Run]) -> int:
@@ -171,6 +181,10 @@ def intersect(a: Sequence[Run], b: Sequence[Run]) -> list[tuple[int, int, int]]:
         >>> intersect([Run(0, 4)], [Run(2, 1), Run(3, 5)])
         [(2, 0, 1), (3, 1, 1)]
     """
+    if len(a) == len(b) == 1:  # by far the most frequent case
+        (start_a, length_a), (start_b, length_b) = a[0], b[0]
+        low, high = max(start_a, start_b), min(start_a + length_a, start_b + length_b)
+        return [(low - start_a, low - start_b, high - low)] if low < high else []
     found = []
     at_a = 0
     for run_a in a:

@@ -30,6 +30,7 @@ from shardwise.errors import LayoutError
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
 
+SHARDS = (Shard, StridedShard)
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -130,8 +131,8 @@ class DTensorSpec(Interned):
     """
 
     __slots__ = (
-        "_blocks", "_largest", "dim_axes", "is_replicated", "mesh", "ndim", "partial_axes", "placements", "shape",
-        "shard_order", "tensor_meta",
+        "_blocks", "_largest", "dim_axes", "is_replicated", "is_strided", "mesh", "ndim", "partial_axes", "placements",
+        "shape", "shard_order", "tensor_meta",
     )  # fmt: skip
     _fields = ("mesh", "placements", "tensor_meta", "shard_order")
     mesh: DeviceMesh
@@ -143,6 +144,7 @@ class DTensorSpec(Interned):
     dim_axes: tuple[tuple[int, ...], ...]  # for each dim the axes that split it, major first
     partial_axes: tuple[int, ...]
     is_replicated: bool
+    is_strided: bool  # whether some placement is a StridedShard
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
 
@@ -168,7 +170,7 @@ class DTensorSpec(Interned):
         dim_axes: Iterable[tuple[int, ...]],
     ) -> DTensorSpec:
         """The spec whose placements and order are known to fit; no checks."""
-        order = tuple(ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes)
+        order = tuple([ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes])
         return cls._intern(mesh, placements, tensor_meta, order)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,12 +179,13 @@ class DTensorSpec(Interned):
 
     def _derive(self) -> None:
         put = object.__setattr__
-        put(self, "shape", self.tensor_meta.shape)
-        put(self, "ndim", len(self.shape))
-        by_dim = dict(self.shard_order)
-        put(self, "dim_axes", tuple(by_dim.get(dim, ()) for dim in range(self.ndim)))
-        put(self, "partial_axes", tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial)))
-        put(self, "is_replicated", all(isinstance(p, Replicate) for p in self.placements))
+        shape, placements, by_dim = self.tensor_meta.shape, self.placements, dict(self.shard_order)
+        put(self, "shape", shape)
+        put(self, "ndim", len(shape))
+        put(self, "dim_axes", tuple([by_dim.get(dim, ()) for dim in range(len(shape))]))
+        put(self, "partial_axes", tuple([a for a, p in enumerate(placements) if isinstance(p, Partial)]))
+        put(self, "is_replicated", not by_dim and not self.partial_axes)
+        put(self, "is_strided", any(isinstance(p, StridedShard) for p in placements))
         put(self, "_blocks", {})
         put(self, "_largest", None)
 
@@ -203,10 +206,8 @@ class DTensorSpec(Interned):
         size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
         if not axes:
             return (Run(0, size),)
-        rows = [self.rows(a) for a in axes]
-        if any(rows):
-            cuts = [Cut(sizes[a], coordinate[a], n) for a, n in zip(axes, rows, strict=True)]
-            return runs_of(size, tuple(cuts))
+        if self.is_strided:
+            return runs_of(size, tuple([Cut(sizes[a], coordinate[a], self.rows(a)) for a in axes]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
     def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
@@ -301,9 +302,9 @@ def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
     """
     by_dim: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | StridedShard):
+        if isinstance(placement, SHARDS):
             by_dim[placement.dim] = (*by_dim.get(placement.dim, ()), axis)
-    return tuple(ShardOrderEntry(dim, by_dim[dim]) for dim in sorted(by_dim))
+    return tuple([ShardOrderEntry(dim, by_dim[dim]) for dim in sorted(by_dim)])
 
 
 def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
@@ -322,7 +323,7 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
             hint="give one placement for each axis of the mesh",
         )
     for axis, placement in enumerate(kept):
-        if isinstance(placement, Shard | StridedShard):
+        if isinstance(placement, SHARDS):
             kept[axis] = with_dim_from_front(placement, mesh, axis, ndim)
     reductions = {p.reduce_op for p in kept if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:

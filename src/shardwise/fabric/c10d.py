@@ -455,8 +455,9 @@ def _parts(boxes: Sequence[Sequence[Box]], sizes: Sequence[int]) -> Parts:
 def _divides(spec: DTensorSpec, dim: int) -> bool:
     """Whether all ranks hold runs of one length of `dim`."""
     axes = spec.dim_axes[dim]
-    plain = not any(spec.rows(axis) for axis in axes)
-    return plain and spec.shape[dim] % math.prod([spec.mesh.shape[axis] for axis in axes]) == 0
+    if spec.is_strided and any(spec.rows(axis) for axis in axes):
+        return False
+    return spec.shape[dim] % math.prod([spec.mesh.shape[axis] for axis in axes]) == 0
 
 
 def _follow_each_other(blocks: Sequence[Block], whole: Block, dim: int) -> bool:

@@ -48,20 +48,20 @@ def traffic(
     holders = _holders(before, ranks, having)
     made = Traffic([[] for _ in ranks], [[] for _ in ranks], [])
     if have is not None:
-        mine = Overlaps(after, [before.runs(dim, have) for dim in range(before.ndim)])
+        mine = Overlaps(after, before.block(have).runs, ours_first=True)
         who = holders[_part(before, have)]
         for at, (receiver, coordinate) in enumerate(zip(ranks, wanting, strict=True)):
             if coordinate is not None and choose_sender(receiver, who) == rank:
-                (made.keeps if at == me else made.sends[at]).extend(mine.boxes(coordinate, ours_first=True))
+                (made.keeps if at == me else made.sends[at]).extend(mine.boxes(coordinate))
     if want is not None:
-        mine = Overlaps(before, [after.runs(dim, want) for dim in range(after.ndim)])
+        mine = Overlaps(before, after.block(want).runs, ours_first=False)
         place = {name: at for at, name in enumerate(ranks)}
         for who in holders.values():
             sender = place[choose_sender(rank, who)]
             if sender != me:
                 coordinate = having[place[who[0]]]
                 assert coordinate is not None, "a holder is on the mesh"
-                made.receives[sender].extend(mine.boxes(coordinate, ours_first=False))
+                made.receives[sender].extend(mine.boxes(coordinate))
     return made
 
 
@@ -84,20 +84,20 @@ def _part(spec: DTensorSpec, coordinate: Coordinate) -> Coordinate:
 class Overlaps:
     """What the blocks of other coordinates have in common with one block, worked out once for each part of a dim."""
 
-    def __init__(self, others: DTensorSpec, ours: Sequence[tuple[Run, ...]]) -> None:
-        self.others, self.ours = others, ours
-        self._known: dict[tuple[int, ...], Common] = {}
+    def __init__(self, others: DTensorSpec, ours: Sequence[tuple[Run, ...]], *, ours_first: bool) -> None:
+        self.others, self.ours, self.ours_first = others, ours, ours_first
+        self._known: list[dict[Coordinate, Common]] = [{} for _ in ours]
 
-    def boxes(self, coordinate: Coordinate, *, ours_first: bool) -> list[Box]:
+    def boxes(self, coordinate: Coordinate) -> list[Box]:
         """The boxes of elements that the rank at `coordinate` has too; ours is the source of them if it is first."""
         by_dim: list[Common] = []
-        for dim, axes in enumerate(self.others.dim_axes):
-            key = (dim, *[coordinate[axis] for axis in axes])
-            common = self._known.get(key)
+        for dim, (axes, known) in enumerate(zip(self.others.dim_axes, self._known, strict=True)):
+            part = tuple([coordinate[axis] for axis in axes])
+            common = known.get(part)
             if common is None:
                 theirs = self.others.runs(dim, coordinate)
-                common = intersect(self.ours[dim], theirs) if ours_first else intersect(theirs, self.ours[dim])
-                self._known[key] = common
+                common = intersect(self.ours[dim], theirs) if self.ours_first else intersect(theirs, self.ours[dim])
+                known[part] = common
             if not common:
                 return []
             by_dim.append(common)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.core.mesh import DeviceMesh  # noqa: F401  # in the examples
-from shardwise.core.placement import Partial, Shard, StridedShard
+from shardwise.core.placement import Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta  # noqa: F401  # in the examples
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
 from shardwise.plan.cost import CostModel, current_cost_model
@@ -104,8 +104,7 @@ class DTensorRedistributePlanner:
             return Route(source, target, (), ())
         if max_bytes is None and _only_sliced(source, target):
             return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, target.local_bytes),))
-        ends = max(source.local_bytes, target.local_bytes)
-        if max_bytes is not None and ends > max_bytes:
+        if max_bytes is not None and (ends := max(source.local_bytes, target.local_bytes)) > max_bytes:
             raise MemoryBoundError(
                 f"no route from {source} to {target.layout} holds at most max_bytes={max_bytes} on a rank",
                 hint=f"the smallest bound that would do is {ends} bytes",
@@ -145,10 +144,10 @@ def _only_sliced(source: DTensorSpec, target: DTensorSpec) -> bool:
     """Whether the target splits further what the source splits, and changes nothing else: the most frequent route."""
     if source.mesh is not target.mesh or source.partial_axes or target.partial_axes:
         return False
-    return all(
-        new[: len(old)] == old and all(source.placements[a] is target.placements[a] for a in old)
-        for old, new in zip(source.dim_axes, target.dim_axes, strict=True)
-    )
+    for old, new in zip(source.placements, target.placements, strict=True):
+        if old is not new and not isinstance(old, Replicate):
+            return False
+    return all(new[: len(old)] == old for old, new in zip(source.dim_axes, target.dim_axes, strict=True))
 
 
 def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
@@ -170,8 +169,9 @@ def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
                     hint=f"take it to its root {mesh.root} by to_local() and from_local() with placements for all axes",
                 )
         return
-    for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if isinstance(new, Partial) and isinstance(old, Shard | StridedShard):
+    for axis in target.partial_axes:
+        old, new = source.placements[axis], target.placements[axis]
+        if isinstance(old, Shard | StridedShard):
             raise LayoutError(
                 f"cannot redistribute {source} to {target.layout}: axis {a.axis_name(axis)!r} would go from "
                 f"{old!r} to {new!r}",

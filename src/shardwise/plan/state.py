@@ -36,7 +36,7 @@ ARRIVED = DistState(((-1,),), ())  # on another mesh than the source's: no state
 def dims_of(spec: DTensorSpec) -> Dims:
     """Who splits each dim. Axes of one rank play no part in it."""
     sizes = spec.mesh.shape
-    if 1 not in sizes and not any(isinstance(placement, StridedShard) for placement in spec.placements):
+    if 1 not in sizes and not spec.is_strided:
         return spec.dim_axes
     axes = len(sizes)
     return tuple([tuple([a + axes * (spec.rows(a) or 0) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
@@ -66,9 +66,7 @@ class Problem:
         self.kept = _kept_partials(source, target) if target.partial_axes and self.same_mesh else frozenset()
         self.start = DistState(dims_of(source), self._pending(source))
         self.goal = dims_of(target)
-        self.strided = any(
-            split >= self.axes for dims in (self.start.dims, self.goal) for splits in dims for split in splits
-        )
+        self.strided = source.is_strided or target.is_strided
         self.leaf = DistState(self.goal, ()) if self.same_mesh else ARRIVED  # where the last collective must lead
         self.wanted_dim = self._wanted_dims() if self.same_mesh else {}
         self._most: dict[Dims, int] = {} if self.same_mesh else {ARRIVED.dims: target.local_bytes}
