@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.plan.lack import missing
-from shardwise.plan.state import DistState, Problem, Splits, common_beginning
+from shardwise.plan.state import Dims, DistState, Problem, Splits, common_beginning
 
 __all__ = ["seconds_left", "seconds_left_at_least"]
 
@@ -20,7 +20,7 @@ def seconds_left(problem: Problem, state: DistState) -> float:
     if state == problem.leaf:
         return 0.0
     best, held = problem.links.best, problem.mean(state.dims)
-    seconds = _leaving(problem, state).alpha
+    seconds = _leaving(problem, state.dims).alpha
     if state.partial:
         seconds += _reducing(problem, state)
         if problem.goal_mean > held * (1 + 1e-9):
@@ -74,30 +74,47 @@ def _by_single_axes(problem: Problem, state: DistState, held: float) -> tuple[fl
 
 
 class Leaving(NamedTuple):
-    """The slowest start-up and the slowest link among the axes that must leave their dims; zeros if there are none."""
+    """The axes that must leave their dims: the slowest start-up and link of all, and the slowest start-up of the dim
+    where it is fastest; zeros if there are none."""
 
     alpha: float
     beta: float
+    least_alpha: float
 
 
-def _leaving(problem: Problem, state: DistState) -> Leaving:
-    alpha = beta = 0.0
-    links = problem.links
-    for have, want in zip(state.dims, problem.goal, strict=True) if problem.same_mesh else ():
+STAYING = Leaving(0.0, 0.0, 0.0)
+
+
+def _leaving(problem: Problem, dims: Dims) -> Leaving:
+    found = problem.leaving_of.get(dims)
+    if found is None:
+        found = problem.leaving_of[dims] = _find_leaving(problem, dims) if problem.same_mesh else STAYING
+    return found
+
+
+def _find_leaving(problem: Problem, dims: Dims) -> Leaving:
+    each = problem.links.each
+    by_dim: list[float] = []
+    slowest = 0.0
+    for have, want in zip(dims, problem.goal, strict=True):
         if have != want[: len(have)]:
-            for split in have[common_beginning(have, want) :]:
-                link = links.each[split % problem.axes]
-                alpha, beta = max(alpha, link.alpha), max(beta, link.beta)
-    return Leaving(alpha, beta)
+            links = [each[split % problem.axes] for split in have[common_beginning(have, want) :]]
+            by_dim.append(max([link.alpha for link in links]))
+            slowest = max(slowest, *[link.beta for link in links])
+    return Leaving(max(by_dim), slowest, min(by_dim) if len(by_dim) > 1 else 0.0) if by_dim else STAYING
 
 
 def _bringing(problem: Problem, state: DistState) -> float:
-    """One collective over all axes that must leave their dims brings what is missing; or else there are two or more."""
+    """One collective over all axes that must leave their dims brings what is missing; or else there are two or more.
+
+    A native one frees one dim, and an exchange what is left.
+    """
     best, lacks = problem.links.best, missing(problem, state.dims)
     if problem.links.uniform:
         return best.alpha + lacks * best.beta
-    alpha, beta = _leaving(problem, state)
-    return max(alpha, best.alpha) + min(lacks * max(beta, best.beta), best.alpha + _by_speed(problem, state))
+    alpha, beta, least = _leaving(problem, state.dims)
+    at_once, in_two = lacks * max(beta, best.beta), max(least, best.alpha) + _by_speed(problem, state)
+    return max(alpha, best.alpha) + min(at_once, in_two)
 
 
 def _by_speed(problem: Problem, state: DistState) -> float:

@@ -74,6 +74,7 @@ class Problem:
         self._sliced: dict[DistState, DistState] = {}
         self.goal_mean = self.nbytes / math.prod([target.mesh.shape[a] for axes in target.dim_axes for a in axes])
         self.missing_of: dict[Dims, float] = {}  # kept by `plan.lack`
+        self.leaving_of: dict[Dims, tuple[float, float, float]] = {}  # kept by `plan.bound`
 
     def _pending(self, source: DTensorSpec) -> tuple[int, ...]:
         if not source.partial_axes:
