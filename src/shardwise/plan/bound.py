@@ -121,9 +121,7 @@ def _by_speed(problem: Problem, state: DistState) -> float:
     """What ranks that the fastest axes connect all lack must cross a slower axis, once for all of them; and so on."""
     links = problem.links
     lacks = missing(problem, state.dims)
-    if problem.strided:
-        return lacks * links.best.beta
-    where = {axis: dim for dim, splits in enumerate(state.dims) for axis in splits}
+    where = {split % problem.axes: dim for dim, splits in enumerate(state.dims) for split in splits}
     dims = list(state.dims)
     seconds = slowest = 0.0
     alike = 1
@@ -142,10 +140,11 @@ def _by_speed(problem: Problem, state: DistState) -> float:
 
 def _pooled(problem: Problem, dim: int, splits: Splits, axis: int) -> Splits:
     """Who splits what the ranks along `axis` hold together of a dim; at least that, where it is no run of the dim."""
-    if axis not in splits:
+    axes = [split % problem.axes for split in splits]
+    if axis not in axes:  # gone with another that was major to it
         return splits
-    at, want = splits.index(axis), problem.goal[dim]
-    if splits[: len(want)] == want and len(want) <= at:
+    at, want = axes.index(axis), problem.goal[dim]
+    if splits[: len(want)] == want and len(want) <= at and not problem.strided:
         parts = problem.links.group(splits).size
         if (
             problem.shape[dim] % parts == 0

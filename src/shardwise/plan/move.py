@@ -13,7 +13,7 @@ from shardwise.plan.lack import missing
 from shardwise.plan.state import DistState, Problem, Splits, common_beginning
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step
 
-__all__ = ["Move", "all_reduce", "exchange", "gather", "moves"]
+__all__ = ["Move", "all_reduce", "exchange", "gather", "last_reductions", "moves"]
 
 ROUNDING = 1 + 1e-8
 
@@ -35,28 +35,34 @@ def moves(problem: Problem, state: DistState, most_seconds: float = math.inf) ->
     """
     if state.partial:
         return reductions(problem, state)
-    last = exchange(problem, state)
     if not problem.same_mesh:
-        return [last]
+        return [exchange(problem, state)]
     if problem.links.uniform:
-        return [*native_equals(problem, state, last), last] if last.seconds <= most_seconds * ROUNDING else []
-    return [last, *native_moves(problem, state, most_seconds)]
+        return last_moves(problem, state, most_seconds)
+    return [exchange(problem, state), *native_moves(problem, state, most_seconds)]
 
 
-def native_equals(problem: Problem, state: DistState, last: Move) -> list[Move]:
-    """The native collectives that lead to the goal and move no more than the exchange `last`, which moves the least.
+def last_moves(problem: Problem, state: DistState, most_seconds: float) -> list[Move]:
+    """The collectives that lead to the goal. On links all alike nothing else can be as good as an exchange, which moves
+    the least in one collective, or a native one that moves no more."""
+    native = native_last_moves(problem, state)
+    for move in native:
+        if move.state == problem.leaf and problem.divides(state.dims) and problem.divides(move.state.dims):
+            return [move]  # every rank receives what it lacks and nothing else
+    last = exchange(problem, state)
+    return [*native, last] if last.seconds <= most_seconds * ROUNDING else []
 
-    On links all alike nothing else can be as good.
-    """
+
+def native_last_moves(problem: Problem, state: DistState) -> list[Move]:
+    """The native collectives that lead to the goal, up to slices. Each takes axes away from one dim."""
     firsts = [common_beginning(have, want) for have, want in zip(state.dims, problem.goal, strict=True)]
     wrong = [dim for dim, first in enumerate(firsts) if first < len(state.dims[dim])]
-    if len(wrong) != 1:  # each takes axes away from one dim
+    if len(wrong) != 1:
         return []
     (dim,) = wrong
     others = [to for to, first in enumerate(firsts) if to != dim and first < len(problem.goal[to])]
-    most = last.received * ROUNDING
     found = [gather(problem, state, dim, firsts[dim]), *all_to_all(problem, state, dim, firsts[dim], others)]
-    return [move for move in found if move.received <= most and problem.slice_to_goal(move.state) == problem.leaf]
+    return [move for move in found if problem.slice_to_goal(move.state) == problem.leaf]
 
 
 def native_moves(problem: Problem, state: DistState, most_seconds: float) -> list[Move]:
@@ -154,6 +160,14 @@ def reduce_scatter(problem: Problem, state: DistState, dim: int, axes: tuple[int
 
 def _without(partial: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     return () if len(partial) == len(axes) else tuple([axis for axis in partial if axis not in axes])
+
+
+def last_reductions(problem: Problem, state: DistState) -> list[Move]:
+    """The reductions of all that is pending at once that lead to the goal, up to slices."""
+    axes = state.partial
+    dims = {problem.wanted_dim[axis] for axis in axes if axis in problem.wanted_dim}
+    found = [all_reduce(problem, state, axes), *[reduce_scatter(problem, state, dim, axes) for dim in dims]]
+    return [move for move in found if problem.slice_to_goal(move.state) == problem.leaf]
 
 
 def reduction_groups(problem: Problem, axes: tuple[int, ...]) -> list[tuple[int, ...]]:

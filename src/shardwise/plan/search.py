@@ -10,7 +10,7 @@ import itertools
 import math
 
 from shardwise.plan.bound import seconds_left, seconds_left_at_least
-from shardwise.plan.move import Move, moves
+from shardwise.plan.move import Move, last_reductions, moves
 from shardwise.plan.state import DistState, Problem
 
 __all__ = ["Path", "cheapest_path"]
@@ -28,11 +28,20 @@ def cheapest_path(problem: Problem, max_bytes: int | None = None) -> Path:
     first = problem.slice_to_goal(problem.start)
     if first == problem.leaf:
         return [(first, None)]
-    if not first.partial and (problem.links.uniform or not problem.same_mesh):  # every move is the last one
-        allowed = [move for move in moves(problem, first) if problem.most(move.state.dims) <= limit]
-        best = min(allowed, key=lambda move: (move.seconds, problem.most(move.state.dims)))
-        return [(first, None), (problem.leaf, best)]
-    return Search(problem, limit).run(first)
+    last = _one_collective(problem, first, limit)
+    return [(first, None), (problem.leaf, last)] if last is not None else Search(problem, limit).run(first)
+
+
+def _one_collective(problem: Problem, first: DistState, limit: float) -> Move | None:
+    """The cheapest way by one collective, where it is known that none by several is cheaper."""
+    if first.partial:
+        found = last_reductions(problem, first) if problem.same_mesh else []
+        below = 2 * problem.links.best.alpha  # what two collectives cost before anything moves
+    else:
+        found = moves(problem, first) if problem.links.uniform or not problem.same_mesh else []
+        below = math.inf  # these lead to the goal, and no way moves less
+    allowed = [move for move in found if move.seconds <= below and problem.most(move.state.dims) <= limit]
+    return min(allowed, key=lambda move: (move.seconds, problem.most(move.state.dims)), default=None)
 
 
 class Search:

@@ -117,6 +117,10 @@ class Problem:
             self._mean[dims] = found
         return found
 
+    def divides(self, dims: Dims) -> bool:
+        """Whether all ranks hold equally much."""
+        return self.most(dims) == self.mean(dims)
+
     # ---------------------------------------------------------------- slices, which cost nothing
 
     def used_axes(self, state: DistState) -> set[int]:
