@@ -296,24 +296,41 @@ def on_unequal_links(pair: Pair) -> Problem:
     return Problem(CostModel(axes=UNEQUAL), source, target)
 
 
+def problems(pair: Pair) -> list[Problem]:
+    """The problem of a pair where starting is what costs, where bytes are, and where links differ."""
+    alike = [Problem(CostModel(devices={"cpu": link}), *pair) for link in (SLOW_START, SLOW_BYTES)]
+    return [*alike, on_unequal_links(pair)]
+
+
 def seconds_of(path: Path) -> float:
     return sum(move.seconds for _, move in path if move is not None)
+
+
+def assert_nothing_left_out(problem: Problem) -> None:
+    found = cheapest_path(problem)
+    with mock.patch.multiple(search, seconds_left=lambda *_: 0.0, seconds_left_at_least=lambda *_: 0.0):
+        everything = cheapest_path(problem)
+    assert seconds_of(found) == pytest.approx(seconds_of(everything), rel=1e-8, abs=1e-12)
 
 
 @settings(max_examples=60)
 @given(spec_pairs(max_axes=3, max_ndim=3))
 def test_bounds_leave_out_no_cheaper_way(pair: Pair) -> None:
-    for problem in (Problem(CostModel(), *pair), on_unequal_links(pair)):
-        found = cheapest_path(problem)
-        with mock.patch.multiple(search, seconds_left=lambda *_: 0.0, seconds_left_at_least=lambda *_: 0.0):
-            everything = cheapest_path(problem)
-        assert seconds_of(found) == pytest.approx(seconds_of(everything), rel=1e-8, abs=1e-12)
+    for problem in problems(pair):
+        assert_nothing_left_out(problem)
+
+
+@settings(max_examples=40)
+@given(spec_pairs(two_meshes=True, max_axes=3, max_ranks=8, max_ndim=3))
+def test_bounds_leave_out_no_cheaper_way_between_meshes(pair: Pair) -> None:
+    for link in (SLOW_START, SLOW_BYTES):
+        assert_nothing_left_out(Problem(CostModel(devices={"cpu": link}), *pair))
 
 
 @settings(max_examples=60)
 @given(spec_pairs(max_ndim=3))
 def test_bounds_are_never_more_than_what_is_left(pair: Pair) -> None:
-    for problem in (Problem(CostModel(), *pair), on_unequal_links(pair)):
+    for problem in problems(pair):
         left = 0.0
         for state, move in reversed(cheapest_path(problem)):
             assert seconds_left(problem, state) <= left * (1 + 1e-8)

@@ -66,7 +66,7 @@ def assert_holds(tensor: DTensor, whole: torch.Tensor) -> None:
 def test_what_one_rank_sends_another_expects(pair: Pair) -> None:
     before, after = pair
     ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
-    having, wanting = ([spec.mesh.coordinate_of(rank) for rank in ranks] for spec in pair)
+    having, wanting = (tuple(spec.mesh.coordinate_of(rank) for rank in ranks) for spec in pair)
     each = [traffic(before, after, ranks, me, having, wanting) for me in range(len(ranks))]
     for me, other in itertools.product(range(len(ranks)), repeat=2):
         assert each[me].sends[other] == each[other].receives[me]

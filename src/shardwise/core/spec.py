@@ -312,7 +312,7 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
     if isinstance(placements, Placement):
         placements = (placements,)
     try:
-        kept = [as_placement(p) for p in placements]
+        kept = [p if isinstance(p, Placement) else as_placement(p) for p in placements]
     except TypeError:
         raise LayoutError(
             f"{placements!r} is not a list of placements", hint="as in [Shard(0), Replicate()], one for each axis"
@@ -323,7 +323,7 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
             hint="give one placement for each axis of the mesh",
         )
     for axis, placement in enumerate(kept):
-        if isinstance(placement, SHARDS):
+        if isinstance(placement, SHARDS) and not 0 <= placement.dim < ndim:
             kept[axis] = with_dim_from_front(placement, mesh, axis, ndim)
     reductions = {p.reduce_op for p in kept if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:

@@ -54,6 +54,8 @@ class Line(NamedTuple):
     coordinates: list[Coordinate]
     order: list[int]  # the rank of each in the group
     in_order: bool  # whether that is the order of the coordinates
+    group_ranks: list[int]  # the same ranks as the group has them
+    group_coordinates: tuple[Coordinate, ...]
 
 
 class C10dFabric(Fabric):
@@ -104,10 +106,12 @@ class C10dFabric(Fabric):
             rows = mesh.groups(axes)
             members = rows[(rows == position).any(axis=1).argmax()].tolist()
             ranks = [mesh.grid_ranks[i] for i in members]
+            coordinates = [tuple(row) for row in mesh.coordinates[members].tolist()]
+            where = dict(zip(ranks, coordinates, strict=True))
             in_group = {rank: i for i, rank in enumerate(sorted(ranks))}
             order = [in_group[rank] for rank in ranks]
-            coordinates = [tuple(row) for row in mesh.coordinates[members].tolist()]
-            found = Line(ranks, coordinates, order, order == list(range(len(ranks))))
+            in_order, by_rank = order == sorted(order), tuple([where[rank] for rank in in_group])
+            found = Line(ranks, coordinates, order, in_order, list(in_group), by_rank)
             self._lines[mesh, axes] = found
         return found
 
@@ -379,13 +383,12 @@ class C10dFabric(Fabric):
         before, after = step.before, step.after
         if before.mesh is not after.mesh:
             ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
-            having, wanting = (list(map(spec.mesh.coordinate_of, ranks)) for spec in (before, after))
-        elif self.coordinate(before.mesh) is None:
-            ranks = having = wanting = []
-        else:
+            having, wanting = (tuple(map(spec.mesh.coordinate_of, ranks)) for spec in (before, after))
+        elif self.coordinate(before.mesh) is not None:
             line = self._line(before.mesh, step.over)
-            ranks, having = zip(*sorted(zip(line.ranks, line.coordinates, strict=True)), strict=True)
-            wanting = having
+            ranks, having, wanting = line.group_ranks, line.group_coordinates, line.group_coordinates
+        else:
+            ranks, having, wanting = [], (), ()
         if self.rank() not in ranks:
             return lambda local: lambda: local
         me = ranks.index(self.rank())

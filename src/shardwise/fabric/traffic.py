@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.core.layout import Run, intersect
+from shardwise.core.layout import Block, intersect
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.pieces import Box, Coordinate, box_of, choose_sender
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["Coordinates", "Traffic", "traffic"]
 
+Coordinates = tuple[Coordinate | None, ...]  # of the ranks that take part, None outside the mesh
 Common = list[tuple[int, int, int]]  # as `intersect` gives it
 
 
@@ -27,12 +29,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(
-    before: DTensorSpec,
-    after: DTensorSpec,
-    ranks: Sequence[int],
-    me: int,
-    having: Sequence[Coordinate | None],
-    wanting: Sequence[Coordinate | None],
+    before: DTensorSpec, after: DTensorSpec, ranks: Sequence[int], me: int, having: Coordinates, wanting: Coordinates
 ) -> Traffic:
     """What the rank `ranks[me]` sends and gets when the layout `before` becomes `after`.
 
@@ -41,64 +38,75 @@ def traffic(
         after: the layout to come.
         ranks: who takes part.
         me: which of them asks.
-        having: the coordinate of each on the mesh of `before`, None outside.
+        having: the coordinate of each on the mesh of `before`.
         wanting: the same on the mesh of `after`.
     """
     rank, have, want = ranks[me], having[me], wanting[me]
-    holders = _holders(before, ranks, having)
+    blocks = _alike(having, tuple([axis for axes in before.dim_axes for axis in axes]))
+    holders: list[list[int]] = [[] for _ in blocks.first]
+    for at, block in enumerate(blocks.which):
+        if block is not None:
+            holders[block].append(ranks[at])
     made = Traffic([[] for _ in ranks], [[] for _ in ranks], [])
     if have is not None:
-        mine = Overlaps(after, before.block(have).runs, ours_first=True)
-        who = holders[_part(before, have)]
-        for at, (receiver, coordinate) in enumerate(zip(ranks, wanting, strict=True)):
-            if coordinate is not None and choose_sender(receiver, who) == rank:
-                (made.keeps if at == me else made.sends[at]).extend(mine.boxes(coordinate))
+        who = holders[blocks.which[me] or 0]
+        common = _common(before.block(have), after, wanting, ours_first=True)
+        for at, receiver in enumerate(ranks):
+            if wanting[at] is not None and choose_sender(receiver, who) == rank:
+                (made.keeps if at == me else made.sends[at]).extend(_boxes(common, at))
     if want is not None:
-        mine = Overlaps(before, after.block(want).runs, ours_first=False)
-        place = {name: at for at, name in enumerate(ranks)}
-        for who in holders.values():
-            sender = place[choose_sender(rank, who)]
-            if sender != me:
-                coordinate = having[place[who[0]]]
-                assert coordinate is not None, "a holder is on the mesh"
-                made.receives[sender].extend(mine.boxes(coordinate))
+        common = _common(after.block(want), before, having, ours_first=False)
+        for first, who in zip(blocks.first, holders, strict=True):
+            sender = choose_sender(rank, who)
+            if sender != rank:
+                made.receives[ranks.index(sender)].extend(_boxes(common, first))
     return made
 
 
-def _holders(
-    spec: DTensorSpec, ranks: Sequence[int], coordinates: Sequence[Coordinate | None]
-) -> dict[Coordinate, list[int]]:
-    """The ranks that hold each of the different blocks."""
-    found: dict[Coordinate, list[int]] = {}
-    for rank, coordinate in zip(ranks, coordinates, strict=True):
-        if coordinate is not None:
-            found.setdefault(_part(spec, coordinate), []).append(rank)
-    return found
+class Alike(NamedTuple):
+    """Ranks in groups: the first of each group, and the group of each rank, None outside the mesh."""
+
+    first: tuple[int, ...]
+    which: tuple[int | None, ...]
 
 
-def _part(spec: DTensorSpec, coordinate: Coordinate) -> Coordinate:
-    """What of a coordinate decides which block its rank holds."""
-    return tuple([coordinate[axis] for axes in spec.dim_axes for axis in axes])
+@lru_cache(maxsize=1024)
+def _alike(coordinates: Coordinates, axes: tuple[int, ...]) -> Alike:
+    """The ranks whose coordinates along `axes` are the same."""
+    first: list[int] = []
+    which: list[int | None] = []
+    known: dict[Coordinate, int] = {}
+    for at, coordinate in enumerate(coordinates):
+        if coordinate is None:
+            which.append(None)
+            continue
+        part = tuple([coordinate[axis] for axis in axes])
+        if part not in known:
+            known[part] = len(first)
+            first.append(at)
+        which.append(known[part])
+    return Alike(tuple(first), tuple(which))
 
 
-class Overlaps:
-    """What the blocks of other coordinates have in common with one block, worked out once for each part of a dim."""
+class Column(NamedTuple):
+    """What a block has in common, in one dim, with each part of it; and the part that each rank has."""
 
-    def __init__(self, others: DTensorSpec, ours: Sequence[tuple[Run, ...]], *, ours_first: bool) -> None:
-        self.others, self.ours, self.ours_first = others, ours, ours_first
-        self._known: list[dict[Coordinate, Common]] = [{} for _ in ours]
+    common: list[Common]
+    which: tuple[int | None, ...]
 
-    def boxes(self, coordinate: Coordinate) -> list[Box]:
-        """The boxes of elements that the rank at `coordinate` has too; ours is the source of them if it is first."""
-        by_dim: list[Common] = []
-        for dim, (axes, known) in enumerate(zip(self.others.dim_axes, self._known, strict=True)):
-            part = tuple([coordinate[axis] for axis in axes])
-            common = known.get(part)
-            if common is None:
-                theirs = self.others.runs(dim, coordinate)
-                common = intersect(self.ours[dim], theirs) if self.ours_first else intersect(theirs, self.ours[dim])
-                known[part] = common
-            if not common:
-                return []
-            by_dim.append(common)
-        return [box_of(chosen) for chosen in itertools.product(*by_dim)]
+
+def _common(ours: Block, others: DTensorSpec, coordinates: Coordinates, *, ours_first: bool) -> list[Column]:
+    """What our block has in common with those of others, dim by dim, once for each part of a dim."""
+    columns: list[Column] = []
+    for dim, (runs, axes) in enumerate(zip(ours.runs, others.dim_axes, strict=True)):
+        parts = _alike(coordinates, axes)
+        theirs = [others.runs(dim, coordinates[at] or ()) for at in parts.first]
+        common = [intersect(runs, other) if ours_first else intersect(other, runs) for other in theirs]
+        columns.append(Column(common, parts.which))
+    return columns
+
+
+def _boxes(columns: list[Column], at: int) -> list[Box]:
+    """The boxes in common with a rank that is on the mesh."""
+    chosen = [common[which[at] or 0] for common, which in columns]
+    return [box_of(each) for each in itertools.product(*chosen)]

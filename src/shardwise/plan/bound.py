@@ -5,7 +5,7 @@ Knows what every way has in common, and nothing of single moves.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 from shardwise.plan.lack import missing
 from shardwise.plan.state import Dims, DistState, Problem, Splits, common_beginning
@@ -19,15 +19,16 @@ def seconds_left(problem: Problem, state: DistState) -> float:
     """The least that the way from `state` to the goal costs: start-ups, and what surely must move."""
     if state == problem.leaf:
         return 0.0
+    if not problem.same_mesh:  # the last collective is between the meshes, whose ranks may hold anything of the goal
+        between = problem.links.group(())
+        return (between.alpha + (_reducing(problem, state) if state.partial else 0.0)) * SAFELY
     best, held = problem.links.best, problem.mean(state.dims)
-    seconds = _leaving(problem, state.dims).alpha
+    seconds, *_ = _leaving(problem, state.dims)
+    if not state.partial or problem.goal_mean > held * (1 + 1e-9):  # there is more to come than reductions
+        seconds = max(seconds, best.alpha)
     if state.partial:
         seconds += _reducing(problem, state)
-        if problem.goal_mean > held * (1 + 1e-9):
-            seconds = max(seconds, best.alpha)
         held /= problem.links.group(state.partial).size
-    else:
-        seconds = max(seconds, best.alpha)
     return (seconds + max(0.0, problem.goal_mean - held) * best.beta) * SAFELY
 
 
@@ -50,45 +51,49 @@ def _reducing(problem: Problem, state: DistState) -> float:
     """What is pending is reduced at once, over the slowest of its links; or else in two collectives or more."""
     links, held = problem.links, problem.mean(state.dims)
     group = links.group(state.partial)
-    alpha, seconds = _by_single_axes(problem, state, held)
-    if len(state.partial) > 1:
-        at_once = held * (group.size - 1) / group.size * group.beta
-        seconds = min(at_once, seconds + min([links.each[axis].alpha for axis in state.partial]))
-    return alpha + seconds
+    at_once = group.seconds(held * (group.size - 1) / group.size)
+    if len(state.partial) == 1:
+        return at_once
+    each = [links.each[axis] for axis in state.partial]
+    sizes = [problem.sizes[axis] for axis in state.partial]
+    first = min([held * (n - 1) / n * link.beta for n, link in zip(sizes, each, strict=True)])
+    apart = max(first, _by_single_axes(problem, state, held / _waiting(problem, state)))
+    return min(at_once, group.alpha + min([link.alpha for link in each]) + apart)
 
 
-def _by_single_axes(problem: Problem, state: DistState, held: float) -> tuple[float, float]:
-    """The slowest start and the seconds for the bytes, if each axis had a collective of its own, the slowest last."""
-    links = problem.links
-    alpha = seconds = 0.0
-    for axis in links.by_speed:
+def _waiting(problem: Problem, state: DistState) -> int:
+    """Into how many parts more the goal splits by axes that are free, once those before them are there.
+
+    A first reduction may bring that about, so that those after it have less to reduce.
+    """
+    used = problem.used_axes(state)
+    return math.prod([problem.sizes[axis] for axis in problem.wanted_dim if axis not in used])
+
+
+def _by_single_axes(problem: Problem, state: DistState, held: float) -> float:
+    """The seconds for the bytes, if each axis had a collective of its own, the slowest last."""
+    seconds = 0.0
+    for axis in problem.links.by_speed:
         if axis in state.partial:
-            link, n = links.each[axis], problem.sizes[axis]
-            seconds += held * (n - 1) / n * link.beta
+            n = problem.sizes[axis]
+            seconds += held * (n - 1) / n * problem.links.each[axis].beta
             held /= n
-            alpha = max(alpha, link.alpha)
-    return alpha, seconds
+    return seconds
 
 
 # ---------------------------------------------------------------- movements
 
 
-class Leaving(NamedTuple):
-    """The axes that must leave their dims: the slowest start-up and link of all, and the slowest start-up of the dim
-    where it is fastest; zeros if there are none."""
-
-    alpha: float
-    beta: float
-    least_alpha: float
-
-
-STAYING = Leaving(0.0, 0.0, 0.0)
+# Of the axes that must leave their dims: the slowest start-up and the slowest link of all; and, where they leave
+# several dims, the start-up of the dim that has the fastest. Zeros if there are none.
+Leaving = tuple[float, float, float]
+STAYING: Leaving = (0.0, 0.0, 0.0)
 
 
 def _leaving(problem: Problem, dims: Dims) -> Leaving:
     found = problem.leaving_of.get(dims)
     if found is None:
-        found = problem.leaving_of[dims] = _find_leaving(problem, dims) if problem.same_mesh else STAYING
+        found = problem.leaving_of[dims] = _find_leaving(problem, dims)
     return found
 
 
@@ -101,7 +106,7 @@ def _find_leaving(problem: Problem, dims: Dims) -> Leaving:
             links = [each[split % problem.axes] for split in have[common_beginning(have, want) :]]
             by_dim.append(max([link.alpha for link in links]))
             slowest = max(slowest, *[link.beta for link in links])
-    return Leaving(max(by_dim), slowest, min(by_dim) if len(by_dim) > 1 else 0.0) if by_dim else STAYING
+    return (max(by_dim), slowest, min(by_dim) if len(by_dim) > 1 else 0.0) if by_dim else STAYING
 
 
 def _bringing(problem: Problem, state: DistState) -> float:
@@ -144,10 +149,7 @@ def _pooled(problem: Problem, dim: int, splits: Splits, axis: int) -> Splits:
     if axis not in axes:  # gone with another that was major to it
         return splits
     at, want = axes.index(axis), problem.goal[dim]
-    if splits[: len(want)] == want and len(want) <= at and not problem.strided:
-        parts = problem.links.group(splits).size
-        if (
-            problem.shape[dim] % parts == 0
-        ):  # of a part that the goal wants whole: as much as if the axis were not there
-            return splits[:at] + splits[at + 1 :]
+    wanted_whole = splits[: len(want)] == want and len(want) <= at and not problem.strided
+    if wanted_whole and problem.shape[dim] % problem.links.group(splits).size == 0:
+        return splits[:at] + splits[at + 1 :]  # as much as if the axis were not there
     return splits[:at]
