@@ -87,7 +87,6 @@ def _by_single_axes(problem: Problem, state: DistState, held: float) -> float:
 # Of the axes that must leave their dims: the slowest start-up and the slowest link of all; and, where they leave
 # several dims, the start-up of the dim that has the fastest. Zeros if there are none.
 Leaving = tuple[float, float, float]
-STAYING: Leaving = (0.0, 0.0, 0.0)
 
 
 def _leaving(problem: Problem, dims: Dims) -> Leaving:
@@ -99,14 +98,17 @@ def _leaving(problem: Problem, dims: Dims) -> Leaving:
 
 def _find_leaving(problem: Problem, dims: Dims) -> Leaving:
     each = problem.links.each
+    slowest_start = slowest_link = 0.0
     by_dim: list[float] = []
-    slowest = 0.0
     for have, want in zip(dims, problem.goal, strict=True):
         if have != want[: len(have)]:
-            links = [each[split % problem.axes] for split in have[common_beginning(have, want) :]]
-            by_dim.append(max([link.alpha for link in links]))
-            slowest = max(slowest, *[link.beta for link in links])
-    return (max(by_dim), slowest, min(by_dim) if len(by_dim) > 1 else 0.0) if by_dim else STAYING
+            start = 0.0
+            for split in have[common_beginning(have, want) :]:
+                link = each[split % problem.axes]
+                start, slowest_link = max(start, link.alpha), max(slowest_link, link.beta)
+            slowest_start = max(slowest_start, start)
+            by_dim.append(start)
+    return slowest_start, slowest_link, min(by_dim) if len(by_dim) > 1 else 0.0
 
 
 def _bringing(problem: Problem, state: DistState) -> float:
@@ -145,7 +147,7 @@ def _by_speed(problem: Problem, state: DistState) -> float:
 
 def _pooled(problem: Problem, dim: int, splits: Splits, axis: int) -> Splits:
     """Who splits what the ranks along `axis` hold together of a dim; at least that, where it is no run of the dim."""
-    axes = [split % problem.axes for split in splits]
+    axes = tuple([split % problem.axes for split in splits]) if problem.strided else splits
     if axis not in axes:  # gone with another that was major to it
         return splits
     at, want = axes.index(axis), problem.goal[dim]

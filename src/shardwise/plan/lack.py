@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,33 +37,39 @@ def missing(problem: Problem, dims: Dims) -> float:
 def _shared_elements(problem: Problem, dims: Dims) -> float:
     """How many elements a rank holds of its block in the goal, on average.
 
-    Each index of a dim has one owner before and one after. So ranks share size / parts of it on average, if no axis
-    counts twice; and the average of the product is the product of the averages, if what varies does so independently.
+    The average of the product over the dims is the product of the averages, if what varies does so independently.
     """
     if not problem.nbytes:
         return 0.0
-    axes, sizes = problem.axes, problem.sizes
-    shared = 1.0
-    varying: list[tuple[int, Splits, Splits]] = []
-    axes_of_varying: list[int] = []
-    average = 1.0  # of the product over the dims that vary, if they do so independently
-    for size, have, want in zip(problem.shape, dims, problem.goal, strict=True):
-        common = common_beginning(have, want)
-        splits = have + want[common:]
-        parts = 1
-        for split in splits:
-            parts *= sizes[split % axes]
-        nested = len(splits) == len(have) or common == len(have)
-        if nested and size % parts == 0 and max(splits, default=0) < axes:
-            shared *= size // parts
-        else:
-            varying.append((size, have, want))
-            axes_of_varying += [split % axes for split in splits]
-            average *= size / parts
-    if len(set(axes_of_varying)) == len(axes_of_varying):
-        return shared * average
-    product = reduce(np.multiply, [_shared_on_mesh(sizes, *dim) for dim in varying])
-    return shared * float(product.sum()) / product.size
+    shared = [_shared_of_dim(problem.sizes, *dim) for dim in zip(problem.shape, dims, problem.goal, strict=True)]
+    varying = [axis for dim in shared for axis in dim.varies_along]
+    if len(set(varying)) == len(varying):
+        return math.prod([dim.average for dim in shared])
+    constant = math.prod([dim.average for dim in shared if not dim.varies_along])
+    ways = zip(problem.shape, dims, problem.goal, shared, strict=True)
+    tables = [_shared_on_mesh(problem.sizes, size, *way) for size, *way, dim in ways if dim.varies_along]
+    product = reduce(np.multiply, tables)
+    return constant * float(product.sum()) / product.size
+
+
+class Shared(NamedTuple):
+    """The indices of a dim that a rank holds before and after: how many on average, and the axes they vary along."""
+
+    average: float
+    varies_along: tuple[int, ...]
+
+
+@lru_cache(maxsize=16384)
+def _shared_of_dim(sizes: tuple[int, ...], size: int, have: Splits, want: Splits) -> Shared:
+    """Each index has one owner before and one after. So ranks share size / parts of them on average, if no axis counts
+    twice; an axis that does stands twice among those that it varies along."""
+    axes, common = len(sizes), common_beginning(have, want)
+    splits = have + want[common:]
+    parts = math.prod([sizes[split % axes] for split in splits])
+    nested = len(splits) == len(have) or common == len(have)
+    if nested and size % parts == 0 and max(splits, default=0) < axes:
+        return Shared(size / parts, ())
+    return Shared(size / parts, tuple([split % axes for split in splits]))
 
 
 @lru_cache(maxsize=4096)
