@@ -5,7 +5,9 @@ Knows what every way has in common, and nothing of single moves.
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import NamedTuple
 
 from shardwise.plan.lack import missing
 from shardwise.plan.state import Dims, DistState, Problem, Splits, common_beginning
@@ -23,13 +25,15 @@ def seconds_left(problem: Problem, state: DistState) -> float:
         between = problem.links.group(())
         return (between.alpha + (_reducing(problem, state) if state.partial else 0.0)) * SAFELY
     best, held = problem.links.best, problem.mean(state.dims)
-    seconds, *_ = _leaving(problem, state.dims)
+    moving = _leaving(problem, state.dims).alpha
     if not state.partial or problem.goal_mean > held * (1 + 1e-9):  # there is more to come than reductions
-        seconds = max(seconds, best.alpha)
+        moving = max(moving, best.alpha)
+    reducing = 0.0
     if state.partial:
-        seconds += _reducing(problem, state)
+        reducing = _reducing(problem, state)
         held /= problem.links.group(state.partial).size
-    return (seconds + max(0.0, problem.goal_mean - held) * best.beta) * SAFELY
+    moving += max(0.0, problem.goal_mean - held) * best.beta
+    return (reducing + max(moving, _gathering_left(problem, state))) * SAFELY
 
 
 def seconds_left_at_least(problem: Problem, state: DistState) -> float:
@@ -84,31 +88,69 @@ def _by_single_axes(problem: Problem, state: DistState, held: float) -> float:
 # ---------------------------------------------------------------- movements
 
 
-# Of the axes that must leave their dims: the slowest start-up and the slowest link of all; and, where they leave
-# several dims, the start-up of the dim that has the fastest. Zeros if there are none.
-Leaving = tuple[float, float, float]
+class Leaving(NamedTuple):
+    """The axes that must leave their dims: the slowest start-up and the slowest link of all; where they leave several
+    dims, the start-up of the dim that has the fastest; and those that split nothing in the goal."""
+
+    alpha: float
+    beta: float
+    least_alpha: float
+    unwanted: tuple[int, ...]
 
 
 def _leaving(problem: Problem, dims: Dims) -> Leaving:
-    found = problem.leaving_of.get(dims)
+    found = problem.bounds.get(("leaving", dims))
     if found is None:
-        found = problem.leaving_of[dims] = _find_leaving(problem, dims)
+        found = problem.bounds["leaving", dims] = _find_leaving(problem, dims)
     return found
 
 
 def _find_leaving(problem: Problem, dims: Dims) -> Leaving:
     each = problem.links.each
-    slowest_start = slowest_link = 0.0
+    alpha = beta = 0.0
     by_dim: list[float] = []
+    unwanted: list[int] = []
     for have, want in zip(dims, problem.goal, strict=True):
         if have != want[: len(have)]:
             start = 0.0
             for split in have[common_beginning(have, want) :]:
-                link = each[split % problem.axes]
-                start, slowest_link = max(start, link.alpha), max(slowest_link, link.beta)
-            slowest_start = max(slowest_start, start)
+                axis = split % problem.axes
+                start, beta = max(start, each[axis].alpha), max(beta, each[axis].beta)
+                if axis not in problem.wanted_dim:
+                    unwanted.append(axis)
+            alpha = max(alpha, start)
             by_dim.append(start)
-    return slowest_start, slowest_link, min(by_dim) if len(by_dim) > 1 else 0.0
+    return Leaving(alpha, beta, min(by_dim) if len(by_dim) > 1 else 0.0, tuple(sorted(unwanted)))
+
+
+def _gathering_left(problem: Problem, state: DistState) -> float:
+    """The least to gather all that splits nothing in the goal; a reduction may scatter what must be gathered then."""
+    axes = _leaving(problem, state.dims).unwanted
+    if not axes or not state.partial:
+        return _gathering(problem, axes)
+    pending = [axis for axis in state.partial if axis not in problem.wanted_dim]
+    scattered = [c for count in range(len(pending) + 1) for c in itertools.combinations(pending, count)]
+    return min([_gathering(problem, tuple(sorted(axes + more))) for more in scattered])
+
+
+def _gathering(problem: Problem, axes: tuple[int, ...]) -> float:
+    """What ranks along `axes` hold apart they must hold together in the goal: some of the axes are gathered first.
+
+    Before that a rank holds at most this part of its block in the goal, since what comes later only adds as much again.
+    """
+    if not axes:
+        return 0.0
+    found = problem.bounds.get(("gathering", axes))
+    if found is None:
+        held = problem.goal_mean / problem.links.group(axes).size
+        found = math.inf
+        for count in range(1, len(axes) + 1):
+            for first in itertools.combinations(axes, count):
+                group = problem.links.group(first)
+                rest = tuple([axis for axis in axes if axis not in first])
+                found = min(found, group.seconds((group.size - 1) * held) + _gathering(problem, rest))
+        problem.bounds["gathering", axes] = found
+    return found
 
 
 def _bringing(problem: Problem, state: DistState) -> float:
@@ -119,7 +161,7 @@ def _bringing(problem: Problem, state: DistState) -> float:
     best, lacks = problem.links.best, missing(problem, state.dims)
     if problem.links.uniform:
         return best.alpha + lacks * best.beta
-    alpha, beta, least = _leaving(problem, state.dims)
+    alpha, beta, least, _ = _leaving(problem, state.dims)
     at_once, in_two = lacks * max(beta, best.beta), max(least, best.alpha) + _by_speed(problem, state)
     return max(alpha, best.alpha) + min(at_once, in_two)
 

@@ -6,7 +6,7 @@ Says what a state holds and means. Knows nothing of moves, of their costs or of 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.core.layout import longest
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -74,7 +74,7 @@ class Problem:
         self._sliced: dict[DistState, DistState] = {}
         self.goal_mean = self.nbytes / math.prod([target.mesh.shape[a] for axes in target.dim_axes for a in axes])
         self.missing_of: dict[Dims, float] = {}  # kept by `plan.lack`
-        self.leaving_of: dict[Dims, tuple[float, float, float]] = {}  # kept by `plan.bound`
+        self.bounds: dict[tuple[str, Any], Any] = {}  # kept by `plan.bound`
 
     def _pending(self, source: DTensorSpec) -> tuple[int, ...]:
         if not source.partial_axes:
