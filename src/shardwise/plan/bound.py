@@ -180,20 +180,14 @@ def _by_speed(problem: Problem, state: DistState) -> float:
         slowest = beta
         if axis in where:
             dim = where[axis]
-            dims[dim] = _pooled(problem, dim, dims[dim], axis)
+            dims[dim] = _pooled(problem, dims[dim], axis)
             lacks = missing(problem, tuple(dims))
         if axis not in problem.wanted_dim:
             alike *= problem.sizes[axis]
     return seconds
 
 
-def _pooled(problem: Problem, dim: int, splits: Splits, axis: int) -> Splits:
+def _pooled(problem: Problem, splits: Splits, axis: int) -> Splits:
     """Who splits what the ranks along `axis` hold together of a dim; at least that, where it is no run of the dim."""
     axes = tuple([split % problem.axes for split in splits]) if problem.strided else splits
-    if axis not in axes:  # gone with another that was major to it
-        return splits
-    at, want = axes.index(axis), problem.goal[dim]
-    wanted_whole = splits[: len(want)] == want and len(want) <= at and not problem.strided
-    if wanted_whole and problem.shape[dim] % problem.links.group(splits).size == 0:
-        return splits[:at] + splits[at + 1 :]  # as much as if the axis were not there
-    return splits[:at]
+    return splits[: axes.index(axis)] if axis in axes else splits
