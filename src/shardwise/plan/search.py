@@ -62,7 +62,8 @@ class Search:
     def run(self, first: DistState) -> Path:
         """The way from `first`, or from what can be sliced off it."""
         problem = self.problem
-        self._reach(first, (0.0, 0, problem.most(first.dims)), seconds_left(problem, first), None, None)
+        self.left[first] = seconds_left(problem, first)
+        self._reach(first, (0.0, 0, problem.most(first.dims)), self.left[first], None, None)
         self.looked_at.add(first)  # the search begins there in any case
         while True:
             estimate, seconds, collectives, peak, _, state = heapq.heappop(self.queue)
@@ -82,7 +83,7 @@ class Search:
 
     def _slice_early(self, first: DistState) -> None:
         for early in self.problem.early_slices(first):
-            left = seconds_left(self.problem, early)
+            left = self.left[early] = seconds_left(self.problem, early)
             if left <= self.bound:
                 self._reach(early, (0.0, 0, self.problem.most(early.dims)), left, None, None)
 
@@ -111,7 +112,7 @@ class Search:
                 continue
             left = self.left.get(after)
             if left is None:
-                left = seconds_left(problem, after)
+                left = self.left[after] = seconds_left(problem, after)
             if total + left > self.bound:
                 continue
             if after == problem.leaf:
@@ -119,7 +120,6 @@ class Search:
             self._reach(after, reached, left, state, move)
 
     def _reach(self, state: DistState, cost: Cost, left: float, before: DistState | None, move: Move | None) -> None:
-        self.left[state] = left
         self.best[state] = cost
         self.came[state] = (before, move)
         heapq.heappush(self.queue, (cost[0] + left, *cost, next(self.order), state))
