@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.core.layout import Block, Cut, Run, chunk, dense_strides, intersect, normalize_dim, runs_of
+from shardwise.core.layout import Block, Cut, Run, chunk, dense_strides, intersect, longest, normalize_dim, runs_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -227,6 +227,13 @@ def test_intersect_finds_the_common_indices(size: int, cuts_a: tuple[Cut, ...], 
     found = [(at_a + i, at_b + i) for at_a, at_b, length in pieces for i in range(length)]
     assert sorted(found) == sorted((list_a.index(i), list_b.index(i)) for i in set(list_a) & set(list_b))
     assert all(length for *_, length in pieces)
+
+
+@given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 5), st.none() | st.integers(1, 4)), max_size=3))
+def test_the_longest_part_is_the_longest_of_all(size: int, splits: list[tuple[int, int | None]]) -> None:
+    choices = itertools.product(*(range(parts) for parts, _ in splits))
+    cuts = [tuple(Cut(n, at, rows) for (n, rows), at in zip(splits, chosen, strict=True)) for chosen in choices]
+    assert longest(size, splits) == max(sum(run.length for run in runs_of(size, each)) for each in cuts)
 
 
 @given(shapes())

@@ -7,19 +7,25 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
+from shardwise.core.layout import runs_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.notation import parse_spec
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, default_shard_order
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
+from shardwise.plan import search
+from shardwise.plan.bound import seconds_left, seconds_left_at_least
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route, plain_route
+from shardwise.plan.search import Path, cheapest_path
+from shardwise.plan.state import Problem
 from shardwise.plan.step import AllGather, AllReduce, Exchange, ReduceScatter, Slice
 from tests.pure.layouts import average_lack, cells, plain_pairs, spec_pairs
 
@@ -271,6 +277,132 @@ def test_no_sequence_of_moves_is_cheaper_on_two_axes(sizes: tuple[int, int], bet
 def test_no_sequence_of_native_moves_is_cheaper_where_links_differ(slow: Link) -> None:
     links = [slow, Link(4e-5, 5e-7)]
     assert_cheapest((2, 4), (8, 16), links, partial=False, count=60, only_last=True)
+
+
+# ---------------------------------------------------------------- the search leaves out nothing, and looks at little
+
+UNEQUAL = {"w": Link(1e-5, 2e-9), "x": Link(4e-5, 1e-9), "y": Link(2e-5, 5e-7), "z": Link(1e-6, 1e-7)}
+
+
+def names_of(axes: int) -> tuple[str, ...]:
+    return ("w", "x", "y", "z")[:axes]
+
+
+def on_unequal_links(pair: Pair) -> Problem:
+    """The problem of a pair on a mesh whose axes all have a link of their own."""
+    root = pair[0].mesh
+    mesh = DeviceMesh("cpu", np.arange(root.size()).reshape(root.shape), mesh_dim_names=names_of(root.ndim))
+    source, target = (DTensorSpec(mesh, spec.placements, spec.tensor_meta, spec.shard_order) for spec in pair)
+    return Problem(CostModel(axes=UNEQUAL), source, target)
+
+
+def problems(pair: Pair) -> list[Problem]:
+    """The problem of a pair where starting is what costs, where bytes are, and where links differ."""
+    alike = [Problem(CostModel(devices={"cpu": link}), *pair) for link in (SLOW_START, SLOW_BYTES)]
+    return [*alike, on_unequal_links(pair)]
+
+
+def seconds_of(path: Path) -> float:
+    return sum(move.seconds for _, move in path if move is not None)
+
+
+def on_four_axes(shape: Sequence[int], sizes: Sequence[int], before: str, after: str) -> Pair:
+    mesh = DeviceMesh("cpu", np.arange(math.prod(sizes)).reshape(sizes), fabric="virtual")
+    words = {"R": Replicate(), "P": Partial(), **{f"S{dim}": Shard(dim) for dim in range(len(shape))}}
+    source = DTensorSpec(mesh, [words[word] for word in before.split()], TensorMeta(shape))
+    return source, source.with_placements([words[word] for word in after.split()])
+
+
+def assert_nothing_left_out(problem: Problem) -> None:
+    found = cheapest_path(problem)
+    with mock.patch.multiple(search, seconds_left=lambda *_: 0.0, seconds_left_at_least=lambda *_: 0.0):
+        everything = cheapest_path(problem)
+    assert seconds_of(found) == pytest.approx(seconds_of(everything), rel=1e-8, abs=1e-12)
+
+
+@settings(max_examples=100)
+@given(spec_pairs(max_ndim=2) | spec_pairs(max_axes=3, max_ndim=3))
+def test_bounds_leave_out_no_cheaper_way(pair: Pair) -> None:
+    for problem in problems(pair):
+        assert_nothing_left_out(problem)
+
+
+@pytest.mark.parametrize("decades", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 0, 1, 1), (0, 0, 0, 0)])
+def test_bounds_leave_out_no_cheaper_way_where_bytes_are_what_costs(decades: Sequence[int]) -> None:
+    """Small start-ups, so that ways of many collectives are worth it, and links of very different speeds."""
+    rng = random.Random(0)
+    model = CostModel(axes={str(axis): Link(1e-7, 1e-9 * 10**decade) for axis, decade in enumerate(decades)})
+    words = ("R", "S0", "S1")
+    for _ in range(25):
+        before, after = (" ".join(rng.choice(choices) for _ in range(4)) for choices in ((*words, "P", "P"), words))
+        assert_nothing_left_out(Problem(model, *on_four_axes((64, 32), (2, 2, 2, 2), before, after)))
+
+
+@settings(max_examples=40)
+@given(spec_pairs(two_meshes=True, max_axes=3, max_ranks=8, max_ndim=3))
+def test_bounds_leave_out_no_cheaper_way_between_meshes(pair: Pair) -> None:
+    for link in (SLOW_START, SLOW_BYTES):
+        assert_nothing_left_out(Problem(CostModel(devices={"cpu": link}), *pair))
+
+
+@settings(max_examples=60)
+@given(spec_pairs(max_ndim=3))
+def test_bounds_are_never_more_than_what_is_left(pair: Pair) -> None:
+    for problem in problems(pair):
+        left = 0.0
+        for state, move in reversed(cheapest_path(problem)):
+            assert seconds_left(problem, state) <= left * (1 + 1e-8)
+            assert seconds_left_at_least(problem, state) <= left * (1 + 1e-8)
+            left += move.seconds if move is not None else 0.0
+
+
+def bench_links(axes: int) -> CostModel:
+    """A link of its own for each axis: fast ones start fast."""
+    return CostModel(axes={str(axis): Link(1e-5 * (axis + 1), 1 / (1e9 * (4 - axis))) for axis in range(axes)})
+
+
+def expanded(source: DTensorSpec, target: DTensorSpec, model: CostModel) -> int:
+    problem = Problem(model, source, target)
+    looking = search.Search(problem, math.inf)
+    looking.run(problem.slice_to_goal(problem.start))
+    return looking.expanded
+
+
+def test_few_states_are_expanded_where_links_differ() -> None:
+    """The hardest of 3,000 random pairs, and one of the frequent kind."""
+    hard = on_four_axes((64, 24, 64), (2, 2, 2, 2), "S0 S0 P P", "R R R S0")
+    assert expanded(*hard, bench_links(4)) <= 140
+    usual = on_four_axes((24, 32, 32), (2, 3, 2, 4), "S1 P R S2", "S0 R S2 R")
+    assert expanded(*usual, bench_links(4)) <= 20
+
+
+def test_few_states_are_expanded_where_links_are_alike() -> None:
+    assert expanded(*on_four_axes((64, 24, 64), (2, 2, 2, 2), "S0 S0 P P", "R R R S0"), CostModel()) <= 12
+    assert expanded(*specs("f32[64,48] dp:P tp:S1 -> dp:S1 tp:R"), CostModel()) <= 4
+    assert expanded(*specs("f32[64,48] dp:P tp:P -> dp:R tp:S0"), CostModel()) <= 3
+
+
+def test_specs_are_made_for_the_chosen_way_alone() -> None:
+    for pair in (
+        on_four_axes((64, 24, 64), (2, 2, 2, 2), "S0 S0 P P", "R R R S0"),
+        specs("f32[8,8] dp:S0 tp:S1 -> dp:S1 tp:S0"),
+        specs("f32[8,8] dp:P tp:S1/2 -> dp:S0 tp:R"),
+    ):
+        with mock.patch.object(DTensorSpec, "from_dim_axes", wraps=DTensorSpec.from_dim_axes) as made:
+            route = plan(*pair, bench_links(4))
+        assert made.call_count == len(route.steps) - 1
+
+
+@pytest.mark.parametrize("after", ["S0", "S1", "S0/8", "R"])
+def test_ranks_are_not_gone_through_one_by_one(after: str) -> None:
+    """Thousands of ranks with strided blocks: no block is worked out in Python."""
+    mesh = DeviceMesh("cpu", np.arange(16384).reshape(128, 128), mesh_dim_names=("dp", "tp"), fabric="dry")
+    source = parse_spec("f32[65536,4096] dp:S0/4 tp:R", mesh)
+    target = parse_spec(f"dp:{after} tp:R", mesh, meta=source.tensor_meta)
+    runs_of.cache_clear()
+    with mock.patch.object(DTensorSpec, "runs", autospec=True) as asked:
+        assert plan(source, target).collectives == 1
+    assert (asked.call_count, runs_of.cache_info().misses) == (0, 0)
 
 
 # ---------------------------------------------------------------- cases worth their own name

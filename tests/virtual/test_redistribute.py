@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 import shardwise as sw
 from shardwise import DeviceMesh, DTensor, DTensorSpec, MaskPartial, Partial, RankTensor, Replicate, Shard, StridedShard
 from shardwise.fabric import routes
+from shardwise.fabric.traffic import traffic
 from tests.pure.layouts import held, spec_pairs
 from tests.pure.strategies import LAYOUT_KINDS
 from tests.virtual.cases import EXCHANGES
@@ -54,6 +56,23 @@ def assert_holds(tensor: DTensor, whole: torch.Tensor) -> None:
         for dim, indices in enumerate(held(spec, coordinate)):
             wanted = wanted.index_select(dim, torch.tensor(indices, dtype=torch.int64))
         torch.testing.assert_close(part, wanted, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- who sends what to whom
+
+
+@settings(max_examples=60)
+@given(spec_pairs(source_kinds=LAYOUT_KINDS, target_kinds=LAYOUT_KINDS, two_meshes=True, max_ranks=8, max_ndim=3))
+def test_what_one_rank_sends_another_expects(pair: Pair) -> None:
+    before, after = pair
+    ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
+    having, wanting = (tuple(spec.mesh.coordinate_of(rank) for rank in ranks) for spec in pair)
+    each = [traffic(before, after, ranks, me, having, wanting) for me in range(len(ranks))]
+    for me, other in itertools.product(range(len(ranks)), repeat=2):
+        assert each[me].sends[other] == each[other].receives[me]
+    for mine, want in zip(each, wanting, strict=True):
+        got = sum(box.numel for boxes in (*mine.receives, mine.keeps) for box in boxes)
+        assert got == (0 if want is None else math.prod(after.local_shape(want)))
 
 
 # ---------------------------------------------------------------- values and gradients

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Block", "Cut", "Run", "chunk", "dense_strides", "intersect", "longest", "normalize_dim", "runs_of"]
+__all__ = [
+    "Block", "Cut", "Run", "chunk", "dense_strides", "intersect", "longest", "nested_chunk", "normalize_dim",
+    "runs_of",
+]  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -76,6 +79,21 @@ def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
     return runs
 
 
+def nested_chunk(size: int, parts: Iterable[tuple[int, int]]) -> Run:
+    """The run that is left of a dim of `size` after ordinary cuts, `(parts, index)` each: `runs_of` without rows.
+
+    Example:
+        >>> nested_chunk(10, [(2, 1), (2, 0)])
+        Run(start=5, length=3)
+    """
+    start, length = 0, size
+    for count, index in parts:
+        step = -(-length // count)
+        begin = min(index * step, length)
+        start, length = start + begin, min(step, length - begin)
+    return Run(start, length)
+
+
 def _pick(runs: tuple[Run, ...], wanted: list[Run]) -> tuple[Run, ...]:
     """The positions `wanted` of the concatenation of `runs`, as runs of the indices these stand for."""
     if len(runs) == 1:
@@ -110,16 +128,15 @@ def _merged(runs: list[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
-def block_of(shape: Sequence[int], cuts: Sequence[tuple[Cut, ...]]) -> Block:
-    """The block of a tensor of `shape` that is left after the cuts of each dim.
+def block_of(shape: Sequence[int], runs: tuple[tuple[Run, ...], ...]) -> Block:
+    """The block of a tensor of `shape` that consists of these runs of its dims.
 
     Example:
-        >>> block_of((4, 6), [(Cut(2, 1),), ()]).shape
-        (2, 6)
+        >>> block_of((4, 6), ((Run(2, 2),), (Run(0, 6),))).offset
+        (2, 0)
     """
-    runs = tuple(runs_of(size, dim_cuts) for size, dim_cuts in zip(shape, cuts, strict=True))
-    local = tuple(map(_length, runs))
-    offset = tuple(dim[0].start if n else size for dim, n, size in zip(runs, local, shape, strict=True))
+    local = tuple([run[0].length if len(run) == 1 else _length(run) for run in runs])
+    offset = tuple([run[0].start if n else size for run, n, size in zip(runs, local, shape, strict=True)])
     return Block(local, offset, runs)
 
 
@@ -132,12 +149,25 @@ def longest(size: int, splits: Sequence[tuple[int, int | None]]) -> int:
         >>> longest(7, [(2, None), (2, 3)])  # 4 and 3 indices, as 2 + 2 + 0 and 1 + 1 + 1, of which the first halves
         3
     """
-    strided = any(rows for _, rows in splits)
+    if not any(rows for _, rows in splits):
+        for parts, _ in splits:
+            size = -(-size // parts)
+        return size
     lengths = {size}
     for parts, rows in splits:
-        cuts = [(Cut(parts, index, rows),) for index in range(parts if strided else 1)]
-        lengths = {_length(runs_of(n, cut)) for n in lengths for cut in cuts}
+        lengths = {length for n in lengths for length in _part_lengths(n, parts, rows or 1)}
     return max(lengths)
+
+
+def _part_lengths(size: int, parts: int, rows: int) -> set[int]:
+    """The different lengths of the parts into which each of the rows of a dim is split. Rows are alike but the last."""
+    row = max(-(-size // rows), 1)
+    full, last = divmod(size, row)
+    ends = {0}  # the parts of a row are alike up to one of these
+    for length in (row, last):
+        step = max(-(-length // parts), 1)
+        ends.update((length // step, length // step + 1))
+    return {full * chunk(row, parts, at).length + chunk(last, parts, at).length for at in ends if at < parts}
 
 
 def _length(runs: Iterable[Run]) -> int:
@@ -151,6 +181,10 @@ def intersect(a: Sequence[Run], b: Sequence[Run]) -> list[tuple[int, int, int]]:
         >>> intersect([Run(0, 4)], [Run(2, 1), Run(3, 5)])
         [(2, 0, 1), (3, 1, 1)]
     """
+    if len(a) == len(b) == 1:  # by far the most frequent case
+        (start_a, length_a), (start_b, length_b) = a[0], b[0]
+        low, high = max(start_a, start_b), min(start_a + length_a, start_b + length_b)
+        return [(low - start_a, low - start_b, high - low)] if low < high else []
     found = []
     at_a = 0
     for run_a in a:

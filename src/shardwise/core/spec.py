@@ -13,13 +13,24 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 
 from shardwise.core.intern import Interned
-from shardwise.core.layout import Block, Cut, block_of, dense_strides, longest, normalize_dim
+from shardwise.core.layout import (
+    Block,
+    Cut,
+    Run,
+    block_of,
+    dense_strides,
+    longest,
+    nested_chunk,
+    normalize_dim,
+    runs_of,
+)
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
 from shardwise.errors import LayoutError
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
 
+SHARDS = (Shard, StridedShard)
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -125,8 +136,8 @@ class DTensorSpec(Interned):
     """
 
     __slots__ = (
-        "_blocks", "_largest", "dim_axes", "is_replicated", "mesh", "ndim", "partial_axes", "placements", "shape",
-        "shard_order", "tensor_meta",
+        "_blocks", "_largest", "dim_axes", "is_replicated", "is_strided", "mesh", "ndim", "partial_axes", "placements",
+        "shape", "shard_order", "tensor_meta",
     )  # fmt: skip
     _fields = ("mesh", "placements", "tensor_meta", "shard_order")
     mesh: DeviceMesh
@@ -138,6 +149,7 @@ class DTensorSpec(Interned):
     dim_axes: tuple[tuple[int, ...], ...]  # for each dim the axes that split it, major first
     partial_axes: tuple[int, ...]
     is_replicated: bool
+    is_strided: bool  # whether some placement is a StridedShard
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
 
@@ -163,7 +175,7 @@ class DTensorSpec(Interned):
         dim_axes: Iterable[tuple[int, ...]],
     ) -> DTensorSpec:
         """The spec whose placements and order are known to fit; no checks."""
-        order = tuple(ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes)
+        order = tuple([ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes])
         return cls._intern(mesh, placements, tensor_meta, order)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -172,12 +184,13 @@ class DTensorSpec(Interned):
 
     def _derive(self) -> None:
         put = object.__setattr__
-        put(self, "shape", self.tensor_meta.shape)
-        put(self, "ndim", len(self.shape))
-        by_dim = dict(self.shard_order)
-        put(self, "dim_axes", tuple(by_dim.get(dim, ()) for dim in range(self.ndim)))
-        put(self, "partial_axes", tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial)))
-        put(self, "is_replicated", all(isinstance(p, Replicate) for p in self.placements))
+        shape, placements, by_dim = self.tensor_meta.shape, self.placements, dict(self.shard_order)
+        put(self, "shape", shape)
+        put(self, "ndim", len(shape))
+        put(self, "dim_axes", tuple([by_dim.get(dim, ()) for dim in range(len(shape))]))
+        put(self, "partial_axes", tuple([a for a, p in enumerate(placements) if isinstance(p, Partial)]))
+        put(self, "is_replicated", not by_dim and not self.partial_axes)
+        put(self, "is_strided", any(isinstance(p, StridedShard) for p in placements))
         put(self, "_blocks", {})
         put(self, "_largest", None)
 
@@ -189,9 +202,18 @@ class DTensorSpec(Interned):
         found = self._blocks.get(key)
         if found is None:
             checked = self._checked_coordinate(key)
-            found = block_of(self.shape, [self._cuts(dim, checked) for dim in range(self.ndim)])
-            self._blocks[checked] = found
+            runs = tuple([self.runs(dim, checked) for dim in range(self.ndim)])
+            found = self._blocks[checked] = block_of(self.shape, runs)
         return found
+
+    def runs(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
+        """The runs of indices of `dim` that the rank at `coordinate`, which must be one of the mesh, holds."""
+        size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
+        if not axes:
+            return (Run(0, size),)
+        if self.is_strided:
+            return runs_of(size, tuple([Cut(sizes[a], coordinate[a], self.rows(a)) for a in axes]))
+        return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
     def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
         mesh = self.mesh
@@ -202,9 +224,6 @@ class DTensorSpec(Interned):
                 hint=f"one number for each axis, less than the axis's size: {mesh.shape}",
             )
         return coordinate
-
-    def _cuts(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Cut, ...]:
-        return tuple(Cut(self.mesh.shape[a], coordinate[a], self.rows(a)) for a in self.dim_axes[dim])
 
     def rows(self, axis: int) -> int | None:
         """The split factor of a `StridedShard` on `axis`, None for any other placement."""
@@ -288,9 +307,9 @@ def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
     """
     by_dim: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | StridedShard):
+        if isinstance(placement, SHARDS):
             by_dim[placement.dim] = (*by_dim.get(placement.dim, ()), axis)
-    return tuple(ShardOrderEntry(dim, by_dim[dim]) for dim in sorted(by_dim))
+    return tuple([ShardOrderEntry(dim, by_dim[dim]) for dim in sorted(by_dim)])
 
 
 def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
@@ -298,7 +317,7 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
     if isinstance(placements, Placement):
         placements = (placements,)
     try:
-        kept = [as_placement(p) for p in placements]
+        kept = [p if isinstance(p, Placement) else as_placement(p) for p in placements]
     except TypeError:
         raise LayoutError(
             f"{placements!r} is not a list of placements", hint="as in [Shard(0), Replicate()], one for each axis"
@@ -309,7 +328,7 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
             hint="give one placement for each axis of the mesh",
         )
     for axis, placement in enumerate(kept):
-        if isinstance(placement, Shard | StridedShard):
+        if isinstance(placement, SHARDS) and not 0 <= placement.dim < ndim:
             kept[axis] = with_dim_from_front(placement, mesh, axis, ndim)
     reductions = {p.reduce_op for p in kept if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:

@@ -6,9 +6,10 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
 from shardwise.fabric.pieces import (
     Box,
     average_divider,
-    choose_sender,
-    distinct_blocks,
     empty_block,
     fill_from,
     local_step,
@@ -31,6 +30,7 @@ from shardwise.fabric.pieces import (
     reduce_tensors,
     slicer,
 )
+from shardwise.fabric.traffic import Traffic, traffic
 from shardwise.plan.route import Route
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, reduction
 
@@ -47,6 +47,17 @@ _CARRIED = {
 _WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32, torch.bfloat16: torch.float32}
 
 
+class Line(NamedTuple):
+    """The ranks that differ from this one along some axes of a mesh alone, by coordinate, the first axis major."""
+
+    ranks: list[int]
+    coordinates: list[Coordinate]
+    order: list[int]  # the rank of each in the group
+    in_order: bool  # whether that is the order of the coordinates
+    group_ranks: list[int]  # the same ranks as the group has them
+    group_coordinates: tuple[Coordinate, ...]
+
+
 class C10dFabric(Fabric):
     """One rank in this process; the others are reached through process groups, made on first use."""
 
@@ -57,7 +68,8 @@ class C10dFabric(Fabric):
         self._world: Any = None
         self._rank = 0
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._members_of: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+        self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
+        self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
 
     # ---------------------------------------------------------------- who am I
 
@@ -71,25 +83,36 @@ class C10dFabric(Fabric):
             )
         self._world, self._rank = dist.group.WORLD, dist.get_rank()
         self._groups.clear()  # they are gone with the former world
-        self._members_of.clear()
+        self._lines.clear()
+        self._coordinates.clear()
         return self._rank
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
         """This rank's coordinate, None outside the mesh."""
-        return mesh.coordinate_of(self.rank())
+        rank = self.rank()  # forgets the coordinates of a former world
+        if mesh not in self._coordinates:
+            self._coordinates[mesh] = mesh.coordinate_of(rank)
+        return self._coordinates[mesh]
 
     def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
-        return self.group_of([mesh.grid_ranks[i] for i in self._members(mesh, axes)])
+        return self.group_of(self._line(mesh, axes).ranks)
 
-    def _members(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> list[int]:
-        """The grid positions of my group along `axes`, in the order of their coordinates."""
+    def _line(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Line:
         position = mesh.position_of(self.rank())
         if position is None:
             raise MeshError(f"rank {self.rank()} is not in {mesh}")
-        found = self._members_of.get((mesh, axes))
+        found = self._lines.get((mesh, axes))
         if found is None:
             rows = mesh.groups(axes)
-            found = self._members_of[mesh, axes] = rows[(rows == position).any(axis=1).argmax()].tolist()
+            members = rows[(rows == position).any(axis=1).argmax()].tolist()
+            ranks = [mesh.grid_ranks[i] for i in members]
+            coordinates = [tuple(row) for row in mesh.coordinates[members].tolist()]
+            where = dict(zip(ranks, coordinates, strict=True))
+            in_group = {rank: i for i, rank in enumerate(sorted(ranks))}
+            order = [in_group[rank] for rank in ranks]
+            in_order, by_rank = order == sorted(order), tuple([where[rank] for rank in in_group])
+            found = Line(ranks, coordinates, order, in_order, list(in_group), by_rank)
+            self._lines[mesh, axes] = found
         return found
 
     def group_of(self, ranks: Sequence[int]) -> Any:
@@ -130,22 +153,17 @@ class C10dFabric(Fabric):
         coordinate = self.coordinate(mesh)
         if coordinate is None or source is None:
             return self.build(mesh, blocks)
-        members = self._members(mesh, tuple(range(mesh.ndim)))
-        if not 0 <= source < len(members):
-            raise MeshError(
-                f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(members) - 1}"
-            )
-        group = self.group(mesh, tuple(range(mesh.ndim)))
-        ranks = [mesh.grid_ranks[i] for i in members]
+        ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
+        group = self.group_of(ranks)
+        if not 0 <= source < len(ranks):
+            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(ranks) - 1}")
         own = blocks(coordinate).contiguous()
         sender = ranks[source]
         if len(ranks) == 1:
             return own
         if self.rank() == sender:
             others = [
-                (rank, blocks(tuple(mesh.coordinates[position].tolist())).contiguous())
-                for rank, position in zip(ranks, members, strict=True)
-                if rank != sender
+                (rank, blocks(at).contiguous()) for rank, at in zip(ranks, coordinates, strict=True) if rank != sender
             ]
             sends = [dist.P2POp(dist.isend, _as_carried(block), rank, group) for rank, block in others if block.numel()]
             for work in dist.batch_isend_irecv(sends) if sends else ():
@@ -217,27 +235,16 @@ class C10dFabric(Fabric):
             return lambda local: lambda: local
         return lambda local: lambda: empty_block(step.after, coordinate, local)
 
-    def _group_blocks(
-        self, step: AllGather | AllToAll | ReduceScatter, spec: DTensorSpec
-    ) -> tuple[Any, list[int], list[Block]]:
-        """The group of a step, the order of its ranks by coordinate, and the block of `spec` that each has."""
-        members = self._members(step.before.mesh, step.over)
-        ranks = [step.before.mesh.grid_ranks[i] for i in members]
-        in_group = sorted(ranks)
-        order = [in_group.index(rank) for rank in ranks]  # group rank of the i-th by coordinate
-        blocks = [spec.block(spec.mesh.coordinates[i].tolist()) for i in members]
-        return self.group_of(ranks), order, blocks
-
     def _all_gather(self, step: AllGather, coordinate: Coordinate) -> Start:
-        group, order, blocks = self._group_blocks(step, step.before)
-        dim, n = step.dim, len(blocks)
-        sizes = [block.shape[dim] for block in blocks]
-        widest = max(sizes)
+        line = self._line(step.before.mesh, step.over)
+        group, order, dim, n = self.group_of(line.ranks), line.order, step.dim, len(line.ranks)
         goal = step.after.block(coordinate)
-        in_order = order == list(range(n)) and _follow_each_other(blocks, goal, dim)
-        even = in_order and sizes == [widest] * n
-        whole = list(blocks[0].shape)
-        whole[dim] = widest
+        even = line.in_order and _divides(step.before, dim)
+        blocks = [] if even else [step.before.block(other) for other in line.coordinates]
+        in_order = even or (line.in_order and _follow_each_other(blocks, goal, dim))
+        sizes = [block.shape[dim] for block in blocks]
+        whole = list(step.before.local_shape(coordinate))
+        whole[dim] = widest = max(sizes, default=whole[dim])
 
         def assemble(parts: torch.Tensor) -> torch.Tensor:
             if even:
@@ -310,16 +317,16 @@ class C10dFabric(Fabric):
         return start
 
     def _reduce_scatter(self, step: ReduceScatter, coordinate: Coordinate) -> Start:
-        group, order, blocks = self._group_blocks(step, step.after)
+        line = self._line(step.before.mesh, step.over)
+        group, order, dim, n = self.group_of(line.ranks), line.order, step.dim, len(line.ranks)
+        even = line.in_order and _divides(step.after, dim)
+        blocks = [] if even else [step.after.block(other) for other in line.coordinates]
         source = step.before.block(coordinate)
-        dim, n = step.dim, len(blocks)
-        sizes = [block.shape[dim] for block in blocks]
-        widest = max(sizes)
-        whole = list(source.shape)
-        whole[dim] = widest
-        even = sizes == [widest] * n and order == list(range(n)) and len(source.runs[dim]) == 1
         boxes = [overlap(source, block) for block in blocks]
         mine = step.after.local_shape(coordinate)[dim]
+        widest = max([block.shape[dim] for block in blocks], default=mine)
+        whole = list(source.shape)
+        whole[dim] = widest
         options = dist.ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[reduction(step)]
         finish = average_divider(step)
@@ -351,14 +358,14 @@ class C10dFabric(Fabric):
 
     def _all_to_all(self, step: AllToAll, coordinate: Coordinate) -> Start | None:
         """Where all parts are of one size, in order and row-major; None where the general exchange must do it."""
-        group, order, blocks = self._group_blocks(step, step.before)
-        n, source_dim, target_dim = len(blocks), step.source_dim, step.target_dim
-        shape = list(blocks[0].shape)
-        alike = all(list(block.shape) == shape and len(block.runs[target_dim]) == 1 for block in blocks)
-        alike = alike and _follow_each_other(blocks, step.after.block(coordinate), source_dim)
+        line = self._line(step.before.mesh, step.over)
+        n, source_dim, target_dim = len(line.ranks), step.source_dim, step.target_dim
+        alike = _divides(step.before, source_dim) and _divides(step.after, target_dim)
         row_major = step.after.tensor_meta.stride == dense_strides(step.after.shape)
-        if not alike or not row_major or order != list(range(n)) or shape[target_dim] % n:
+        if not alike or not row_major or not line.in_order:
             return None
+        group = self.group_of(line.ranks)
+        shape = list(step.before.local_shape(coordinate))
         shape[target_dim] //= n
         goal = [size * n if dim == source_dim else size for dim, size in enumerate(shape)]
 
@@ -377,79 +384,86 @@ class C10dFabric(Fabric):
 
     def _exchange(self, step: Exchange) -> Start:
         before, after = step.before, step.after
-        me = self.rank()
-        ranks = self._exchange_ranks(step)
-        if me not in ranks:
+        if before.mesh is not after.mesh:
+            ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
+            having, wanting = (tuple(map(spec.mesh.coordinate_of, ranks)) for spec in (before, after))
+        elif self.coordinate(before.mesh) is not None:
+            line = self._line(before.mesh, step.over)
+            ranks, having, wanting = line.group_ranks, line.group_coordinates, line.group_coordinates
+        else:
+            ranks, having, wanting = [], (), ()
+        if self.rank() not in ranks:
             return lambda local: lambda: local
-        group = self.group_of(ranks)
-        in_group = {rank: i for i, rank in enumerate(sorted(ranks))}
-        mine_before, mine_after = before.mesh.coordinate_of(me), after.mesh.coordinate_of(me)
-        all_holders = self._holders(before, ranks)
+        me = ranks.index(self.rank())
+        moved = traffic(before, after, ranks, me, having, wanting)
+        return _exchanger(step, self.group_of(ranks), me, moved, having[me], wanting[me])
 
-        sends: list[list[Box]] = [[] for _ in ranks]
-        keeps: list[Box] = []
-        if mine_before is not None:
-            block = before.block(mine_before)
-            holders = next(who for held, who in all_holders if held is block or held == block)
-            for rank in ranks:
-                if choose_sender(rank, holders) == me:
-                    coordinate = after.mesh.coordinate_of(rank)
-                    boxes = () if coordinate is None else overlap(block, after.block(coordinate))
-                    (keeps if rank == me else sends[in_group[rank]]).extend(boxes)
-        receives: list[list[Box]] = [[] for _ in ranks]
-        if mine_after is not None:
-            target = after.block(mine_after)
-            for held, who in all_holders:
-                sender = choose_sender(me, who)
-                if sender != me:
-                    receives[in_group[sender]].extend(overlap(held, target))
 
-        sent_sizes = [sum(box.numel for box in boxes) for boxes in sends]
-        got_sizes = [sum(box.numel for box in boxes) for boxes in receives]
-        if any(got_sizes) and not any(sent_sizes):
-            # torch's fake backend takes no empty input, so one element goes from this rank to itself
-            sent_sizes[in_group[me]] = got_sizes[in_group[me]] = 1
-        sent, sent_boxes = sum(sent_sizes), _placed(sends, sent_sizes)
-        got, got_boxes = sum(got_sizes), _placed(receives, got_sizes)
+def _exchanger(
+    step: Exchange, group: Any, me: int, moved: Traffic, have: Coordinate | None, want: Coordinate | None
+) -> Start:
+    """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
+    sent_sizes = [sum([box.numel for box in boxes]) for boxes in moved.sends]
+    got_sizes = [sum([box.numel for box in boxes]) for boxes in moved.receives]
+    if any(got_sizes) and not any(sent_sizes):
+        # torch's fake backend takes no empty input, so one element goes from this rank to itself
+        sent_sizes[me] = got_sizes[me] = 1
+    sent, got = sum(sent_sizes), sum(got_sizes)
+    sends, receives = _parts(moved.sends, sent_sizes), _parts(moved.receives, got_sizes)
+    shape = None if want is None else step.after.local_shape(want)
+    stride = None if want is None else step.after.local_stride(want)
 
-        def start(local: torch.Tensor) -> Wait:
-            if mine_before is None:  # a rank outside held nothing, of no dtype in particular
-                local = local.new_empty(0, dtype=before.tensor_meta.dtype)
-            packed, buffer = local.new_empty(sent), local.new_empty(got)
-            for box, at, length in sent_boxes:
-                packed.narrow(0, at, length).view(box.shape).copy_(local[box.source])
-            carried = _as_carried(buffer)
-            scale = buffer.element_size() // carried.element_size()
-            work = group.alltoall_base(
-                carried, _as_carried(packed), [n * scale for n in got_sizes], [n * scale for n in sent_sizes]
-            )
+    def start(local: torch.Tensor) -> Wait:
+        if have is None:  # a rank outside held nothing, of no dtype in particular
+            local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
+        packed, buffer = local.new_empty(sent), local.new_empty(got)
+        for box, part in zip(sends.boxes, packed.split_with_sizes(sends.lengths), strict=True):
+            if box is not None:
+                part.view(box.shape).copy_(local[box.source])
+        carried = _as_carried(buffer)
+        scale = buffer.element_size() // carried.element_size()
+        work = group.alltoall_base(
+            carried, _as_carried(packed), [n * scale for n in got_sizes], [n * scale for n in sent_sizes]
+        )
 
-            def wait() -> torch.Tensor:
-                work.wait()
-                if mine_after is None:
-                    return local.new_empty(0)
-                out = empty_block(after, mine_after, local)
-                fill_from(out, local, keeps)
-                for box, at, length in got_boxes:
-                    out[box.target].copy_(buffer.narrow(0, at, length).view(box.shape))
-                return out
+        def wait() -> torch.Tensor:
+            work.wait()
+            if shape is None or stride is None:
+                return local.new_empty(0)
+            out = local.new_empty_strided(shape, stride)
+            fill_from(out, local, moved.keeps)
+            for box, part in zip(receives.boxes, buffer.split_with_sizes(receives.lengths), strict=True):
+                if box is not None:
+                    out[box.target].copy_(part.view(box.shape))
+            return out
 
-            return wait
+        return wait
 
-        return start
+    return start
 
-    def _exchange_ranks(self, step: Exchange) -> list[int]:
-        mesh = step.before.mesh
-        if mesh is not step.after.mesh:
-            return sorted({*mesh.grid_ranks, *step.after.mesh.grid_ranks})
-        if mesh.position_of(self.rank()) is None:
-            return []
-        return [mesh.grid_ranks[i] for i in self._members(mesh, step.over)]
 
-    def _holders(self, spec: DTensorSpec, ranks: Sequence[int]) -> list[tuple[Any, list[int]]]:
-        mesh = spec.mesh
-        positions = [p for p in map(mesh.position_of, ranks) if p is not None]
-        return distinct_blocks(spec, positions, lambda position: mesh.grid_ranks[position])
+class Parts(NamedTuple):
+    """A flat buffer in parts: the box that each is, None for elements that nobody wants, and how long each is."""
+
+    boxes: list[Box | None]
+    lengths: list[int]
+
+
+def _parts(boxes: Sequence[Sequence[Box]], sizes: Sequence[int]) -> Parts:
+    """The parts of a buffer in which the ranks have places of `sizes`."""
+    made = Parts([], [])
+    for of_rank, size in zip(boxes, sizes, strict=True):
+        made.boxes.extend(of_rank or [None])
+        made.lengths.extend([box.numel for box in of_rank] or [size])
+    return made
+
+
+def _divides(spec: DTensorSpec, dim: int) -> bool:
+    """Whether all ranks hold runs of one length of `dim`."""
+    axes = spec.dim_axes[dim]
+    if spec.is_strided and any(spec.rows(axis) for axis in axes):
+        return False
+    return spec.shape[dim] % math.prod([spec.mesh.shape[axis] for axis in axes]) == 0
 
 
 def _follow_each_other(blocks: Sequence[Block], whole: Block, dim: int) -> bool:
@@ -564,19 +578,6 @@ def _split_in_front(local: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     shape = local.shape
     split = local.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
     return split.movedim(dim, 0).contiguous()
-
-
-def _placed(boxes: Sequence[Sequence[Box]], sizes: Sequence[int]) -> list[tuple[Box, int, int]]:
-    """Each box with its place and length in a flat buffer in which the ranks have parts of `sizes`."""
-    placed = []
-    begin = 0
-    for of_rank, size in zip(boxes, sizes, strict=True):
-        at = begin
-        for box in of_rank:
-            placed.append((box, at, box.numel))
-            at += box.numel
-        begin += size
-    return placed
 
 
 def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:

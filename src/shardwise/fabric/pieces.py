@@ -16,7 +16,7 @@ from shardwise.core.layout import Block, dense_strides, intersect
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
 
-__all__ = ["Box", "Piece", "local_step", "overlap", "pieces_for"]
+__all__ = ["Box", "Piece", "box_of", "choose_sender", "local_step", "overlap", "pieces_for"]
 
 Coordinate = tuple[int, ...]
 Local = Callable[[torch.Tensor], torch.Tensor]
@@ -52,10 +52,10 @@ def overlap(source: Block, target: Block) -> tuple[Box, ...]:
         if not common:
             return ()
         by_dim.append(common)
-    return tuple([_box(chosen) for chosen in itertools.product(*by_dim)])
+    return tuple([box_of(chosen) for chosen in itertools.product(*by_dim)])
 
 
-def _box(chosen: Sequence[tuple[int, int, int]]) -> Box:
+def box_of(chosen: Sequence[tuple[int, int, int]]) -> Box:
     """The box of what is common in each dim: (position in the source, position in the target, length)."""
     source = tuple([slice(a, a + n) for a, _, n in chosen])
     target = tuple([slice(b, b + n) for _, b, n in chosen])

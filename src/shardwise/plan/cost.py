@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from shardwise.core.mesh import DeviceMesh
 
-__all__ = ["CostModel", "Link", "current_cost_model", "set_cost_model"]
+__all__ = ["CostModel", "Group", "Link", "MeshLinks", "current_cost_model", "links_of", "set_cost_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,52 @@ class CostModel:
         return link.alpha + received * link.beta
 
 
-def group_size(mesh: DeviceMesh, axes: tuple[int, ...]) -> int:
-    """How many ranks a group over `axes` has.
+class Group(NamedTuple):
+    """The ranks along some axes: how many, and the link between them."""
+
+    size: int
+    alpha: float
+    beta: float
+
+    def seconds(self, received: float) -> float:
+        """Modelled time of a collective in which a rank receives `received` bytes."""
+        return self.alpha + received * self.beta
+
+
+class MeshLinks:
+    """The links of one mesh in one model, worked out once: of each axis, of groups of axes, the best of all."""
+
+    __slots__ = ("_groups", "_mesh", "_model", "best", "by_speed", "each", "uniform")
+
+    def __init__(self, model: CostModel, mesh: DeviceMesh) -> None:
+        self._model, self._mesh = model, mesh
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self.each = tuple(model.link(mesh, (axis,)) for axis in range(mesh.ndim))
+        known = self.each or (model.link(mesh, ()),)
+        self.best = Link(min(link.alpha for link in known), min(link.beta for link in known))
+        self.uniform = len(set(known)) == 1
+        self.by_speed = tuple(sorted(range(mesh.ndim), key=lambda axis: (self.each[axis].beta, axis)))
+
+    def group(self, axes: tuple[int, ...]) -> Group:
+        """The group over `axes`."""
+        found = self._groups.get(axes)
+        if found is None:
+            link = self._model.link(self._mesh, axes)
+            size = math.prod([self._mesh.shape[a] for a in axes])
+            found = self._groups[axes] = Group(size, link.alpha, link.beta)
+        return found
+
+
+@lru_cache(maxsize=256)
+def links_of(model: CostModel, mesh: DeviceMesh) -> MeshLinks:
+    """The links of `mesh` in `model`.
 
     Example:
-        >>> group_size(DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]]), (0, 1))
+        >>> mesh = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]])
+        >>> links_of(CostModel(), mesh).group((0, 1)).size
         6
     """
-    return math.prod([mesh.shape[a] for a in axes])
+    return MeshLinks(model, mesh)
 
 
 _current: list[CostModel] = [CostModel()]

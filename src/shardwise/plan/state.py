@@ -1,0 +1,209 @@
+"""A layout as the planner sees it, in small integers; and the facts of one planning problem that all of it asks for.
+
+Says what a state holds and means. Knows nothing of moves, of their costs or of the search.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from shardwise.core.layout import longest
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec
+from shardwise.plan.cost import CostModel, links_of
+
+__all__ = ["Dims", "DistState", "Problem", "Splits", "common_beginning", "dims_of"]
+
+REPLICATE = Replicate()
+
+# Who splits a dim, major first: the number of an axis, plus the number of axes times the rows if the split is strided.
+# Plain splits are thus the axes themselves, as in `DTensorSpec.dim_axes`.
+Splits = tuple[int, ...]
+Dims = tuple[Splits, ...]
+
+
+class DistState(NamedTuple):
+    """For each dim who splits it, and the axes that wait for a reduction. The rest is replicated, or stays Partial."""
+
+    dims: Dims
+    partial: tuple[int, ...]
+
+
+ARRIVED = DistState(((-1,),), ())  # on another mesh than the source's: no state of this one
+
+
+def dims_of(spec: DTensorSpec) -> Dims:
+    """Who splits each dim. Axes of one rank play no part in it."""
+    sizes = spec.mesh.shape
+    if 1 not in sizes and not spec.is_strided:
+        return spec.dim_axes
+    axes = len(sizes)
+    return tuple([tuple([a + axes * (spec.rows(a) or 0) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
+
+
+def common_beginning(have: Splits, want: Splits) -> int:
+    """How many entries two lists have in common from the beginning."""
+    common = 0
+    for a, b in zip(have, want, strict=False):
+        if a != b:
+            break
+        common += 1
+    return common
+
+
+class Problem:
+    """Two layouts of a tensor: the way from one to the other is looked for."""
+
+    def __init__(self, model: CostModel, source: DTensorSpec, target: DTensorSpec) -> None:
+        mesh = source.mesh
+        self.source, self.target, self.mesh = source, target, mesh
+        self.links = links_of(model, mesh)
+        self.sizes, self.axes, self.shape = mesh.shape, mesh.ndim, source.shape
+        self.itemsize = source.tensor_meta.dtype.itemsize
+        self.nbytes = math.prod(self.shape) * self.itemsize
+        self.same_mesh = mesh is target.mesh
+        self.kept = _kept_partials(source, target) if target.partial_axes and self.same_mesh else frozenset()
+        self.start = DistState(dims_of(source), self._pending(source))
+        self.goal = dims_of(target)
+        self.strided = source.is_strided or target.is_strided
+        self.leaf = DistState(self.goal, ()) if self.same_mesh else ARRIVED  # where the last collective must lead
+        self.wanted_dim = self._wanted_dims() if self.same_mesh else {}
+        self._most: dict[Dims, int] = {} if self.same_mesh else {ARRIVED.dims: target.local_bytes}
+        self._mean: dict[Dims, float] = {}
+        self._sliced: dict[DistState, DistState] = {}
+        self.goal_mean = self.nbytes / math.prod([target.mesh.shape[a] for axes in target.dim_axes for a in axes])
+        self.missing_of: dict[Dims, float] = {}  # kept by `plan.lack`
+        self.bounds: dict[tuple[str, Any], Any] = {}  # kept by `plan.bound`
+
+    def _pending(self, source: DTensorSpec) -> tuple[int, ...]:
+        if not source.partial_axes:
+            return ()
+        return tuple([a for a in source.partial_axes if self.sizes[a] > 1 and a not in self.kept])
+
+    def _wanted_dims(self) -> dict[int, int]:
+        """For each axis that splits a dim in the goal, that dim."""
+        return {split % self.axes: dim for dim, splits in enumerate(self.goal) for split in splits}
+
+    # ---------------------------------------------------------------- what states hold
+
+    def most(self, dims: Dims) -> int:
+        """The most bytes that a rank holds."""
+        found = self._most.get(dims)
+        if found is None:
+            found = self.itemsize
+            for size, splits in zip(self.shape, dims, strict=True):
+                found *= self.longest_part(size, splits)
+            self._most[dims] = found
+        return found
+
+    def longest_part(self, size: int, splits: Splits) -> int:
+        """The most indices of a dim of `size` that a rank holds."""
+        left = size
+        for split in splits:
+            if split >= self.axes:
+                return longest(size, [(self.sizes[s % self.axes], s // self.axes or None) for s in splits])
+            left = -(-left // self.sizes[split])
+        return left
+
+    def mean(self, dims: Dims) -> float:
+        """The bytes that a rank holds on average."""
+        found = self._mean.get(dims)
+        if found is None:
+            found = float(self.nbytes)
+            for splits in dims:
+                for split in splits:
+                    found /= self.sizes[split % self.axes]
+            self._mean[dims] = found
+        return found
+
+    def divides(self, dims: Dims) -> bool:
+        """Whether all ranks hold equally much."""
+        return self.most(dims) == self.mean(dims)
+
+    # ---------------------------------------------------------------- slices, which cost nothing
+
+    def used_axes(self, state: DistState) -> set[int]:
+        """The axes that are not replicated."""
+        return {*state.partial, *self.kept, *[split % self.axes for splits in state.dims for split in splits]}
+
+    def slice_to_goal(self, state: DistState) -> DistState:
+        """`state` after every slice towards the goal that needs no communication; these never cost anything later."""
+        if state.dims == self.goal or not self.same_mesh:
+            return state
+        found = self._sliced.get(state)
+        if found is None:
+            dims = self._dims_sliced_to_goal(state)
+            found = self._sliced[state] = state if dims == state.dims else DistState(dims, state.partial)
+        return found
+
+    def _dims_sliced_to_goal(self, state: DistState) -> Dims:
+        used: set[int] | None = None
+        sliced: list[Splits] = []
+        for have, want in zip(state.dims, self.goal, strict=True):
+            upto = len(have)
+            if upto < len(want) and want[:upto] == have:
+                used = used or self.used_axes(state)
+                while upto < len(want) and want[upto] % self.axes not in used:
+                    upto += 1
+                have = want[:upto]
+            sliced.append(have)
+        return tuple(sliced)
+
+    def early_slices(self, state: DistState) -> list[DistState]:
+        """`state` with what is replicated sliced, so that less is reduced, or less crosses the slower links; a second
+        collective must bring it back."""
+        if not state.partial and (self.links.uniform or not self.same_mesh):
+            return []
+        used = self.used_axes(state)
+        free = tuple([axis for axis, n in enumerate(self.sizes) if n > 1 and axis not in used])
+        extras = [free, *[(axis,) for axis in free]] if len(free) > 1 else [free] if free else []
+        dims = state.dims
+        return [
+            DistState((*dims[:dim], (*splits, *extra), *dims[dim + 1 :]), state.partial)
+            for extra in extras
+            for dim, splits in enumerate(dims)
+        ]
+
+    # ---------------------------------------------------------------- specs, for the states of the chosen way alone
+
+    def spec(self, state: DistState) -> DTensorSpec:
+        """The spec of a state, named as the source and the target are where it is theirs."""
+        if state == self.leaf and all(self.source.placements[a] is self.target.placements[a] for a in self.kept):
+            return self.unreduced()
+        if state == self.start:
+            return self.source
+        placements: list[Placement] = [REPLICATE] * self.axes
+        for axis in (*state.partial, *self.kept):
+            placements[axis] = self.source.placements[axis]
+        for dim, splits in enumerate(state.dims):
+            for split in splits:
+                axis, rows = split % self.axes, split // self.axes
+                placements[axis] = StridedShard(dim, rows) if rows else Shard(dim)
+        dim_axes = [tuple([split % self.axes for split in splits]) for splits in state.dims]
+        return DTensorSpec.from_dim_axes(self.mesh, tuple(placements), self.source.tensor_meta, dim_axes)
+
+    def unreduced(self) -> DTensorSpec:
+        """The target before the axes that become Partial do so."""
+        target = self.target
+        fresh = [a for a in target.partial_axes if target.mesh.shape[a] > 1 and a not in self.kept]
+        if not fresh:
+            return target
+        placements = tuple([REPLICATE if a in fresh else p for a, p in enumerate(target.placements)])
+        return DTensorSpec.from_dim_axes(target.mesh, placements, target.tensor_meta, target.dim_axes)
+
+
+def _kept_partials(source: DTensorSpec, target: DTensorSpec) -> frozenset[int]:
+    """The axes that are Partial before and after: they take no part in anything."""
+    return frozenset(
+        axis
+        for axis in source.partial_axes
+        if source.mesh.shape[axis] > 1 and _may_be_called(source.placements[axis], target.placements[axis])
+    )
+
+
+def _may_be_called(old: Placement, new: Placement) -> bool:
+    """Whether what is `old` is also `new`: a mask-partial is a sum."""
+    if not isinstance(new, Partial):
+        return False
+    return old is new or (isinstance(old, MaskPartial) and new.reduce_op == "sum")
