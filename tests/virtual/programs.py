@@ -388,7 +388,7 @@ def _write(c: Choices) -> str:
 
 MAKERS: tuple[tuple[Maker, int], ...] = (
     (_function, 3), (_binary, 4), (_reduction, 3), (_product, 2), (_view, 4), (_movement, 3), (_norm, 2), (_random, 1),
-    (_layout, 1), (_write, 3),
+    (_layout, 1), (_write, 4),
 )  # fmt: skip
 
 
@@ -416,6 +416,8 @@ def make(seed: int) -> Program:
                 plain.step(line)
                 if not all(torch.isfinite(v).all() and v.abs().sum() < 1e6 for v in plain.variables.values()):
                     raise FloatingPointError
+                if maker is _write:  # what was written in place may be what a gradient needs
+                    run(replace(program, lines=(*lines, line)), distributed=False)
             except Exception:  # not a line that torch can run: start again from the lines so far
                 torch.manual_seed(seed)
                 plain = Run(program, distributed=False)
@@ -423,7 +425,7 @@ def make(seed: int) -> Program:
                     plain.step(known)
                 continue
             lines.append(line)
-    while lines:  # what was written in place may be what a gradient needs: the lines before can be differentiated
+    while lines:  # a line after a write may need what was there before: the lines before can be differentiated
         made = replace(program, lines=tuple(lines))
         try:
             run(made, distributed=False)
