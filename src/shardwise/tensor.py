@@ -469,6 +469,9 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     bound = bound_route(source, target, max_bytes)
     if bound.communicates:
         modes.check_decomposing(bound.route)
+    meta = source.tensor_meta.dense()
+    if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
+        target = target.with_meta(meta)
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
         return _pending(tensor._local_tensor, bound, target)
     return _make(bound.run(tensor._local_tensor), target)

@@ -6,6 +6,7 @@ Pure data: knows its local shape and offset for every coordinate; moves nothing.
 from __future__ import annotations
 
 import math
+import functools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
@@ -91,6 +92,12 @@ class TensorMeta(Interned):
     def is_contiguous(self) -> bool:
         """Whether the strides are exactly those of a new tensor of this shape."""
         return self.stride == dense_strides(self.shape)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # interned ones, which are few
+    def dense(self) -> TensorMeta:
+        """What a copy of the tensor has: the same order of dims in memory, without gaps and overlaps."""
+        like = torch.empty_strided(self.shape, self.stride, device="meta")
+        return TensorMeta(self.shape, torch.empty_like(like).stride(), self.dtype)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
