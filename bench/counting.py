@@ -25,6 +25,9 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     """A process group of `size` ranks, of which this process is one and the others are pretended."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on its own routes
     logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
+        logging.CRITICAL
+    )  # what an operator refuses, it raises too
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -81,7 +84,7 @@ def _split_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> flo
     return (output.numel() - own) * output.element_size()
 
 
-_OUTPUT_FIRST = {"c10d::alltoall_base_"}
+_OUTPUT_FIRST = {"c10d::alltoall_base_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
 _RECEIVED: dict[str, Callable[[Any, Any], float]] = {
     "c10d::_allgather_base_": lambda args, _: (_members(args[2]) - 1) * args[1].nbytes,
     "c10d::allreduce_": lambda args, _: sum(_all_reduced(tensor, _members(args[1])) for tensor in args[0]),

@@ -146,19 +146,25 @@ class ShardingPropagator:
     def _row_cost(
         self, specs: Sequence[DTensorSpec], axis: int, given: tuple[Placement, ...], row: Row
     ) -> tuple[float, int, int]:
-        """Seconds to bring the operands into a row, the bytes that it leaves on a rank, how many it makes Partial."""
+        """Seconds to bring the operands into a row, the bytes that it leaves on a rank, and what is against it.
+
+        Against it are operands that it makes Partial, and shards that some ranks have nothing of.
+        """
         seconds = 0.0
-        left = partial = 0
+        left = against = 0
         n = specs[0].mesh.shape[axis]
         for spec, have, want in zip(specs, given, row.inputs, strict=True):
             if have is not want:
+                if _leaves_empty(want, spec, n):  # saves nothing: one rank has as much as if it were replicated
+                    want = REPLICATE
+                    against += 1
                 received = _received(have, want, n, spec.local_bytes)
                 if received:
                     seconds += self.cost_model.seconds(spec.mesh, (axis,), received)
             if isinstance(want, Replicate | Partial):
                 left += spec.local_bytes
-                partial += have is not want and isinstance(want, Partial)
-        return seconds, left, partial
+                against += have is not want and isinstance(want, Partial)
+        return seconds, left, against
 
 
 def _clashing(rows: Sequence[Row]) -> int | None:
@@ -178,6 +184,11 @@ def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> b
     return all(row.inputs[i] is given[i] for i in pinned) and all(
         out is given[i] for out, i in zip(row.outputs, pinned, strict=False)
     )
+
+
+def _leaves_empty(placement: Placement, spec: DTensorSpec, n: int) -> bool:
+    """Whether a dim is too short for each of the ranks of an axis to get a part of it."""
+    return isinstance(placement, Shard | StridedShard) and spec.shape[placement.dim] < n
 
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
