@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.api import distribute_tensor, empty, full, ones, zeros
+from shardwise.api import distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
@@ -22,10 +22,12 @@ from shardwise.extend import check_rule, local_map, register_sharding
 from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import init_device_mesh, virtual
+from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.interop import from_torch, to_torch
 from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
+from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.tensor import DTensor, cache_info
 
 __version__ = "0.1.0"
@@ -45,9 +47,11 @@ __all__ = [
     "MemoryBoundError",
     "MeshError",
     "NotationError",
+    "OffsetBasedRNGTracker",
     "Partial",
     "Placement",
     "PlainTensorError",
+    "RNGTracker",
     "RankTensor",
     "Replicate",
     "ReplicationWarning",
@@ -72,11 +76,17 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "local_map",
+    "manual_seed",
     "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
     "register_sharding",
     "set_cost_model",
     "strict",
     "to_torch",
+    "use_rng",
     "virtual",
     "zeros",
 ]

@@ -1,11 +1,8 @@
-"""What users call: distribute_tensor and the factories.
-
-Each rank makes or receives its own block only.
-"""
+"""distribute_tensor: a whole tensor laid out over a mesh. Each rank receives its own block only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from shardwise.fabric.routes import bound_route
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import DTensor, _make
 
-__all__ = ["distribute_tensor", "empty", "full", "ones", "zeros"]
+__all__ = ["cut_block", "distribute_tensor", "mesh_or_error"]
 
 Coordinate = tuple[int, ...]
 
@@ -50,7 +47,7 @@ def distribute_tensor(
         >>> [t.tolist() for t in x.to_local().tensors]
         [[0, 1, 2], [3, 4, 5], [6]]
     """
-    mesh = _mesh_or_default(device_mesh)
+    mesh = mesh_or_error(device_mesh)
     if isinstance(tensor, DTensor):
         if tensor.device_mesh is not mesh:
             raise MeshError(f"the tensor is a DTensor on {tensor.device_mesh} already", hint="use redistribute(...)")
@@ -85,124 +82,8 @@ def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -
     return tensor.clone()
 
 
-def _mesh_or_default(device_mesh: Any) -> DeviceMesh:
+def mesh_or_error(device_mesh: Any) -> DeviceMesh:
+    """The mesh that was given; there is no default one."""
     if device_mesh is not None:
         return as_mesh(device_mesh)
     raise MeshError("no mesh was given", hint='make one: mesh = shardwise.init_device_mesh("cpu", (4,))')
-
-
-# ---------------------------------------------------------------- factories
-
-
-def _factory(
-    fill: Callable[[Coordinate, tuple[int, ...], torch.device | None], torch.Tensor],
-    size: Sequence[Any],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    device_mesh: Any,
-    placements: Sequence[Any] | None,
-    shard_order: Sequence[Any] | None,
-) -> DTensor:
-    if len(size) == 1 and isinstance(size[0], Sequence):
-        size = size[0]
-    mesh = _mesh_or_default(device_mesh)
-    placements = (Replicate(),) * mesh.ndim if placements is None else placements
-    spec = DTensorSpec(mesh, placements, TensorMeta(size, dtype=dtype), shard_order)
-    whole = spec.reduced()
-    device = torch.device("meta" if mesh.fabric == "dry" else mesh.device_type)
-    local = fabric_of(mesh).build(mesh, lambda c: fill(c, whole.local_shape(c), device))
-    if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank
-        local = bound_route(whole, spec).run(local)
-    made = _make(local, spec)
-    if requires_grad:
-        made.requires_grad_()
-    return made
-
-
-def zeros(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device_mesh: Any = None,
-    placements: Sequence[Any] | None = None,
-    shard_order: Sequence[Any] | None = None,
-) -> DTensor:
-    """A DTensor of zeros; each rank makes its block only.
-
-    Example:
-        >>> import shardwise as sw
-        >>> zeros(4, 2, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).spec
-        f32[4,2] S0
-    """
-    return full(
-        size, 0, dtype=dtype or torch.get_default_dtype(), requires_grad=requires_grad, device_mesh=device_mesh,
-        placements=placements, shard_order=shard_order,
-    )  # fmt: skip
-
-
-def ones(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device_mesh: Any = None,
-    placements: Sequence[Any] | None = None,
-    shard_order: Sequence[Any] | None = None,
-) -> DTensor:
-    """A DTensor of ones; each rank makes its block only.
-
-    Example:
-        >>> import shardwise as sw
-        >>> ones(3, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Partial()]).full_tensor()
-        tensor([1., 1., 1.])
-    """
-    return full(
-        size, 1, dtype=dtype or torch.get_default_dtype(), requires_grad=requires_grad, device_mesh=device_mesh,
-        placements=placements, shard_order=shard_order,
-    )  # fmt: skip
-
-
-def full(
-    size: Sequence[Any],
-    fill_value: complex,
-    *,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device_mesh: Any = None,
-    placements: Sequence[Any] | None = None,
-    shard_order: Sequence[Any] | None = None,
-) -> DTensor:
-    """A DTensor filled with a value; each rank makes its block only.
-
-    Example:
-        >>> import shardwise as sw
-        >>> full((2, 2), 7, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(1)]).full_tensor()
-        tensor([[7, 7],
-                [7, 7]])
-    """
-    kind = dtype or torch.full((), fill_value, device="meta").dtype
-    return _factory(
-        lambda coordinate, shape, device: torch.full(shape, fill_value, dtype=kind, device=device),
-        size, kind, requires_grad, device_mesh, placements, shard_order,
-    )  # fmt: skip
-
-
-def empty(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device_mesh: Any = None,
-    placements: Sequence[Any] | None = None,
-    shard_order: Sequence[Any] | None = None,
-) -> DTensor:
-    """A DTensor with nothing written to it; each rank makes its block only.
-
-    Example:
-        >>> import shardwise as sw
-        >>> empty(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).shape
-        torch.Size([4])
-    """
-    kind = dtype or torch.get_default_dtype()
-    return _factory(
-        lambda coordinate, shape, device: torch.empty(shape, dtype=kind, device=device),
-        size, kind, requires_grad, device_mesh, placements, shard_order,
-    )  # fmt: skip

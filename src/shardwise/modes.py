@@ -35,6 +35,7 @@ class _Modes:
     strict = 0
     implicit_replication = 0
     allowed: tuple[frozenset[str], ...] = ()
+    rng: str = "one_device"
 
 
 _warned: set[tuple[str, str]] = set()
@@ -94,6 +95,17 @@ def implicit_replication() -> Iterator[None]:
 def replicates_implicitly() -> bool:
     """Whether plain tensors are taken as replicated now."""
     return _Modes.implicit_replication > 0 or bool(getattr(_thread, "decomposing", ()))
+
+
+def set_rng(rng: str) -> str:
+    """Which random numbers operators draw from now on; returns what it was before."""
+    before, _Modes.rng = _Modes.rng, rng
+    return before
+
+
+def draws_by_index() -> bool:
+    """Whether random numbers are a function of the global index instead of one device's."""
+    return _Modes.rng == "indexed"
 
 
 _thread = threading.local()

@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("core",),
+    ("rng",),
     ("rules",),
     ("plan",),
     ("fabric",),
@@ -24,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),
+    ("factories",),
     ("extend",),
     ("parallel", "checkpoint", "debug"),
     ("__init__",),

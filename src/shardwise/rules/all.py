@@ -16,6 +16,7 @@ from shardwise.rules import (
     movement,
     normalization,
     pointwise,
+    random,
     reduction,
     view,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "movement",
     "normalization",
     "pointwise",
+    "random",
     "reduction",
     "view",
 ]

@@ -1,0 +1,200 @@
+"""OpDispatcher: one dictionary look-up and the executor made for that signature; a miss decides how the call is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
+from shardwise.dispatch.executors import executor
+from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
+from shardwise.dispatch.key import Key, holds_users_tensor, key_of
+from shardwise.dispatch.metas import ResultMetas
+from shardwise.dispatch.signature import Executor, Signature, Wrapping, routes_between
+from shardwise.dispatch.views import watched
+from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
+from shardwise.errors import MeshError, PlainTensorError, UnsupportedError
+from shardwise.fabric.routes import cached_routes
+from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
+from shardwise.rules.registry import DECOMPOSITIONS, RULES
+from shardwise.schema import OpInfo, Slot, functional_of, op_info, tensor_slots
+
+__all__ = ["CacheInfo", "OpDispatcher"]
+
+MAX_ENTRIES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """How many signatures are kept, how many may be, and how often a new one had to be worked out."""
+
+    entries: int
+    limit: int
+    misses: int
+    routes: int
+
+
+class OpDispatcher:
+    """Carries out operators on a tensor class that has `_local_tensor` and `_spec`.
+
+    Args:
+        tensor_class: the class to unwrap and wrap.
+    """
+
+    def __init__(self, tensor_class: type[torch.Tensor]) -> None:
+        self.wrapping = Wrapping(tensor_class)
+        self.cache: dict[Key, Executor] = {}
+        self.misses = 0
+        self._metas = ResultMetas()
+
+    def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
+        key = key_of(self.wrapping.tensor_class, func, args, kwargs)
+        run = self.cache.get(key)
+        if run is None:
+            run = self.miss(key, func, args, kwargs)
+        return run(args, kwargs)
+
+    def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
+        """Work out the executor of a new signature and keep it."""
+        run = self.resolve(key, func, args, kwargs)
+        self.misses += 1
+        if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
+            for old in list(self.cache)[: MAX_ENTRIES // 4]:
+                self.cache.pop(old, None)
+        self.cache[key] = run
+        return run
+
+    def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
+        """The executor of a call's signature."""
+        info = op_info(func)
+        found = list(tensor_slots(info, args, kwargs))
+        mesh = self._common_mesh(info, [tensor for _, tensor in found])
+        self._check_plain(info, found, key)
+        _check_device(info, kwargs, mesh)
+        specs = tuple(self.wrapping.spec_of(tensor, mesh) for _, tensor in found)
+        signature = Signature(info, tuple(slot for slot, _ in found), specs, self.wrapping)
+        if signature.draws:
+            agree_once(mesh)
+        if info.writes:
+            into_plain = any(
+                slot.name in info.writes and not isinstance(t, self.wrapping.tensor_class) for slot, t in found
+            )
+            return self._resolve_write(signature, key, args, kwargs, into_plain)
+        return self._resolve_new(signature, key, args, kwargs)
+
+    def _resolve_new(
+        self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executor:
+        """An operator that gives new tensors or views."""
+        info = signature.info
+        metas = self._metas.find(signature, key, args, kwargs)
+        sharding = _sharding(signature, metas, args, kwargs)
+        compute = DECOMPOSITIONS.get(info.op)
+        draws = signature.draws and sharding is None and metas is not None and not info.op._can_decompose()
+        if draws and compute is None:
+            return drawing(signature, metas)
+        if sharding is not None and (compute is None or not _communicates(signature.specs, sharding.inputs)):
+            return executor(signature, sharding)
+
+        def directly() -> Executor:
+            if sharding is not None:
+                return executor(signature, sharding)
+            return drawing(signature, metas) if draws else on_whole_tensors(signature, metas)
+
+        compute = compute or torch_decomposition(info.op)
+        run = directly() if compute is None else decomposed(signature, compute, directly)
+        return watched(self.wrapping, info, run)
+
+    def _resolve_write(
+        self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], into_plain: bool
+    ) -> Executor:
+        """An operator that writes to some of its arguments."""
+        info = signature.info
+        if fills(info.op) and not into_plain:
+            return watched(self.wrapping, info, filling(signature))
+        functional = functional_of(info.op) if None not in info.returned else None
+        compute = DECOMPOSITIONS.get(info.op)
+        if functional is not None:
+            if info.outs or (into_plain and compute is None):
+                return watched(self.wrapping, info, through_functional(signature, functional))
+            if torch.Tag.inplace_view in info.op.tags:
+                return watched(self.wrapping, info, reshaping_in_place(signature, functional))
+        metas = self._metas.find(signature, key, args, kwargs)
+        sharding = _sharding(signature, metas, args, kwargs)
+        if compute is not None and (sharding is None or _communicates(signature.specs, sharding.inputs)):
+
+            def directly() -> Executor:
+                return through_copies(signature) if sharding is None else executor(signature, sharding)
+
+            return watched(self.wrapping, info, decomposed(signature, compute, directly))
+        if sharding is not None:
+            return executor(signature, sharding)
+        run = through_copies(signature) if functional is None else through_functional(signature, functional)
+        return watched(self.wrapping, info, run)
+
+    def _common_mesh(self, info: OpInfo, tensors: Sequence[Any]) -> DeviceMesh:
+        meshes = {tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, self.wrapping.tensor_class)}
+        if len(meshes) != 1:
+            raise MeshError(
+                f"{info.op}: the operands lie on different meshes: {', '.join(map(str, meshes))}",
+                hint="bring them to one mesh first, with redistribute(mesh, placements)",
+            )
+        return next(iter(meshes))
+
+    def _check_plain(self, info: OpInfo, found: Sequence[tuple[Slot, Any]], key: Key) -> None:
+        """Refuse a plain tensor among DTensors that only the user could place."""
+        if not holds_users_tensor(key):
+            return
+        for slot, tensor in found:
+            if not isinstance(tensor, self.wrapping.tensor_class) and tensor.numel() != 1:
+                raise PlainTensorError(
+                    f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among "
+                    "DTensors, and only you know how it is meant to lie on the mesh",
+                    hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
+                    "DTensor.from_local(tensor, mesh, placements) if each rank holds a part",
+                )
+
+    def forget(self) -> None:
+        """Drop every executor and what was read from schemas and rules."""
+        self.cache.clear()
+        op_info.cache_clear()
+
+    def info(self) -> CacheInfo:
+        """How full the cache is."""
+        return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
+
+
+def _check_device(info: OpInfo, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """A DTensor lies on the devices of its mesh, and its results do."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type not in (mesh.device_type, "meta"):
+        raise UnsupportedError(
+            f"{info.op} was asked for the device {device}, but the operands lie on {mesh}",
+            hint="a DTensor stays on the devices of its mesh; take full_tensor() or to_local() elsewhere",
+        )
+
+
+def _sharding(
+    signature: Signature, metas: tuple[TensorMeta, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> OutputSharding | None:
+    """Where everything lies, if a rule speaks for the call."""
+    op = signature.info.op
+    # of random operators only a rule of their own may speak, where nothing is drawn; torch's tags do not
+    if metas is None or (signature.draws and op not in RULES):
+        return None
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for slot, spec in zip(signature.slots, signature.specs, strict=True):
+        slot.put(new_args, new_kwargs, spec)
+    schema = OpSchema(op, signature.info.bind(tuple(new_args), new_kwargs), signature.specs)
+    return ShardingPropagator().propagate(schema, metas, signature.pinned)
+
+
+def _communicates(have: tuple[DTensorSpec, ...], want: tuple[DTensorSpec, ...]) -> bool:
+    return any(route is not None and route.communicates for route in routes_between(have, want))

@@ -1,0 +1,291 @@
+"""Random operators: every rank gets its own part of the numbers that one device would have drawn.
+
+Which generator gives them is told in `shardwise.rng`. Operators that draw by the values of their operands in a way that
+no part can repeat are run on whole tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise import modes
+from shardwise.core.layout import Block, Run
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.dispatch.signature import Executor, Signature, routes_between
+from shardwise.errors import LayoutError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.dry import dry
+from shardwise.fabric.routes import bound_route
+from shardwise.local import coordinates_here
+from shardwise.plan.propagate import meta_tensor, replicated_spec
+from shardwise.rng.blocks import draw_blocks
+from shardwise.rng.draw import Draw
+
+__all__ = ["agree_on_state", "agree_once", "default_generator", "drawing", "fill_parts", "filling", "fills"]
+
+aten = torch.ops.aten
+FROM = getattr(aten.random_, "from")
+# The operators that look at the shape of their operand alone: the in-place one, and the one that gives a new tensor.
+FILLS: dict[OpOverload, OpOverload] = {
+    aten.uniform_.default: aten.uniform.default,
+    aten.normal_.default: aten.normal_functional.default,
+    aten.log_normal_.default: aten.log_normal.default,
+    aten.exponential_.default: aten.exponential.default,
+    aten.cauchy_.default: aten.cauchy.default,
+    aten.geometric_.default: aten.geometric.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.random_.default: aten.random.default,
+    aten.random_.to: aten.random.to,
+    FROM: getattr(aten.random, "from"),
+}
+IN_PLACE = {new: fill for fill, new in FILLS.items()}
+
+
+def _fill_of(op: OpOverload, numbers: Mapping[str, Any]) -> tuple[OpOverload, tuple[Any, ...]] | None:
+    """The in-place fill that an operator amounts to, and its numbers; None for other operators."""
+    fill = op if op in FILLS else IN_PLACE.get(op)
+    if fill is not None:
+        names = [argument.name for argument in fill._schema.arguments[1:] if argument.name != "generator"]
+        return fill, tuple(numbers[name] for name in names)
+    match op._schema.name:
+        case "aten::rand_like":
+            return aten.uniform_.default, (0.0, 1.0)
+        case "aten::randn_like":
+            return aten.normal_.default, (0.0, 1.0)
+        case "aten::randint_like":
+            return FROM, (numbers.get("low", 0), numbers["high"])
+    return None
+
+
+def fills(op: OpOverload) -> bool:
+    """Whether an operator fills a tensor with random numbers, looking at nothing but its shape."""
+    if op._schema.name == "aten::randint_like":
+        return "Tensor" not in op._overloadname
+    return op in FILLS or op in IN_PLACE or op._schema.name in ("aten::rand_like", "aten::randn_like")
+
+
+# ---------------------------------------------------------------- each rank's part
+
+
+class _Parts:
+    """Which blocks the ranks here hold of a tensor, with the dims in the order of memory, as torch draws them."""
+
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.spec = spec
+        stride = spec.tensor_meta.stride
+        self.order = sorted(range(spec.ndim), key=lambda dim: (-stride[dim], dim))
+        self.back = [self.order.index(dim) for dim in range(spec.ndim)]
+        self.contiguous = meta_tensor(spec.tensor_meta).is_contiguous()
+        self.of_rank = {c: self._in_memory_order(spec.block(c)) for c in coordinates_here(spec.mesh)}
+        self.blocks = list(dict.fromkeys(self.of_rank.values()))
+
+    def _in_memory_order(self, block: Block) -> Block:
+        shape, offset, runs = (tuple(field[dim] for dim in self.order) for field in block)
+        return Block(shape, offset, runs)  # pyright: ignore[reportArgumentType]
+
+    def draw(self, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None) -> torch.Tensor:
+        """The local of a tensor that `op` fills."""
+        spec, mesh = self.spec, self.spec.mesh
+        if mesh.fabric == dry.name:
+            return fabric_of(mesh).build(
+                mesh, lambda c: torch.empty(spec.local_shape(c), dtype=spec.tensor_meta.dtype, device="meta")
+            )
+        shape = tuple(spec.shape[dim] for dim in self.order)
+        wanted = Draw(op, numbers, shape, spec.tensor_meta.dtype, _device(mesh), self.contiguous)
+        drawn = dict(zip(self.blocks, _drawn(wanted, self.blocks, generator), strict=True))
+        used: set[int] = set()
+
+        def part(coordinate: tuple[int, ...]) -> torch.Tensor:
+            found = drawn[self.of_rank[coordinate]]
+            first = id(found) not in used
+            used.add(id(found))
+            return (found if first else found.clone()).permute(self.back)
+
+        return fabric_of(mesh).build(mesh, part)
+
+
+def _drawn(wanted: Draw, blocks: list[Block], generator: torch.Generator | None) -> list[torch.Tensor]:
+    """The blocks; of complex numbers, by their real and imaginary parts, as torch does."""
+    if not wanted.dtype.is_complex:
+        return draw_blocks(wanted, blocks, generator, modes.draws_by_index())
+    both = (Run(0, 2),)
+    pairs = [Block((*b.shape, 2), (*b.offset, 0), (*b.runs, both)) for b in blocks]
+    numbers = wanted.numbers
+    if wanted.op is aten.normal_.default:  # the variance is that of both parts together
+        numbers = (numbers[0], numbers[1] / math.sqrt(2))
+    real = wanted._replace(numbers=numbers, shape=(*wanted.shape, 2), dtype=wanted.dtype.to_real())
+    return [torch.view_as_complex(part) for part in draw_blocks(real, pairs, generator, modes.draws_by_index())]
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts_of(spec: DTensorSpec) -> _Parts:
+    agree_once(spec.mesh)
+    return _Parts(spec)
+
+
+def fill_parts(
+    spec: DTensorSpec, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
+) -> torch.Tensor:
+    """The local of a new tensor of this spec that the in-place operator `op` has filled."""
+    return _parts_of(spec).draw(op, numbers, generator)
+
+
+_agreed: set[DeviceMesh] = set()
+
+
+def agree_once(mesh: DeviceMesh) -> None:
+    """At the first draw on a mesh; later states follow from it."""
+    if mesh not in _agreed:
+        _agreed.add(mesh)
+        agree_on_state(mesh)
+
+
+def agree_on_state(mesh: DeviceMesh) -> None:
+    """Ranks whose generators differ take the state of the first, with a word: replicas would differ otherwise."""
+    if not coordinates_here(mesh) or mesh.fabric != "c10d":
+        return
+    generator, nothing = default_generator(mesh), torch.empty(0)
+    state = generator.get_state().numpy().tobytes()
+    if len(set(fabric_of(mesh).agree(mesh, hashlib.sha1(state).hexdigest(), nothing))) > 1:
+        first = fabric_of(mesh).agree(mesh, state, nothing)[0]
+        generator.set_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+        warnings.warn(
+            f"the ranks of {mesh} came with different random states: all go on with that of the first. "
+            "Call shardwise.manual_seed(seed) with one seed on every rank",
+            stacklevel=2,
+        )
+
+
+def default_generator(mesh: DeviceMesh) -> torch.Generator:
+    """The generator that random numbers on a mesh come from where none is given."""
+    if mesh.device_type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator
+
+
+# ---------------------------------------------------------------- executors
+
+
+def filling(signature: Signature) -> Executor:
+    """An in-place fill."""
+    info, spec = signature.info, signature.specs[0]
+    if spec.partial_axes:
+        raise LayoutError(
+            f"{info.op} cannot draw into {spec}: random numbers do not add up to random numbers",
+            hint="redistribute it to Replicate() or Shard() first",
+        )
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        bound = info.bind(args, kwargs)
+        op, numbers = _fill_of(info.op, bound)  # pyright: ignore[reportGeneralTypeIssues]
+        args[0]._local_tensor.copy_(fill_parts(spec, op, numbers, bound.get("generator")))
+        return args[0]
+
+    return run
+
+
+def drawing(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
+    """A random operator that gives new tensors."""
+    info = signature.info
+    if fills(info.op):
+        return _filling_new(signature, metas[0])
+    if info.op is aten.native_dropout.default:
+        return _dropout(signature)
+    return _on_whole(signature, metas)
+
+
+def _filling_new(signature: Signature, meta: TensorMeta) -> Executor:
+    info = signature.info
+    if signature.specs[0].partial_axes and info.op in IN_PLACE:
+        return filling(signature)  # says why not
+    spec = signature.specs[0].reduced().with_meta(meta)
+    wrap = signature.wrapping.wrapper(spec)
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        bound = info.bind(args, kwargs)
+        op, numbers = _fill_of(info.op, bound)  # pyright: ignore[reportGeneralTypeIssues]
+        return wrap(fill_parts(spec, op, numbers, bound.get("generator")))
+
+    return run
+
+
+def _dropout(signature: Signature) -> Executor:
+    """`native_dropout`: the mask is drawn, and what it does to a sum it may do to its summands."""
+    info, spec, mesh, wrapping = signature.info, signature.specs[0], signature.mesh, signature.wrapping
+    linear = all(p.reduce_op in ("sum", "avg") for p in spec.placements if isinstance(p, Partial))
+    operand = spec if linear else spec.reduced()
+    (route,) = routes_between((spec,), (operand,))
+    mask_spec = operand.reduced().with_dtype(torch.bool)
+    wrap, wrap_mask = wrapping.wrapper(operand), wrapping.wrapper(mask_spec)
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        bound = info.bind(args, kwargs)
+        p, train = bound["p"], bound["train"]
+        local = args[0]._local_tensor if route is None else route.run(args[0]._local_tensor)
+        if train is False:
+            return wrap(local.clone()), wrap_mask(torch.ones_like(local, dtype=torch.bool))
+        mask = fill_parts(mask_spec, aten.bernoulli_.float, (1 - p,), None)
+        scale = 0.0 if p == 1 else 1 / (1 - p)
+        kept = fabric_of(mesh).map(mesh, lambda c, x, keep: x * (keep.to(x.dtype) * scale), local, mask)
+        return wrap(kept), wrap_mask(mask)
+
+    return run
+
+
+def _on_whole(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
+    """Draws by the values of whole operands, as one device would; every rank keeps its part."""
+    info, slots, specs, mesh, wrapping = (
+        signature.info, signature.slots, signature.specs, signature.mesh, signature.wrapping,
+    )  # fmt: skip
+    routes = routes_between(specs, signature.with_whole_operands())
+    moving = [route.route for route in routes if route is not None and route.communicates]
+    keeps = list(_ways_back(specs[0], [replicated_spec(mesh, meta) for meta in metas]))
+    wraps = [wrapping.wrapper(spec) for spec, _ in keeps]
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if moving:
+            modes.check_strict(info.op, moving)
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, route in zip(slots, routes, strict=True):
+            local = wrapping.local_of(slot.get(args, kwargs), mesh)
+            whole = fabric_of(mesh).parts(mesh, local if route is None else route.run(local))[0][1]
+            slot.put(new_args, new_kwargs, whole)
+        results = info.op(*new_args, **new_kwargs)
+        tools = iter(zip(keeps, wraps, strict=True))
+
+        def mine(result: Any) -> Any:
+            if not isinstance(result, torch.Tensor):
+                return result
+            (_, keep), wrap = next(tools)
+            local = fabric_of(mesh).build(mesh, lambda coordinate: result.clone())
+            return wrap(local if keep is None else keep.run(local))
+
+        return tuple(map(mine, results)) if isinstance(results, tuple) else mine(results)
+
+    return run
+
+
+def _ways_back(operand: DTensorSpec, wholes: list[DTensorSpec]) -> Iterator[tuple[DTensorSpec, Any]]:
+    """For each result of an operator on wholes how it comes to lie: as the operand does, if it has the same shape."""
+    for whole in wholes:
+        if whole.shape == operand.shape and not operand.partial_axes and not operand.is_replicated:
+            target = operand.with_meta(whole.tensor_meta)
+            yield target, bound_route(whole, target)
+        else:
+            yield whole, None

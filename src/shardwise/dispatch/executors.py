@@ -1,0 +1,249 @@
+"""Executors: the function made for exactly one signature, which runs the operator on locals and wraps.
+
+Which layouts it runs on has been decided; here nothing is chosen any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise import modes
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
+from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
+from shardwise.fabric.dry import dry
+from shardwise.fabric.routes import BoundRoute
+from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates
+from shardwise.plan.propagate import OutputSharding
+from shardwise.schema import OpInfo
+
+__all__ = ["executor", "general_executor", "with_written"]
+
+Coordinate = tuple[int, ...]
+Patches = Mapping[Coordinate, Mapping[str, Any]]
+
+
+def executor(signature: Signature, sharding: OutputSharding) -> Executor:
+    """What runs a call as its rule has laid it out."""
+    info, specs = signature.info, signature.specs
+    routes = routes_between(specs, sharding.inputs)
+    patches = _patches(sharding, signature.mesh)
+    local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
+    if any_complex(specs, sharding.outputs):
+        local_op = seeing_conjugates(local_op or info.op)
+    # zeros on the ranks that hold nothing of a slice are no part of its base
+    copies = info.is_view and (
+        any(routes)
+        or info.op in COPYING_VIEWS
+        or any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
+    )
+    if not any(routes) and not copies and info.returns == ("Tensor",):
+        simple = _simple_executor(signature, sharding.outputs[0], patches, local_op)
+        if simple is not None:
+            return simple
+    run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
+    return watched(signature.wrapping, info, run)
+
+
+def _patches(sharding: OutputSharding, mesh: DeviceMesh) -> Patches | None:
+    """For each rank here the arguments that the rule replaces."""
+    localize = sharding.rule.localize
+    if localize is None:
+        return None
+    return {
+        coordinate: localize(sharding.call, sharding.inputs, sharding.outputs, coordinate)
+        for coordinate in coordinates_here(mesh)
+    }
+
+
+# ---------------------------------------------------------------- one or two operands, nothing to move, one result
+
+
+def _simple_executor(
+    signature: Signature, spec: DTensorSpec, patches: Patches | None, local_op: Callable[..., Any] | None
+) -> Executor | None:
+    """A short function for a short call: the operands stand in front. None where the call is not that short."""
+    info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
+    front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
+    here = coordinates_here(mesh)
+    if not front or len(slots) > 2 or not here or mesh.fabric == dry.name:
+        return None
+    if signature.pinned not in ((), (0,)) or info.outs:
+        return None
+    op, wrap, lockstep = local_op or info.op, wrapping.wrapper(spec), mesh.fabric == virtual.name
+    if patches is not None:
+        return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
+    if signature.pinned:
+        return _writing(wrapping, info, op)
+    if lockstep:
+        return watched(wrapping, info, _unary_lockstep(op, wrap) if len(slots) == 1 else _binary_lockstep(op, wrap))
+    if len(slots) == 2:
+        return watched(wrapping, info, _binary(op, wrap, wrapping.tensor_class))
+    return _view(info, op, wrap) if info.is_view else _unary(op, wrap)
+
+
+def _unary(op: Callable[..., Any], wrap: Wrap) -> Executor:
+    def unary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return wrap(op(args[0]._local_tensor, *args[1:], **kwargs))
+
+    return unary
+
+
+def _view(info: OpInfo, op: Callable[..., Any], wrap: Wrap) -> Executor:
+    def view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = wrap(op(args[0]._local_tensor, *args[1:], **kwargs))
+        if args[0]._copied_view is not None:
+            mark_views(info, args, kwargs, result)
+        return result
+
+    return view
+
+
+def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: type) -> Executor:
+    def binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        a, b, *rest = args
+        if a.__class__ is tensor_class:
+            a = a._local_tensor
+        if b.__class__ is tensor_class:
+            b = b._local_tensor
+        return wrap(op(a, b, *rest, **kwargs))
+
+    return binary
+
+
+def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any]) -> Executor:
+    tensor_class = wrapping.tensor_class
+
+    def writing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        target = args[0]
+        op(*[a._local_tensor if a.__class__ is tensor_class else a for a in args], **kwargs)
+        if target._copied_view is not None:
+            push_back(wrapping, info, target)
+        return target
+
+    return writing
+
+
+def _unary_lockstep(op: Callable[..., Any], wrap: Wrap) -> Executor:
+    def unary_lockstep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        rest = args[1:]
+        return wrap(RankTensor([op(a, *rest, **kwargs) for a in args[0]._local_tensor.tensors]))
+
+    return unary_lockstep
+
+
+def _binary_lockstep(op: Callable[..., Any], wrap: Wrap) -> Executor:
+    def binary_lockstep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        a, b, *rest = args
+        a, b = getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b)
+        if a.__class__ is RankTensor and b.__class__ is RankTensor:
+            return wrap(RankTensor([op(x, y, *rest, **kwargs) for x, y in zip(a.tensors, b.tensors, strict=True)]))
+        return wrap(op(a, b, *rest, **kwargs))
+
+    return binary_lockstep
+
+
+def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[str, Any]) -> Executor | None:
+    """One operand, and arguments that are replaced on this rank."""
+    places = {info.names.index(name): value for name, value in patch.items() if name in info.names}
+    if len(places) != len(patch) or 0 in places:
+        return None
+    fixed = not any(name in info.unread for name in info.names[1:])  # then every other argument is in the key
+    known: list[list[Any]] = []
+
+    def replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        given, named = list(args[1:]), dict(kwargs)
+        for index, value in places.items():
+            if index <= len(given):
+                given[index - 1] = value
+            else:
+                named[info.names[index]] = value
+        if fixed and not named:
+            known[:] = [given]
+        return given, named
+
+    def patched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if known and not kwargs:
+            result = wrap(op(args[0]._local_tensor, *known[0]))
+        else:
+            given, named = replaced(args, kwargs)
+            result = wrap(op(args[0]._local_tensor, *given, **named))
+        if info.is_view and args[0]._copied_view is not None:
+            mark_views(info, args, kwargs, result)
+        return result
+
+    return patched
+
+
+# ---------------------------------------------------------------- all others
+
+
+def general_executor(
+    signature: Signature,
+    routes: tuple[BoundRoute | None, ...],
+    outputs: tuple[DTensorSpec, ...] | None,
+    *,
+    patches: Patches | None = None,
+    local_op: Callable[..., Any] | None = None,
+    copies: bool = False,
+    draws: bool = False,
+) -> Executor:
+    """Move the operands, run on locals, wrap; `outputs` is None where only the results tell their shapes."""
+    info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
+    op, writes = info.op, bool(signature.pinned)
+    run_local = local_runner(info, slots, patches, mesh, draws)
+    wraps = None if outputs is None else [wrapping.wrapper(spec) for spec in outputs]
+    moving = [route.route for route in routes if route is not None and route.communicates]
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if moving:
+            modes.check_strict(op, moving)
+        locals_ = []
+        for slot, route in zip(slots, routes, strict=True):
+            local = wrapping.local_of(slot.get(args, kwargs), mesh)
+            locals_.append(local if route is None else route.run(local))
+        results = run_local(local_op or op, args, kwargs, locals_)
+        if writes:
+            return with_written(wrapping, info, args, kwargs, results, wraps, mesh)
+        if wraps is None:
+            return wrapping.wrap_replicated(info, results, mesh)
+        if results is None:
+            return None
+        if isinstance(results, tuple | list):
+            fresh = iter(wraps)
+            wrapped = like(results, (next(fresh)(r) if isinstance(r, torch.Tensor) else r for r in results))
+        else:
+            wrapped = wraps[0](results)
+        if copies:
+            mark_views(info, args, kwargs, wrapped)
+        return wrapped
+
+    return run
+
+
+def with_written(
+    wrapping: Wrapping,
+    info: OpInfo,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    results: Any,
+    wraps: Sequence[Wrap] | None,
+    mesh: DeviceMesh,
+) -> Any:
+    """The results of an operator that writes: the very arguments that it wrote to, and the new ones wrapped."""
+    bound = info.bind(args, kwargs)
+    items = results if len(info.returns) > 1 else (results,)
+    fresh = iter(wraps or ())
+
+    def new(item: Any) -> Any:
+        return next(fresh)(item) if wraps else wrapping.wrap_replicated(info, item, mesh)
+
+    given = tuple(
+        bound[name] if name is not None else new(item) for name, item in zip(info.returned, items, strict=False)
+    )
+    return None if not given else given[0] if len(given) == 1 else given

@@ -1,0 +1,73 @@
+"""Operators whose rule has nothing to say, or would communicate: computed from others, or run on whole tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch._ops import OpOverload
+
+from shardwise import modes
+from shardwise.core.spec import TensorMeta
+from shardwise.dispatch.executors import general_executor
+from shardwise.dispatch.signature import Executor, Signature, routes_between
+from shardwise.dispatch.views import COPYING_VIEWS, mark_views
+from shardwise.local import any_complex, seeing_conjugates
+from shardwise.plan.propagate import replicated_spec
+from shardwise.schema import OpInfo
+
+__all__ = ["decomposed", "on_whole_tensors", "torch_decomposition"]
+
+
+@functools.cache
+def torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """What torch itself offers for an operator without a rule."""
+    if op._can_decompose():
+        return op.decompose
+    if OpInfo.of(op).is_view:  # these go by storage offsets, which a wrapper has none of
+        return None
+    import torch._decomp  # half a second, needed by few programs
+
+    return torch._decomp.decomposition_table.get(op)
+
+
+def decomposed(signature: Signature, compute: Callable[..., Any], directly: Callable[[], Executor]) -> Executor:
+    """Computed from other operators; plain tensors that come out were made on the way, alike on every rank.
+
+    A decomposition that comes back to its own operator gets it `directly`, and so does one that is not implemented.
+    """
+    info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if modes.is_decomposing(info.op):
+            return directly()(args, kwargs)
+        with modes.decomposing(info.op):
+            results = wrapping.wrap_plain(compute(*args, **kwargs), mesh)
+        if results is NotImplemented:
+            return directly()(args, kwargs)
+        if info.is_view:
+            mark_views(info, args, kwargs, results)
+        return results
+
+    return run
+
+
+def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Executor:
+    """Every operand is made whole and the operator run on every rank, with a word about it."""
+    info, specs, mesh = signature.info, signature.specs, signature.mesh
+    routes = routes_between(specs, signature.with_whole_operands())
+    outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
+    local_op = seeing_conjugates(info.op) if any_complex(specs, outputs or ()) else None
+    copies = info.is_view and (any(routes) or info.op in COPYING_VIEWS)
+    run = general_executor(signature, routes, outputs, local_op=local_op, copies=copies, draws=signature.draws)
+    moving = [route.route for route in routes if route is not None and route.communicates]
+    if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
+        return run
+
+    def run_and_warn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = run(args, kwargs)
+        modes.warn_replicated(info.op, specs, moving)
+        return result
+
+    return run_and_warn

@@ -1,0 +1,95 @@
+"""The signature of a call as a dictionary key: specs of DTensors, and of the other arguments what a rule reads.
+
+Also tells the plain tensors that are the same on every rank from those that only the user could place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, no_type_check
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise import modes
+from shardwise.core.spec import TensorMeta
+from shardwise.schema import op_info
+
+__all__ = ["Key", "holds_users_tensor", "key_of"]
+
+Key = tuple[Any, ...]
+PLAIN, USERS = "plain", "a user's plain tensor"  # marks in a key
+
+
+def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
+    """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
+    info = op_info(func)
+    parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
+    names = info.names
+    for i in range(len(args)):  # not enumerate, which would hold the argument too
+        arg = args[i]
+        if arg.__class__ is tensor_class:
+            parts.append(arg._spec)
+        elif isinstance(arg, torch.Tensor):
+            parts.append(_plain_key(arg, _nobody_else_holds(arg, 3)))
+        else:
+            name = names[i]
+            value = info.classes[name](arg) if name in info.classes else arg
+            parts.append(_part(tensor_class, value, name in info.unread))
+    for name in kwargs:
+        parts.append(name)
+        value = info.classes[name](kwargs[name]) if name in info.classes else kwargs[name]
+        parts.append(_part(tensor_class, value, name in info.unread))
+    return tuple(parts)
+
+
+def _part(tensor_class: type, value: Any, unread: bool) -> Any:
+    kind = value.__class__
+    if kind is tensor_class:
+        return value._spec
+    if kind is list or kind is tuple:
+        if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
+            return tuple(value)
+        return tuple(
+            _plain_key(item, _nobody_else_holds(item, 3))
+            if isinstance(item, torch.Tensor) and item.__class__ is not tensor_class
+            else _part(tensor_class, item, unread)
+            for item in value
+        )
+    if isinstance(value, torch.Tensor):
+        return _plain_key(value, False)
+    # 1 == 1.0 == True to a dictionary, but not to an operator
+    return kind if unread else (kind, value)
+
+
+def _plain_key(tensor: torch.Tensor, made_inside: bool) -> Key:
+    """The key of a plain tensor. Small ones, and those that an operator made on its way, are the same on every rank."""
+    same = made_inside or tensor.numel() == 1 or modes.replicates_implicitly() or modes.made_by_torch(tensor)
+    return (PLAIN if same else USERS, TensorMeta.of(tensor))
+
+
+@no_type_check  # a run-time type checker would hold the tensor, too
+def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
+    """Whether a tensor has just come out of a composite operator in C++: then only this call holds its Python object.
+
+    A user's tensor is held by a variable, a container or the interpreter's stack as well. `ours` is how many references
+    the caller has: the argument list, its own variable, this parameter. Three more are the call's own.
+    """
+    if sys.getrefcount(tensor) > ours + 3:
+        return False
+    base = tensor._base
+    return base is None or sys.getrefcount(base) <= 3  # the variable, the argument, and the view itself
+
+
+def holds_users_tensor(key: Key) -> bool:
+    """Whether a call mixes in a plain tensor that only the user could place."""
+    return any(part is USERS for part in _flat(key))
+
+
+def _flat(key: Any) -> Iterator[Any]:
+    for part in key:
+        if part.__class__ is tuple:
+            yield from _flat(part)
+        else:
+            yield part

@@ -1,0 +1,129 @@
+"""What is known of a call apart from its values, and how locals become DTensors again.
+
+The tensor class is known only as what is unwrapped and wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import UnsupportedError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.virtual import RankTensor
+from shardwise.local import like
+from shardwise.plan.propagate import replicated, replicated_spec
+from shardwise.schema import OpInfo, Slot
+
+__all__ = ["Executor", "Signature", "Wrap", "Wrapping", "routes_between", "sparse_result"]
+
+Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+Wrap = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Wrapping:
+    """The way between a tensor class that has `_local_tensor` and `_spec`, and its locals."""
+
+    def __init__(self, tensor_class: type[torch.Tensor]) -> None:
+        self.tensor_class: Any = tensor_class
+
+    def wrapper(self, spec: DTensorSpec) -> Wrap:
+        """The function that makes a DTensor of a local with this spec."""
+        make = torch.Tensor._make_wrapper_subclass
+        tensor_class, shape, stride = self.tensor_class, spec.tensor_meta.shape, spec.tensor_meta.stride
+        dtype, strided = spec.tensor_meta.dtype, torch.strided
+
+        def wrap(local: torch.Tensor) -> torch.Tensor:
+            result = make(tensor_class, shape, stride, None, None, dtype, strided, local.device)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            result._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
+            result._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
+            return result
+
+        return wrap
+
+    def spec_of(self, tensor: Any, mesh: DeviceMesh) -> DTensorSpec:
+        """The spec of an operand; a plain tensor is every rank's."""
+        if isinstance(tensor, self.tensor_class):
+            return tensor._spec
+        return replicated_spec(mesh, TensorMeta.of(tensor))
+
+    def local_of(self, tensor: Any, mesh: DeviceMesh) -> torch.Tensor:
+        """The local of an operand; a plain tensor is every rank's."""
+        if isinstance(tensor, self.tensor_class):
+            return tensor._local_tensor
+        return fabric_of(mesh).build(mesh, lambda coordinate: tensor)
+
+    def whole_local(self, tensor: Any) -> torch.Tensor:
+        """The local of a DTensor made whole on every rank."""
+        spec = tensor._spec
+        whole = replicated(spec)
+        return tensor._local_tensor if whole is spec else bound_route(spec, whole).run(tensor._local_tensor)
+
+    def wrap_plain(self, results: Any, mesh: DeviceMesh) -> Any:
+        """Results of a decomposition, of which the plain ones were made on the way, alike on every rank."""
+        if isinstance(results, tuple | list):
+            return like(results, (self.wrap_plain(result, mesh) for result in results))
+        if isinstance(results, torch.Tensor) and not isinstance(results, self.tensor_class):
+            local = fabric_of(mesh).build(mesh, lambda coordinate: results.clone())
+            return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(local)
+        return results
+
+    def wrap_replicated(self, info: OpInfo, results: Any, mesh: DeviceMesh) -> Any:
+        """Results of an operator that ran on whole tensors everywhere, whose shapes are known only now."""
+        if isinstance(results, tuple | list):
+            return like(results, (self.wrap_replicated(info, result, mesh) for result in results))
+        if not isinstance(results, torch.Tensor):
+            return results
+        one = results.tensors[0] if isinstance(results, RankTensor) else results
+        if one.layout is not torch.strided:
+            raise sparse_result(info)
+        return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(results)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """One call apart from its values: the operator, where its tensors stand, how they lie."""
+
+    info: OpInfo
+    slots: tuple[Slot, ...]
+    specs: tuple[DTensorSpec, ...]
+    wrapping: Wrapping
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one mesh of all operands."""
+        return self.specs[0].mesh
+
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        """The operands that are written to: they keep their layout."""
+        writes = self.info.writes
+        return tuple(i for i, slot in enumerate(self.slots) if slot.name in writes) if writes else ()
+
+    @property
+    def draws(self) -> bool:
+        """Whether torch says that the operator draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.info.op.tags
+
+    def with_whole_operands(self) -> tuple[DTensorSpec, ...]:
+        """The operands' specs, were they all made whole."""
+        return tuple(map(replicated, self.specs))
+
+
+def routes_between(have: tuple[DTensorSpec, ...], want: tuple[DTensorSpec, ...]) -> tuple[BoundRoute | None, ...]:
+    """For each operand the route that it must take, None where it stays."""
+    return tuple(None if a is b else bound_route(a, b) for a, b in zip(have, want, strict=True))
+
+
+def sparse_result(info: OpInfo) -> UnsupportedError:
+    """The word about a result that no DTensor can be."""
+    return UnsupportedError(
+        f"{info.op} gives a sparse tensor, and a DTensor is dense",
+        hint="use to_local() or full_tensor() and make that sparse",
+    )

@@ -1,0 +1,120 @@
+"""Views that share no memory with their base, because something had to be moved; and how a write to one gets there.
+
+A copied view remembers how it came about. A write to it is repeated on the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.dispatch.signature import Executor, Wrapping
+from shardwise.errors import LayoutError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.routes import bound_route
+from shardwise.plan.propagate import replicated
+from shardwise.schema import OpInfo
+
+__all__ = ["COPYING_VIEWS", "PHYSICAL", "CopiedView", "mark_views", "push_back", "watched", "write"]
+
+# Inside __torch_dispatch__ torch does not see the conjugate and negative bits of a tensor: locals never carry them.
+PHYSICAL = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+# Views whose local is made anew even where nothing is moved.
+COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedView:
+    """How a view came about that shares no memory with its base: the operator, its arguments, which of its results."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    item: int | None
+
+
+def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
+    """Mark views that had to be copied, so that a write to them is not lost."""
+    if isinstance(views, tuple | list):
+        for item, view in enumerate(views):
+            view._copied_view = CopiedView(info.op, args, kwargs, item)
+    else:
+        views._copied_view = CopiedView(info.op, args, kwargs, None)
+
+
+def watched(wrapping: Wrapping, info: OpInfo, run: Executor) -> Executor:
+    """`run`, with views of copied views marked, and writes to such carried over to their bases."""
+    return _views_marked(run, info) if info.is_view else _pushed_back(wrapping, run, info) if info.writes else run
+
+
+def _views_marked(run: Executor, info: OpInfo) -> Executor:
+    """A view of a copied view is one too."""
+
+    def run_and_mark(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        views = run(args, kwargs)
+        if args and args[0]._copied_view is not None:
+            mark_views(info, args, kwargs, views)
+        return views
+
+    return run_and_mark
+
+
+def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
+    """A write to a view that had to be copied is carried over to the tensor it is a view of."""
+
+    def run_and_push(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = run(args, kwargs)
+        for name in info.writes:
+            index = info.names.index(name)
+            written = args[index] if index < len(args) else kwargs.get(name)
+            for tensor in written if isinstance(written, list | tuple) else (written,):
+                if getattr(tensor, "_copied_view", None) is not None:
+                    push_back(wrapping, info, tensor)
+        return result
+
+    return run_and_push
+
+
+def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
+    """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
+    made: CopiedView | None = view._copied_view
+    while made is not None:
+        base = made.args[0]
+        copy = wrapping.whole_local(base)
+        if copy is base._local_tensor:
+            copy = copy.clone()
+        if made.op in PHYSICAL:
+            copy.copy_(PHYSICAL[made.op](wrapping.whole_local(view)))
+        else:
+            again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
+            (again if made.item is None else again[made.item]).copy_(wrapping.whole_local(view))
+        write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
+        view, made = base, base._copied_view
+
+
+def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
+    """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it."""
+    if not isinstance(target, wrapping.tensor_class):
+        target.copy_(fabric_of(value._spec.mesh).parts(value._spec.mesh, wrapping.whole_local(value))[0][1])
+        return
+    have, want = value._spec, target._spec
+    if have.shape != want.shape:
+        raise LayoutError(
+            f"{info.op} gives {have.tensor_meta}, which cannot be written into {want}",
+            hint="give it a tensor of the result's shape",
+        )
+    local = value._local_tensor
+    goal = want.with_meta(have.tensor_meta)
+    if goal is not have:
+        if goal.partial_axes:  # through the whole: nothing but R becomes Partial
+            local = bound_route(have, replicated(have)).run(local)
+            have = replicated(have)
+        local = bound_route(have, goal).run(local)
+    target._local_tensor.copy_(local)

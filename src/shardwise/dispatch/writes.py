@@ -1,0 +1,82 @@
+"""Operators that write to their arguments where no rule lets them do it in place: by a new tensor, or by copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardwise.dispatch.executors import general_executor, with_written
+from shardwise.dispatch.signature import Executor, Signature
+from shardwise.dispatch.views import write
+from shardwise.fabric.routes import bound_route
+from shardwise.local import any_complex, seeing_conjugates
+
+__all__ = ["reshaping_in_place", "through_copies", "through_functional"]
+
+
+def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor:
+    """`t_`, `squeeze_`, ...: the tensor itself becomes the view."""
+    wrapper, op = signature.wrapping.wrapper, signature.info.op
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # a stand-in for what the tensor was: it may itself be a view that was copied
+        before = wrapper(args[0]._spec)(args[0]._local_tensor)
+        before._copied_view = args[0]._copied_view  # pyright: ignore[reportAttributeAccessIssue]
+        view = functional(before, *args[1:], **kwargs)
+        with torch._C._DisableTorchDispatch():  # the wrapper's own sizes and strides
+            op(*args, **kwargs)
+        args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
+        args[0]._copied_view = view._copied_view
+        return args[0]
+
+    return run
+
+
+def through_copies(signature: Signature) -> Executor:
+    """Write to whole copies on every rank, then bring them back to where the tensors lie."""
+    info, slots, specs, wrapping = signature.info, signature.slots, signature.specs, signature.wrapping
+    mesh, pinned, wholes = signature.mesh, signature.pinned, signature.with_whole_operands()
+    local_op = seeing_conjugates(info.op) if any_complex(specs, ()) else None
+    run = general_executor(signature, (None,) * len(slots), None, local_op=local_op, draws=signature.draws)
+    wraps = [wrapping.wrapper(spec) for spec in wholes]
+
+    def run_on_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        given, copies = [], []
+        for slot, spec, whole, wrap in zip(slots, specs, wholes, wraps, strict=True):
+            tensor = slot.get(args, kwargs)
+            local = wrapping.local_of(tensor, mesh)
+            copy = wrap(local if spec is whole else bound_route(spec, whole).run(local))
+            slot.put(new_args, new_kwargs, copy)
+            given.append(tensor)
+            copies.append(copy)
+        results = run(tuple(new_args), new_kwargs)
+        for i in pinned:
+            if specs[i] is not wholes[i]:
+                write(wrapping, info, given[i], copies[i])
+        back = {id(copy): tensor for copy, tensor in zip(copies, given, strict=True)}
+        if isinstance(results, tuple):
+            return tuple(back.get(id(result), result) for result in results)
+        return back.get(id(results), results)
+
+    return run_on_copies
+
+
+def through_functional(signature: Signature, op: OpOverload) -> Executor:
+    """Compute a new tensor and copy it into the one that is written to, in that one's layout."""
+    info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
+    written = [slot for slot in signature.slots if slot.name in info.writes]
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = [slot.get(args, kwargs) for slot in written]
+        # all by name: the two forms of an operator need not have the same defaults
+        kept = {name: value for name, value in info.bind(args, kwargs).items() if name not in info.outs}
+        results = op(**kept)
+        for target, result in zip(given, results if isinstance(results, tuple) else (results,), strict=True):
+            write(wrapping, info, target, result)
+        return with_written(wrapping, info, args, kwargs, (None,) * len(info.returns), None, mesh)
+
+    return run

@@ -1,0 +1,63 @@
+"""Where the elements of a block stand in the memory of the whole tensor, for any range of them. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.core.layout import Block, Run, dense_strides
+
+__all__ = ["Positions"]
+
+
+class Positions:
+    """The elements of a block, in their order, as runs of equal length in a contiguous tensor of `shape`.
+
+    Example:
+        >>> from shardwise.core.layout import Cut, block_of
+        >>> positions = Positions((4, 6), block_of((4, 6), [(), (Cut(2, 1),)]))  # the right half
+        >>> positions.between(0, 4).tolist(), positions.before(6)
+        ([3, 4, 5, 9], 3)
+    """
+
+    def __init__(self, shape: Sequence[int], block: Block) -> None:
+        strides = dense_strides(shape)
+        self.count = math.prod(block.shape)
+        dim = len(shape)  # from here on the block is whole
+        while dim and block.runs[dim - 1] == (Run(0, shape[dim - 1]),):
+            dim -= 1
+        self.length = math.prod(shape[dim:])
+        first = 0
+        if dim and len(block.runs[dim - 1]) == 1:  # and one run of the dim before
+            dim -= 1
+            first = block.runs[dim][0].start * strides[dim]
+            self.length *= block.shape[dim]
+        starts = torch.tensor([first])
+        for outer in reversed(range(dim)):
+            indices = torch.cat([torch.arange(run.start, run.start + run.length) for run in block.runs[outer]])
+            starts = (indices[:, None] * strides[outer] + starts).reshape(-1)
+        self.starts = starts
+
+    @property
+    def is_run(self) -> bool:
+        """Whether all elements follow each other."""
+        return len(self.starts) == 1
+
+    def before(self, position: int) -> int:
+        """How many elements of the block stand before `position` of the whole."""
+        if not self.count:
+            return 0
+        run = int(torch.searchsorted(self.starts, position)) - 1  # the last that begins before it
+        if run < 0:
+            return 0
+        return run * self.length + min(position - int(self.starts[run]), self.length)
+
+    def between(self, low: int, high: int) -> torch.Tensor:
+        """Where the elements `low` to `high` of the block stand in the whole."""
+        index = torch.arange(low, high)
+        if self.is_run:
+            return index + self.starts
+        run = index // self.length
+        return self.starts[run] + (index - run * self.length)
