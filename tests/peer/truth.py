@@ -29,6 +29,10 @@ def why_wrong(sample: Sample, mesh: Any, layout: Sequence[Sequence[Any]]) -> str
     wanted = sample.wanted
     if wanted is None or wanted.drawn:
         return ""
+    plain = [t.detach().clone() for t in sample.tensors]
+    changed = [i for i, written in enumerate(wanted.changed) if written]
+    if changed:
+        sample.call(plain)
     shares = [_shares(t, mesh.shape, placements) for t, placements in zip(sample.tensors, layout, strict=True)]
     try:
         with LocalTensorMode(mesh.size()):
@@ -38,7 +42,11 @@ def why_wrong(sample: Sample, mesh: Any, layout: Sequence[Sequence[Any]]) -> str
             ]
             result = sample.call(given)
             grads = gradients_of(sample.process(result), given) if wanted.grads is not None else None
-            found = {"result": (result, wanted.result), "gradient": (grads, wanted.grads)}
+            found = {
+                "result": (result, wanted.result),
+                "gradient": (grads, wanted.grads),
+                "argument that is written to": ([given[i] for i in changed], [plain[i] for i in changed]),
+            }
             return next((what for what, (mine, one) in found.items() if not _same(mine, one)), "")
     except Exception as error:
         return f"a rank fails: {error}" if _on_a_rank(error) else ""
@@ -47,7 +55,7 @@ def why_wrong(sample: Sample, mesh: Any, layout: Sequence[Sequence[Any]]) -> str
 def _on_a_rank(error: Exception) -> bool:
     """Whether an operator on a rank's own tensors failed, or ranks went different ways; not the simulation itself."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    return names[-1] in ("_for_each_rank_run_func", "_combine_any_rank_results")
+    return not {"_for_each_rank_run_func", "_combine_any_rank_results"}.isdisjoint(names)
 
 
 def _shares(tensor: torch.Tensor, shape: Sequence[int], placements: Sequence[Any]) -> dict[int, torch.Tensor]:

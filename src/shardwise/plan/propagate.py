@@ -25,6 +25,8 @@ from shardwise.rules.registry import Call, Rule, find_rule
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
 REPLICATE = Replicate()
+# A sum that is scattered, where it could be whole, is gathered later by every other program: that costs as much again.
+GATHERED_AGAIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ class ShardingPropagator:
                     against += 1
                 received = _received(have, want, n, spec.local_bytes)
                 if received:
-                    seconds += self.cost_model.seconds(spec.mesh, (axis,), received)
+                    taken = self.cost_model.seconds(spec.mesh, (axis,), received)
+                    seconds += taken * GATHERED_AGAIN if _scatters(have, want) else taken
             if isinstance(want, Replicate | Partial):
                 left += spec.local_bytes
                 against += have is not want and isinstance(want, Partial)
@@ -184,6 +187,10 @@ def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> b
     return all(row.inputs[i] is given[i] for i in pinned) and all(
         out is given[i] for out, i in zip(row.outputs, pinned, strict=False)
     )
+
+
+def _scatters(have: Placement, want: Placement) -> bool:
+    return isinstance(have, Partial) and isinstance(want, Shard | StridedShard)
 
 
 def _leaves_empty(placement: Placement, spec: DTensorSpec, n: int) -> bool:
