@@ -23,12 +23,11 @@ from unittest import mock
 
 import torch
 import torch.distributed.tensor as theirs
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 import shardwise as ours
 from bench.counting import Calls, Moved, fake_world
-from shardwise.core.spec import DTensorSpec, TensorMeta
-from tests.peer.truth import why_wrong
+from tests.peer.truth import their_placement, why_wrong
 from tests.virtual.conformance import Budget, Hung, Sample, database, samples_of, time_limit
 from tests.virtual.parity import plain_layouts, random_layout
 
@@ -127,17 +126,13 @@ class Library:
         self.module = module
         self.mesh = module.init_device_mesh("cpu", shape)
 
-    def placement(self, placement: Any) -> Any:
-        if isinstance(placement, ours.Shard):
-            return self.module.Shard(placement.dim)
-        return self.module.Partial() if isinstance(placement, ours.Partial) else self.module.Replicate()
-
     def wrap(self, local: torch.Tensor, tensor: torch.Tensor, placements: Sequence[Any]) -> Any:
-        made = self.module.DTensor.from_local(
-            local.detach().clone(), self.mesh, [self.placement(p) for p in placements],
-            run_check=False, shape=tensor.shape, stride=tensor.stride(),
-        )  # fmt: skip
-        return made
+        """What a rank holds of a tensor, as a DTensor."""
+        own = placements if self.module is ours else [their_placement(p) for p in placements]
+        local = local.detach().clone()
+        return self.module.DTensor.from_local(
+            local, self.mesh, own, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
 
     def cost(self, case: Case, locals_: Sequence[torch.Tensor]) -> Cost:
         """Carry a case out and count."""
@@ -242,13 +237,24 @@ class Report:
 
     @property
     def worse(self) -> bool:
-        """Whether ours communicates more, even when what torch has only put off is counted."""
-        return all(more(*self.sums(what)) for what in ("call", "settled"))
+        """Whether ours communicates more, also when what a result has only put off is counted."""
+        return all(worse(*self.sums(what)) for what in ("call", "settled"))
+
+    @property
+    def needless(self) -> list[Compared]:
+        """The cases in which ours issues a collective, and torch none nor owes one."""
+        return [one for one in self.compared if one.ours.forward.collectives and not _issued(one.torch)]
 
 
-def more(mine: Moved, peer: Moved) -> bool:
-    """Whether one is more than the other, in collectives or in bytes."""
-    return mine.collectives > peer.collectives or mine.received > peer.received * (1 + 1e-9)
+def _issued(cost: Cost) -> float:
+    return cost.forward.collectives + cost.owed.collectives
+
+
+def worse(mine: Moved, peer: Moved) -> bool:
+    """Whether one is more than the other in collectives or in bytes, and less in neither."""
+    more = mine.collectives > peer.collectives, mine.received > peer.received * (1 + 1e-9)
+    less = mine.collectives < peer.collectives, mine.received < peer.received * (1 - 1e-9)
+    return any(more) and not any(less)
 
 
 def compare(name: str, limit: int | None, libraries: Libraries) -> Report:
@@ -309,30 +315,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(reports: Sequence[Report], verbose: bool = False) -> str:
-    """Every operator with what it communicates in both, the worst first."""
-    lines = [f"{'operator':50} {'cases':>5} {'collectives':>13} {'bytes':>21}   with what is owed"]
+    """Every operator with what it communicates, ours beside torch's, the worst first."""
+    head = f"{'ours, torch':50} {'cases':>5} {'collectives':>13} {'bytes':>21}   with what results owe"
+    found = sorted((r for r in reports if r.compared), key=_excess, reverse=True)
+    lines = [line for report in found for line in _lines(report, verbose)]
+    return "\n".join([head, *lines, summary(reports)])
 
-    def excess(report: Report) -> tuple[float, float]:
-        a, b = report.sums("settled")
-        c, d = report.sums("call")
-        return (
-            report.worse,
-            max(a.collectives - b.collectives, c.collectives - d.collectives) + (a.received - b.received) / 1e6,
-        )
 
-    for report in sorted(reports, key=excess, reverse=True):
-        if report.compared:
-            (a, b), (c, d) = report.sums("call"), report.sums("settled")
-            mark = "WORSE" if report.worse else ""
-            lines.append(
-                f"{report.op:50} {len(report.compared):5} {a.collectives:6.0f} {b.collectives:6.0f} {a.received:10.0f} "
-                f"{b.received:10.0f}   {c.collectives:6.0f} {d.collectives:6.0f} {c.received:10.0f} {d.received:10.0f} {mark}"
-            )
-            if verbose:
-                for one in sorted(report.compared, key=lambda c: c.excess, reverse=True)[:4]:
-                    if one.excess > NOTHING:
-                        lines.append(f"    {one.case}\n      ours  {_told(one.ours)}\n      torch {_told(one.torch)}")
-    return "\n".join([*lines, summary(reports)])
+def _excess(report: Report) -> tuple[bool, float, float]:
+    mine, peer = report.sums("settled")
+    return report.worse, mine.collectives - peer.collectives, mine.received - peer.received
+
+
+def _lines(report: Report, verbose: bool) -> Iterator[str]:
+    columns = [f"{report.op:50} {len(report.compared):5}"]
+    for mine, peer in (report.sums("call"), report.sums("settled")):
+        columns.append(f"{mine.collectives:6.0f} {peer.collectives:6.0f} {mine.received:10.0f} {peer.received:10.0f}  ")
+    yield " ".join([*columns, "WORSE" if report.worse else "", "needless" if report.needless else ""])
+    cases = [one for one in report.compared if one.excess != NOTHING] if verbose else []
+    for one in sorted(cases, key=lambda one: one.excess, reverse=True)[:4]:
+        yield f"    {one.case}\n      ours  {_told(one.ours)}\n      torch {_told(one.torch)}"
 
 
 def _told(cost: Cost) -> str:
@@ -340,19 +342,27 @@ def _told(cost: Cost) -> str:
     return ", ".join(f"{name} {m.collectives:.0f}/{m.received:.0f}" for name, m in parts) + f" -> {cost.results}"
 
 
+def totals(reports: Sequence[Report], what: str) -> tuple[Moved, Moved]:
+    """Ours and torch's over all operators."""
+    sums = [report.sums(what) for report in reports]
+    return total([mine for mine, _ in sums]), total([peer for _, peer in sums])
+
+
 def summary(reports: Sequence[Report]) -> str:
     """The totals over all operators."""
     counted = [r for r in reports if r.compared]
-    lines = [
-        f"{len(counted)} of {len(reports)} operators in both, {sum(len(r.compared) for r in counted)} cases, "
-        f"{sum(r.worse for r in counted)} operators worse; refused by torch {sum(len(r.errors['torch']) for r in reports)}, "
-        f"by ours {sum(len(r.errors['ours']) for r in reports)}, cheaper but wrong in torch {sum(len(r.wrong) for r in reports)}; {sum(r.seconds for r in reports):.0f} s"
+    refused = {side: sum(len(r.errors[side]) for r in reports) for side in ("ours", "torch")}
+    told = [
+        f"{len(counted)} of {len(reports)} operators, {sum(len(r.compared) for r in counted)} cases in both;",
+        f"{sum(r.worse for r in counted)} operators worse, {sum(len(r.needless) for r in counted)} cases needless;",
+        f"refused by torch {refused['torch']}, by ours {refused['ours']};",
+        f"cheaper but wrong in torch {sum(len(r.wrong) for r in reports)}; {sum(r.seconds for r in reports):.0f} s",
     ]
+    lines = [" ".join(told)]
     for what in ("call", "settled"):
-        a, b = (total(side) for side in zip(*(r.sums(what) for r in counted), strict=True))
-        lines.append(
-            f"{what}: collectives {a.collectives:.0f} / {b.collectives:.0f}, bytes {a.received:.0f} / {b.received:.0f}"
-        )
+        a, b = totals(counted, what)
+        ratios = f"{a.collectives / b.collectives:.3f} and {a.received / b.received:.3f} of torch's"
+        lines.append(f"{what}: {a.collectives:.0f} collectives, {a.received:.0f} bytes: {ratios}")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from shardwise.rules.registry import Call, Rule, find_rule
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
 REPLICATE = Replicate()
-# A sum that is scattered, where it could be whole, is gathered later by every other program: that costs as much again.
+# A sum that is scattered, of a tensor that is not sharded otherwise, is gathered again by every other program.
 GATHERED_AGAIN = 1.5
 
 
@@ -163,7 +163,7 @@ class ShardingPropagator:
                 received = _received(have, want, n, spec.local_bytes)
                 if received:
                     taken = self.cost_model.seconds(spec.mesh, (axis,), received)
-                    seconds += taken * GATHERED_AGAIN if _scatters(have, want) else taken
+                    seconds += taken * GATHERED_AGAIN if _scatters(have, want, spec) else taken
             if isinstance(want, Replicate | Partial):
                 left += spec.local_bytes
                 against += have is not want and isinstance(want, Partial)
@@ -189,8 +189,10 @@ def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> b
     )
 
 
-def _scatters(have: Placement, want: Placement) -> bool:
-    return isinstance(have, Partial) and isinstance(want, Shard | StridedShard)
+def _scatters(have: Placement, want: Placement, spec: DTensorSpec) -> bool:
+    """Whether a sum would be scattered that is on no other axis sharded yet."""
+    shards = Shard | StridedShard
+    return isinstance(have, Partial) and isinstance(want, shards) and not any(spec.dim_axes)
 
 
 def _leaves_empty(placement: Placement, spec: DTensorSpec, n: int) -> bool:
