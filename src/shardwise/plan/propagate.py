@@ -157,7 +157,7 @@ class ShardingPropagator:
         n = specs[0].mesh.shape[axis]
         for spec, have, want in zip(specs, given, row.inputs, strict=True):
             if have is not want:
-                if _leaves_empty(want, spec, n):  # saves nothing: one rank has as much as if it were replicated
+                if _leaves_empty(want, spec, axis):  # saves nothing: one rank has as much as if it were replicated
                     want = REPLICATE
                     against += 1
                 received = _received(have, want, n, spec.local_bytes)
@@ -195,9 +195,12 @@ def _scatters(have: Placement, want: Placement, spec: DTensorSpec) -> bool:
     return isinstance(have, Partial) and isinstance(want, shards) and not any(spec.dim_axes)
 
 
-def _leaves_empty(placement: Placement, spec: DTensorSpec, n: int) -> bool:
-    """Whether a dim is too short for each of the ranks of an axis to get a part of it."""
-    return isinstance(placement, Shard | StridedShard) and spec.shape[placement.dim] < n
+def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
+    """Whether a dim, sharded over an axis too, is too short for each rank to get a part of it."""
+    if not isinstance(placement, Shard | StridedShard):
+        return False
+    axes = {axis, *spec.dim_axes[placement.dim]}
+    return spec.shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
 
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
