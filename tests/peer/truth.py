@@ -27,7 +27,7 @@ def why_wrong(sample: Sample, mesh: Any, layout: Sequence[Sequence[Any]]) -> str
         layout: the placements of each tensor, ours.
     """
     wanted = sample.wanted
-    if wanted is None or wanted.drawn:
+    if wanted is None or wanted.drawn or any(_nested(placements) for placements in layout):
         return ""
     plain = [t.detach().clone() for t in sample.tensors]
     changed = [i for i, written in enumerate(wanted.changed) if written]
@@ -50,6 +50,12 @@ def why_wrong(sample: Sample, mesh: Any, layout: Sequence[Sequence[Any]]) -> str
             return next((what for what, (mine, one) in found.items() if not _same(mine, one)), "")
     except Exception as error:
         return "ranks go different ways" if _diverged(error) else ""
+
+
+def _nested(placements: Sequence[Any]) -> bool:
+    """Whether several axes shard one dim: the simulation then takes one rank's sizes for those of all."""
+    dims = [p.dim for p in placements if isinstance(p, ours.Shard)]
+    return len(dims) > len(set(dims))
 
 
 def _diverged(error: Exception) -> bool:

@@ -212,6 +212,16 @@ def test_shuffles_of_whole_blocks(fn: Callable[[Any], Any], shape: tuple[int, ..
     assert torch.equal(result.full_tensor(), fn(plain))
 
 
+@pytest.mark.parametrize(("shape", "after", "count"), [((3, 3, 4), (9, 4), 0), ((7, 2), (14,), 0), ((5, 4), (20,), 1)])
+def test_uneven_parts_flattened(shape: tuple[int, ...], after: tuple[int, ...], count: int) -> None:
+    """They stay if the flattened dim is cut at the same elements."""
+    plain = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    x = sw.distribute_tensor(plain, mesh_of(4), [Shard(0)])
+    result, collectives, _ = bytes_moved(lambda: x.view(after))
+    assert collectives == count
+    assert torch.equal(result.full_tensor(), plain.view(after))
+
+
 def test_most_of_a_sharded_dim_is_gathered() -> None:
     _, collectives, _ = bytes_moved(lambda: sharded(1)[:, 1:])
     assert collectives == 1

@@ -160,7 +160,7 @@ class ShardingPropagator:
                 if _leaves_empty(want, spec, axis):  # saves nothing: one rank has as much as if it were replicated
                     want = REPLICATE
                     against += 1
-                received = _received(have, want, n, spec.local_bytes)
+                received = _received(have, want, n, spec.local_bytes) * _padding(want, spec, axis)
                 if received:
                     taken = self.cost_model.seconds(spec.mesh, (axis,), received)
                     seconds += taken * GATHERED_AGAIN if _scatters(have, want, spec) else taken
@@ -187,6 +187,16 @@ def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> b
     return all(row.inputs[i] is given[i] for i in pinned) and all(
         out is given[i] for out, i in zip(row.outputs, pinned, strict=False)
     )
+
+
+def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
+    """How much the largest part of a dim is more than an equal part, where an axis is to split it further."""
+    if not isinstance(placement, Shard | StridedShard):
+        return 1.0
+    n = spec.mesh.shape[axis]
+    parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim] if a != axis)
+    held = math.ceil(spec.shape[placement.dim] / parts)
+    return n * math.ceil(held / n) / held if held else 1.0
 
 
 def _scatters(have: Placement, want: Placement, spec: DTensorSpec) -> bool:
