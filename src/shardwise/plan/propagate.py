@@ -25,7 +25,7 @@ from shardwise.rules.registry import Call, Rule, find_rule
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
 REPLICATE = Replicate()
-# An assumption, not a measurement: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
+# Assumed, not measured: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
 GATHERED_AGAIN = 1.5
 
 
