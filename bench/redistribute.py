@@ -5,7 +5,6 @@ Collectives are counted as they are issued, on either side by one dispatch mode 
 with a fixed seed. What "a rank" receives is the mean over all ranks.
 """
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -16,7 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 import torch.multiprocessing as mp
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
+from bench.counting import Calls, Moved, fake_world
 from bench.timing import compare, compare_cold
 from shardwise.core.layout import intersect
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -107,18 +105,6 @@ def specs(pair: Pair) -> tuple[DTensorSpec, DTensorSpec]:
     return source, source.with_placements(placements(shardwise, pair.target))
 
 
-@contextlib.contextmanager
-def fake_world(size: int, rank: int = 0) -> Iterator[None]:
-    """A process group of `size` ranks, of which this process is one and the others are pretended."""
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on its own routes
-    logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 class Case(NamedTuple):
     """A pair as a call to each library, on tensors made beforehand."""
 
@@ -152,63 +138,6 @@ def cases(pairs: Sequence[Pair]) -> list[Case]:
 # ---------------------------------------------------------------- bytes and collectives
 
 
-class Calls(TorchDispatchMode):
-    """Counts the collectives that are issued inside, and the bytes that this rank receives in them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.received = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if name in _RECEIVED:
-            self.count += 1
-            self.received += _RECEIVED[name](args, result)
-        elif func.namespace in ("c10d", "_c10d_functional", "_dtensor") and name not in _SILENT:
-            raise NotImplementedError(f"bytes of {name} are not known")
-        return result
-
-
-def _members(group: Any) -> int:
-    return dist.ProcessGroup.unbox(group).size()
-
-
-def _all_reduced(tensor: torch.Tensor, members: int) -> float:
-    return 2 * (members - 1) / members * tensor.nbytes
-
-
-def _split_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> float:
-    """What comes from others in an all-to-all: all but the part from oneself."""
-    members = dist.ProcessGroup.unbox(group)
-    own = splits[members.rank()] if splits else output.numel() // members.size()
-    return (output.numel() - own) * output.element_size()
-
-
-_RECEIVED: dict[str, Callable[[Any, Any], float]] = {
-    "c10d::_allgather_base_": lambda args, _: (_members(args[2]) - 1) * args[1].nbytes,
-    "c10d::allreduce_": lambda args, _: sum(_all_reduced(tensor, _members(args[1])) for tensor in args[0]),
-    "c10d::_reduce_scatter_base_": lambda args, _: (_members(args[2]) - 1) * args[0].nbytes,
-    "c10d::alltoall_base_": lambda args, _: _split_bytes(args[0], args[3], args[2]),
-    "_c10d_functional::all_gather_into_tensor": lambda args, _: (args[1] - 1) * args[0].nbytes,
-    "_c10d_functional::all_reduce": lambda args, _: _all_reduced(args[0], _resolved(args[2]).size()),
-    "_c10d_functional::reduce_scatter_tensor": lambda args, result: (args[2] - 1) * result.nbytes,
-}
-_SILENT = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
-
-
-def _resolved(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
-
-
-class Moved(NamedTuple):
-    """What a pair costs a rank on average: collectives, and bytes received."""
-
-    collectives: float
-    received: float
-
-
 def counted(pairs: Sequence[Pair]) -> dict[Pair, tuple[Moved, Moved]]:
     """For each pair, ours and torch's, averaged over the ranks."""
     total: dict[Pair, tuple[list[Moved], list[Moved]]] = {pair: ([], []) for pair in pairs}
@@ -220,7 +149,7 @@ def counted(pairs: Sequence[Pair]) -> dict[Pair, tuple[Moved, Moved]]:
                     for sums, call in zip(total[case.pair], (case.ours, case.torch), strict=True):
                         with Calls() as calls:
                             call()
-                        sums.append(Moved(calls.count, calls.received))
+                        sums.append(calls.moved)
     return {pair: (_mean(ours), _mean(theirs)) for pair, (ours, theirs) in total.items()}
 
 

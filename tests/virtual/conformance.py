@@ -140,12 +140,16 @@ class Sample:
     def tensors(self) -> list[torch.Tensor]:
         return [self.leaves[i] for i in self.at]
 
-    def call(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The operator on these tensors in place of the sample's own."""
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The sample's first argument, the others and those by name, with these tensors in place of its own."""
         new = list(self.leaves)
         for i, tensor in zip(self.at, tensors, strict=True):
             new[i] = tensor
-        first, args, kwargs = tree_unflatten(new, self.tree)
+        return tree_unflatten(new, self.tree)
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The operator on these tensors in place of the sample's own."""
+        first, args, kwargs = self.arguments(tensors)
         if self.variant == "inplace":
             return self._in_place(first, args, kwargs)
         return self.op.op(first, *args, **kwargs)

@@ -245,7 +245,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weighted(tensor: torch.Tensor) -> torch.Tensor:
     """A scalar of a result whose gradient is different for each element."""
-    full = tensor.full_tensor() if isinstance(tensor, sw.DTensor) else tensor
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     weights = torch.arange(1, full.numel() + 1, dtype=torch.float64).reshape(full.shape).sin()
     real = torch.view_as_real(full.resolve_conj()).sum(-1) if full.is_complex() else full
     return (real.double() * weights).sum()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests.virtual.free import S0, S1, R, collectives, tensor
+from tests.virtual.free import S0, S1, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")
@@ -80,6 +80,7 @@ FREE: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], tuple[Any, .
     "empty batches": (L.inv_ex, (BATCH[:3],), (S0,), S0),
     "fft": (lambda a: fft.fft(a + 0j), (t(8, 6),), (S0,), S0),
     "fft over the first": (lambda a: fft.fft(a, dim=0), (t(6, 8),), (S1,), S1),
+    "fft of nothing on a rank": (lambda a: fft.fft(a + 0j), (t(5, 6),), (S0,), S0),
 }
 
 
@@ -92,6 +93,11 @@ def test_without_communication(name: str) -> None:
 def test_half_transforms_without_communication() -> None:
     """Their gradients are put into zeros that torch makes in a size of their own, which are replicated."""
     assert collectives(fft.rfft, (t(8, 6),), (S0,), backward=False) == ((S0,), 0)
+
+
+def test_solution_of_a_sum_is_a_sum() -> None:
+    """The equations are solved for each part of the right side."""
+    assert collectives(lambda a, b: L.solve_ex(a, b)[0], (BATCH, t(6, 4, 3)), (R, P), backward=False) == ((P,), 0)
 
 
 def test_matrix_that_cannot_be_inverted_is_an_error_wherever_it_lies() -> None:

@@ -33,6 +33,7 @@ MOVED: dict[str, Callable[[Any], Any]] = {
     "roll": lambda x: x.roll((1, -2), (0, 1)),
     "roll flat": lambda x: x.roll(3),
     "rot90": lambda x: x.rot90(1, (0, 2)),
+    "rot90 by 4": lambda x: (x.rot90(4, (0, 2)), x.rot90(-2, (1, 2))),
     "repeat": lambda x: x.repeat(2, 1, 3, 1),
     "tile": lambda x: x.tile(2),
     "interleave": lambda x: x.repeat_interleave(2, 1),
@@ -182,12 +183,43 @@ def sharded(dim: int, ranks: int = 4) -> sw.DTensor:
         (lambda x: x.repeat(1, 2, 1), 0, Shard(0)),
         (lambda x: x.movedim(0, -1), 0, Shard(2)),
         (lambda x: x.split(2, 1)[1], 0, Shard(0)),
+        (lambda x: x.rot90(1, (1, 2)), 0, Shard(0)),
+        (lambda x: x.rot90(4, (0, 1)), 0, Shard(0)),
+        (lambda x: F.channel_shuffle(x[None], 5), 2, Shard(3)),
     ],
 )
 def test_stays_where_it_is(fn: Callable[[Any], Any], dim: int, after: Any) -> None:
     result, collectives, _ = bytes_moved(lambda: fn(sharded(dim)))
     assert collectives == 0
     assert result.placements == (after,)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "dim"),
+    [
+        (lambda x: F.pixel_shuffle(x, 2), (2, 16, 3, 3), 1),
+        (lambda x: F.pixel_shuffle(x, 2), (2, 8, 4, 3), 2),
+        (lambda x: F.pixel_unshuffle(x, 3), (2, 1, 12, 3), 2),
+        (lambda x: F.channel_shuffle(x, 2), (2, 8, 3, 5), 3),
+    ],
+)
+def test_shuffles_of_whole_blocks(fn: Callable[[Any], Any], shape: tuple[int, ...], dim: int) -> None:
+    """Where each rank has whole blocks of pixels, or nothing, everything stays there."""
+    plain = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    x = sw.distribute_tensor(plain, mesh_of(4), [Shard(dim)])
+    result, collectives, _ = bytes_moved(lambda: fn(x))
+    assert (collectives, result.placements) == (0, (Shard(dim),))
+    assert torch.equal(result.full_tensor(), fn(plain))
+
+
+@pytest.mark.parametrize(("shape", "after", "count"), [((3, 3, 4), (9, 4), 0), ((7, 2), (14,), 0), ((5, 4), (20,), 1)])
+def test_uneven_parts_flattened(shape: tuple[int, ...], after: tuple[int, ...], count: int) -> None:
+    """They stay if the flattened dim is cut at the same elements."""
+    plain = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    x = sw.distribute_tensor(plain, mesh_of(4), [Shard(0)])
+    result, collectives, _ = bytes_moved(lambda: x.view(after))
+    assert collectives == count
+    assert torch.equal(result.full_tensor(), plain.view(after))
 
 
 def test_most_of_a_sharded_dim_is_gathered() -> None:

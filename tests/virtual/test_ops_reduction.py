@@ -9,8 +9,8 @@ import torch
 
 import shardwise as sw
 from shardwise.fabric import routes
-from tests.virtual.free import S0, S1, S2, P, collectives, tensor
-from tests.virtual.parity import assert_parity, distribute, whole
+from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
+from tests.virtual.parity import assert_parity, bytes_moved, distribute, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")
 
@@ -180,3 +180,17 @@ def test_only_something_small_is_reduced(name: str, count: int) -> None:
 
 def test_extremes_of_a_sum_wait_for_the_sum() -> None:
     assert collectives(along("amax", 0), [UNEVEN], [P], backward=False)[1] == 1
+
+
+def test_both_extremes_of_a_sum_wait_for_one_sum() -> None:
+    assert collectives(lambda x: torch.aminmax(x)[0], [UNEVEN], [P], backward=False)[1] == 1
+
+
+@pytest.mark.parametrize(("a", "b", "count"), [(S0, S0, 1), (S0, R, 1), (R, R, 0), (P, R, 1)])
+def test_equal_compares_where_things_lie(a: Any, b: Any, count: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for other in (UNEVEN, UNEVEN + torch.eye(*UNEVEN.shape, dtype=UNEVEN.dtype)):
+        x, y = distribute(UNEVEN, mesh, [a]), distribute(other, mesh, [b])
+        same, moved, received = bytes_moved(lambda x=x, y=y: torch.equal(x, y))
+        assert (same, moved) == (other is UNEVEN, count)
+        assert received <= (8 if a is S0 else 2 * UNEVEN.nbytes)

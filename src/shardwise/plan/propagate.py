@@ -28,6 +28,8 @@ REPLICATE = Replicate()
 MAX_FITTING = 4096
 # Operands that lie so that nothing must be moved, of any size: how the results then lie. By mesh, factors and layouts.
 _fitting: dict[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = {}
+# Assumed, not measured: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
+GATHERED_AGAIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class ShardingPropagator:
             best = next((row for row in rows if row.inputs == given), None)
             if best is None:
                 held = held or [spec.local_bytes for spec in specs]
-                costs = [self._row_cost(mesh, axis, held, given, row) for row in rows]
+                costs = [self._row_cost(specs, axis, held, given, row) for row in rows]
                 cheapest = min(costs)
                 if math.isinf(cheapest[0]):
                     return None
@@ -163,20 +165,32 @@ class ShardingPropagator:
         return chosen
 
     def _row_cost(
-        self, mesh: DeviceMesh, axis: int, held: Sequence[int], given: tuple[Placement, ...], row: Row
+        self,
+        specs: Sequence[DTensorSpec],
+        axis: int,
+        held: Sequence[int],
+        given: tuple[Placement, ...],
+        row: Row,
     ) -> tuple[float, int, int]:
-        """Seconds to bring the operands into a row, the bytes that it leaves on a rank, how many it makes Partial."""
+        """Seconds to bring the operands into a row, the bytes that it leaves on a rank, and what is against it.
+
+        Against it are operands that it makes Partial, and shards that some ranks have nothing of.
+        """
         seconds = 0.0
-        left = partial = 0
-        for size, have, want in zip(held, given, row.inputs, strict=True):
+        left = against = 0
+        for spec, size, have, want in zip(specs, held, given, row.inputs, strict=True):
             if have is not want:
-                received = _received(have, want, mesh.shape[axis], size)
+                if _leaves_empty(want, spec, axis):  # saves nothing: one rank has as much as if it were replicated
+                    want = REPLICATE
+                    against += 1
+                received = _received(have, want, spec.mesh.shape[axis], size)
                 if received:
-                    seconds += self.cost_model.seconds(mesh, (axis,), received)
+                    taken = self.cost_model.seconds(spec.mesh, (axis,), received * _padding(want, spec, axis))
+                    seconds += taken * GATHERED_AGAIN if _scatters(have, want, spec) else taken
             if isinstance(want, Replicate | Partial):
                 left += size
-                partial += have is not want and isinstance(want, Partial)
-        return seconds, left, partial
+                against += have is not want and isinstance(want, Partial)
+        return seconds, left, against
 
 
 def _clashing(rows: Sequence[Row]) -> int | None:
@@ -196,6 +210,30 @@ def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> b
     return all(row.inputs[i] is given[i] for i in pinned) and all(
         out is given[i] for out, i in zip(row.outputs, pinned, strict=False)
     )
+
+
+def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
+    """How much the largest part of a dim is more than an equal part, where an axis is to split it further."""
+    if not isinstance(placement, Shard | StridedShard):
+        return 1.0
+    n = spec.mesh.shape[axis]
+    parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim] if a != axis)
+    held = math.ceil(spec.shape[placement.dim] / parts)
+    return n * math.ceil(held / n) / held if held else 1.0
+
+
+def _scatters(have: Placement, want: Placement, spec: DTensorSpec) -> bool:
+    """Whether a sum would be scattered that is on no other axis sharded yet."""
+    shards = Shard | StridedShard
+    return isinstance(have, Partial) and isinstance(want, shards) and not any(spec.dim_axes)
+
+
+def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
+    """Whether a dim, sharded over an axis too, is too short for each rank to get a part of it."""
+    if not isinstance(placement, Shard | StridedShard):
+        return False
+    axes = {axis, *spec.dim_axes[placement.dim]}
+    return spec.shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
 
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:

@@ -1,7 +1,7 @@
 """Operators that make a tensor from another's size, or overwrite all of one: no value is read, so nothing is moved.
 
-A result of the size of the tensor lies as that does, with Replicate for what is Partial there (each rank has the
-value); any other is replicated. Pure.
+A result with as many dims as the tensor lies as that does, with Replicate for what is Partial there (each rank has the
+value) and for dims of another size; any other is replicated. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.placement import Partial, Placement, Replicate
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors
 from shardwise.rules.pointwise import EXTREMA, KINDS, alike, broadcast
@@ -24,11 +24,15 @@ Layouts = tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]
 
 
 def like(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
-    """How a new tensor lies that is made after another: as that one if it has its size, else whole everywhere."""
-    if meta.shape != spec.shape:
+    """How a new tensor lies that is made after another: as that one in dims of its size, else whole everywhere."""
+    if len(meta.shape) != len(spec.shape):
         return DTensorSpec.from_dim_axes(spec.mesh, (REPLICATE,) * spec.mesh.ndim, meta, ((),) * len(meta.shape))
-    placements: tuple[Placement, ...] = tuple(REPLICATE if isinstance(p, Partial) else p for p in spec.placements)
-    return DTensorSpec.from_dim_axes(spec.mesh, placements, meta, spec.dim_axes)
+    same = [a == b for a, b in zip(meta.shape, spec.shape, strict=True)]
+    placements: tuple[Placement, ...] = tuple(
+        p if isinstance(p, Shard | StridedShard) and same[p.dim] else REPLICATE for p in spec.placements
+    )
+    axes = tuple(axes if kept else () for axes, kept in zip(spec.dim_axes, same, strict=True))
+    return DTensorSpec.from_dim_axes(spec.mesh, placements, meta, axes)
 
 
 @layout_rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from shardwise.rules.notation import Dim, Factors
@@ -10,11 +13,21 @@ from shardwise.rules.registry import Call, rule
 aten = torch.ops.aten
 
 
-@rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
 def fft(call: Call) -> Factors:
-    """Every other dim is a factor."""
+    """Every dim that is not transformed is a factor."""
     ndim = len(call["self"].shape)
     whole = {dim % ndim for dim in call["dim"]}
     dims: tuple[Dim, ...] = tuple(None if d in whole else f"d{d}" for d in range(ndim))
-    # no kernel plans the transform of nothing
-    return Factors((dims,), (dims,), linear=((0,),), nonempty=frozenset(d for d in dims if d is not None))
+    return Factors((dims,), (dims,), linear=((0,),))
+
+
+def on_some(op: Any, local: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The transform of what a rank has; no kernel plans that of nothing."""
+    if local.numel():
+        return op(local, *args)
+    like = op(local.to("meta"), *args)
+    return torch.empty_like(like, device=local.device)
+
+
+for _op in (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default):
+    rule(_op, local_op=partial(on_some, _op))(fft)

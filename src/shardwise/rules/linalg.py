@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import TensorMeta
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.notation import Dim, Factors, Row
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import Call, rule
 
@@ -83,7 +85,12 @@ def solve(call: Call) -> Factors | None:
     """One system of equations for each matrix; right sides are vectors where their shape says so."""
     left, right = call["A"].shape, call["B"].shape
     own = 1 if len(right) == 1 or right == left[:-1] else 2
-    return None if call["check_errors"] else batched(call, (2, own), (own, 2, 1, 0), ())
+    if call["check_errors"]:
+        return None
+    sums = tuple(
+        Row((Replicate(), Partial(kind)), (Partial(kind), *[Replicate()] * 3)) for kind in ("sum", "avg")
+    )  # the solution is linear in the right side; the factors of the matrix do not depend on it
+    return replace(batched(call, (2, own), (own, 2, 1, 0), ()), rows=sums)
 
 
 @rule(aten.linalg_cross.default)

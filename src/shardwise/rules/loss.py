@@ -43,7 +43,10 @@ def elementwise(call: Call) -> Factors | None:
         return None
     dims = tuple(element_dims(meta.shape, whole) for meta in call.operands)
     result = element_dims(call.results[0].shape, whole)
-    return Factors(dims, (result,), linear=FIRST if "grad_output" in call.arguments else ())
+    linear = FIRST if "grad_output" in call.arguments else ()
+    if call.op is aten.mse_loss_backward.default:  # also in the difference of the two
+        linear = (*linear, (1, 2))
+    return Factors(dims, (result,), linear=linear)
 
 
 def share_of_mean(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.pointwise import EXTREMA, SUMS, alike
-from shardwise.rules.registry import Call, is_zero, rule
+from shardwise.rules.registry import Call, decomposition, is_zero, rule
 from shardwise.rules.view import local_size
 
 aten = torch.ops.aten
@@ -172,7 +172,15 @@ rule(
     aten.split.Tensor, aten.split_copy.Tensor, aten.split_with_sizes.default, aten.split_with_sizes_copy.default,
     aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.narrow_copy.default,
 )(along("dim"))  # fmt: skip
-rule(aten.flip.default, aten.rot90.default)(along("dims"))
+rule(aten.flip.default)(along("dims"))
+
+
+@rule(aten.rot90.default)
+def rotate(call: Call) -> Factors:
+    """A plane turned; four quarters are none."""
+    ndim = len(call["self"].shape)
+    own = kept(ndim, [dim % ndim for dim in call["dims"]] if call["k"] % 4 else [])
+    return moved(own, own)
 
 
 def together(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True) -> Factors:
@@ -201,12 +209,16 @@ def roll(call: Call) -> Factors:
     return moved(own, own)
 
 
-@rule(aten.channel_shuffle.default)
+def shuffle_some(local: torch.Tensor, groups: int) -> torch.Tensor:
+    """The channels of what a rank has in another order; torch refuses nothing."""
+    return aten.channel_shuffle.default(local, groups) if local.numel() else local.clone()
+
+
+@rule(aten.channel_shuffle.default, local_op=shuffle_some)
 def channel_shuffle(call: Call) -> Factors:
     """Dim 1 in another order."""
-    ndim = len(call["self"].shape)
-    own = kept(ndim, [1])
-    return Factors((tuple(own),), (tuple(own),), moves=True, nonempty=frozenset(f"d{d}" for d in range(2, ndim)))
+    own = kept(len(call["self"].shape), [1])
+    return moved(own, own)
 
 
 @rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
@@ -215,6 +227,30 @@ def pixel_shuffle(call: Call) -> Factors:
     ndim = len(call["self"].shape)
     own = kept(ndim, range(ndim - 3, ndim))
     return moved(own, own, nonempty=frozenset(name for name in own if name))  # torch leaves an empty one as it is
+
+
+@decomposition(aten.pixel_shuffle.default)
+def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
+    """The channels or the plane may be sharded, if whole blocks of pixels are."""
+    if not x.numel():
+        return NotImplemented
+    *batch, channels, height, width = x.shape
+    side, at = upscale_factor, len(batch)
+    blocks = x.view(*batch, channels // side**2, side, side, height, width)
+    turned = blocks.permute(*range(at), at, at + 3, at + 1, at + 4, at + 2)
+    return turned.reshape(*batch, channels // side**2, height * side, width * side)
+
+
+@decomposition(aten.pixel_unshuffle.default)
+def channels_of_pixels(x: Any, downscale_factor: int) -> Any:
+    """The channels or the plane may be sharded, if whole blocks of pixels are."""
+    if not x.numel():
+        return NotImplemented
+    *batch, channels, height, width = x.shape
+    side, at = downscale_factor, len(batch)
+    blocks = x.view(*batch, channels, height // side, side, width // side, side)
+    turned = blocks.permute(*range(at), at, at + 2, at + 4, at + 1, at + 3)
+    return turned.reshape(*batch, channels * side**2, height // side, width // side)
 
 
 @rule(aten.unbind.int, aten.unbind_copy.int)

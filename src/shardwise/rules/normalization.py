@@ -86,9 +86,16 @@ def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
 
 @decomposition(aten._safe_softmax.default)
 def safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Softmax with zeros for rows in which nothing is allowed."""
-    nothing = (x == -math.inf).all(dim, keepdim=True)
-    return torch.softmax(x, dim, dtype=dtype).masked_fill(nothing, 0)
+    """Softmax with zeros for rows in which nothing is allowed: those whose maximum says so."""
+    dim %= max(x.dim(), 1)
+    x = settled(x if dtype is None else x.to(dtype), (dim,))
+    if not split_axes(x, (dim,)):
+        return aten._safe_softmax.default(x, dim)
+    wide = widened(x)
+    top = reduced(torch.amax(wide, dim, keepdim=True))
+    nothing = top == -math.inf
+    exps = (wide - top.masked_fill(nothing, 0)).exp()
+    return as_result(exps / reduced(exps.sum(dim, keepdim=True)).masked_fill(nothing, 1), x.dtype)
 
 
 @decomposition(aten._softmax_backward_data.default)

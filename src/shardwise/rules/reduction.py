@@ -185,15 +185,24 @@ def every(call: Call) -> Factors | None:
 
 @decomposition(aten.aminmax.default)
 def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
-    """Both extremes."""
+    """Both extremes; a sum is added up once for the two."""
     dims = () if dim is None else (dim,)
     if dim is None and keepdim:
         dims = tuple(range(x.dim()))
+    x = settled(x, reduced_dims(dims, x.dim()))
     return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
 
 
 decomposition(aten._aminmax.default)(lambda x: aminmax(x))
 decomposition(aten._aminmax.dim)(lambda x, dim, keepdim=False: aminmax(x, dim=dim, keepdim=keepdim))
+
+
+@decomposition(aten.equal.default)
+def equal(a: Any, b: Any) -> bool:
+    """Whether two tensors are the same: each rank compares what it has."""
+    if a.dtype != b.dtype:
+        return NotImplemented
+    return a.shape == b.shape and bool((a == b).all())
 
 
 # ---------------------------------------------------------------- a dim that must be whole

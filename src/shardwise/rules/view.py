@@ -125,10 +125,23 @@ def map_group(
     return _place([d for d in digits if d is not None], [after[dim] for dim in group.outputs])
 
 
+def _same_parts(spec: DTensorSpec, group: Group, after: Sequence[int], axis: int) -> bool:
+    """Whether the first dims of a group, before and after, are cut at the same elements."""
+    n, total = spec.mesh.shape[axis], math.prod(spec.shape[d] for d in group.inputs)
+    sizes = spec.shape[group.inputs[0]], after[group.outputs[0]]
+    before, later = (math.ceil(size / n) * (total // size) for size in sizes)
+    return before == later
+
+
 def _uneven(
     spec: DTensorSpec, group: Group, after: Sequence[int], dim: int, axis: int
 ) -> list[list[tuple[int, int]]] | None:
-    """A single split of the last dim of a group may be uneven: each row is split alike, before and after the view."""
+    """A single split of the last dim of a group may be uneven: each row is split alike, before and after the view.
+
+    One of the first dim may be, if its parts are those of the first dim after the view.
+    """
+    if dim == group.inputs[0] and not spec.rows(axis) and _same_parts(spec, group, after, axis):
+        return [[(axis, 0)], *([] for _ in group.outputs[1:])]
     if dim != group.inputs[-1]:
         return None
     rows = math.prod(spec.shape[d] for d in group.inputs[:-1]) * (spec.rows(axis) or 1)

@@ -1,0 +1,107 @@
+"""Collectives and bytes as they are issued, by either library, on torch's fake process group.
+
+One dispatch mode sees the calls to process groups; the bytes follow from the shapes in the calls. Knows nothing of why
+something is communicated.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise
+
+DTENSORS = (shardwise.DTensor, torch_tensor.DTensor)
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of `size` ranks, of which this process is one and the others are pretended."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on its own routes
+    logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
+        logging.CRITICAL
+    )  # what an operator refuses, it raises too
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Moved(NamedTuple):
+    """What something costs a rank: collectives, and bytes received."""
+
+    collectives: float
+    received: float
+
+
+class Calls(TorchDispatchMode):
+    """Counts the collectives that are issued inside, and the bytes that this rank receives in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.received = 0.0
+
+    @property
+    def moved(self) -> Moved:
+        return Moved(self.count, self.received)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTENSORS) for kind in types):
+            return NotImplemented  # what that issues comes here again
+        name = func._schema.name
+        if name in _OUTPUT_FIRST:
+            args[0].zero_()  # the fake group leaves it as it is, and an index must be one
+        result = func(*args, **(kwargs or {}))
+        if name in _RECEIVED:
+            self.count += 1
+            self.received += _RECEIVED[name](args, result)
+        elif func.namespace in ("c10d", "_c10d_functional", "_dtensor") and name not in _SILENT:
+            raise NotImplementedError(f"bytes of {name} are not known")
+        return result
+
+
+def _members(group: Any) -> int:
+    return dist.ProcessGroup.unbox(group).size()
+
+
+def _all_reduced(tensor: torch.Tensor, members: int) -> float:
+    return 2 * (members - 1) / members * tensor.nbytes
+
+
+def _split_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> float:
+    """What comes from others in an all-to-all: all but the part from oneself."""
+    members = dist.ProcessGroup.unbox(group)
+    own = splits[members.rank()] if splits else output.numel() // members.size()
+    return (output.numel() - own) * output.element_size()
+
+
+_OUTPUT_FIRST = {"c10d::alltoall_base_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
+_RECEIVED: dict[str, Callable[[Any, Any], float]] = {
+    "c10d::_allgather_base_": lambda args, _: (_members(args[2]) - 1) * args[1].nbytes,
+    "c10d::allreduce_": lambda args, _: sum(_all_reduced(tensor, _members(args[1])) for tensor in args[0]),
+    "c10d::_reduce_scatter_base_": lambda args, _: (_members(args[2]) - 1) * args[0].nbytes,
+    "c10d::alltoall_base_": lambda args, _: _split_bytes(args[0], args[3], args[2]),
+    "c10d::broadcast_": lambda args, _: sum(tensor.nbytes for tensor in args[0]),
+    "_c10d_functional::all_gather_into_tensor": lambda args, _: (args[1] - 1) * args[0].nbytes,
+    "_c10d_functional::all_reduce": lambda args, _: _all_reduced(args[0], _resolved(args[2]).size()),
+    "_c10d_functional::reduce_scatter_tensor": lambda args, result: (args[2] - 1) * result.nbytes,
+    "_dtensor::shard_dim_alltoall": lambda args, _: args[0].nbytes * (1 - 1 / _resolved(args[3]).size()),
+}
+_SILENT = {
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+    "_dtensor::mesh_get_process_group",
+}
+
+
+def _resolved(group: Any) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group  # pyright: ignore[reportArgumentType]
