@@ -10,9 +10,10 @@ from unittest import mock
 import torch
 from torch._ops import OpOverload
 
-from shardwise.core.layout import Block, Cut, Run, block_of
+from shardwise.core.layout import Block, Cut, Run
 from shardwise.rng import kernel, philox
 from shardwise.rng.draw import Draw
+from tests.blocks import block_of
 
 if not torch.cuda.is_available():
     raise unittest.SkipTest("no CUDA device")

@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 
-from shardwise.core.layout import Block, Cut, block_of
+from shardwise.core.layout import Block, Cut
 from shardwise.rng.draw import Draw
 from shardwise.rng.geometry import Extent, count_below, extents_of, index_of
 from shardwise.rng.plain import philox
 from shardwise.rng.recipe import Piece, Recipe, pieces_of, recipe_of
 from shardwise.rng.sharing import ALONE, Launch, launch_of
+from tests.blocks import block_of
 
 THREADS = 270_336
 CUDA = torch.device("cuda", 0)

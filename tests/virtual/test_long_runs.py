@@ -40,7 +40,8 @@ def test_changing_scalars_and_lengths_make_nothing_grow() -> None:
 
 def test_caches_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new length on each step: the oldest entries are dropped."""
-    limit, misses = 100, sw.cache_info().misses
+    before = sw.cache_info()
+    limit = before.entries + 50
     monkeypatch.setattr(dispatcher, "MAX_ENTRIES", limit)
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.ones(8, 4, device_mesh=mesh, placements=[S0])
@@ -48,7 +49,7 @@ def test_caches_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> Non
         sw.ones(length, 4, device_mesh=mesh, placements=[S0]) @ x.t()
     info = sw.cache_info()
     assert info.entries <= limit
-    assert info.misses - misses > limit
+    assert info.misses - before.misses > 300
     assert info.routes <= routes.MAX_ROUTES
 
 

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.core.layout import Cut, block_of
+from shardwise.core.layout import Cut
 from shardwise.debug import CommDebugMode
 from shardwise.rng import indexed, stream
 from shardwise.rng.draw import Draw
 from shardwise.rng.positions import Positions
+from tests.blocks import block_of
 
 MESHES = ((2,), (4,), (3,), (2, 2), (2, 3))
 SHAPES = ((8, 12), (5, 7), (3, 1, 50), (1,), (0, 4), (24,), ())

@@ -5,8 +5,8 @@ Pure data: knows its local shape and offset for every coordinate; moves nothing.
 
 from __future__ import annotations
 
-import math
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.core.layout import Block, Run, dense_strides
+from shardwise.core.layout import Block, Run, block_of, dense_strides  # noqa: F401  # in the example
 
 __all__ = ["Positions"]
 
@@ -16,8 +16,7 @@ class Positions:
     """The elements of a block, in their order, as runs of equal length in a contiguous tensor of `shape`.
 
     Example:
-        >>> from shardwise.core.layout import Cut, block_of
-        >>> positions = Positions((4, 6), block_of((4, 6), [(), (Cut(2, 1),)]))  # the right half
+        >>> positions = Positions((4, 6), block_of((4, 6), ((Run(0, 4),), (Run(3, 3),))))  # the right half
         >>> positions.between(0, 4).tolist(), positions.before(6)
         ([3, 4, 5, 9], 3)
     """
