@@ -49,7 +49,7 @@ def test_caches_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> Non
         sw.ones(length, 4, device_mesh=mesh, placements=[S0]) @ x.t()
     info = sw.cache_info()
     assert info.entries <= limit
-    assert info.misses - before.misses > 300
+    assert info.misses - before.misses > 150
     assert info.routes <= routes.MAX_ROUTES
 
 

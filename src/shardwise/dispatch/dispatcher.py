@@ -111,7 +111,8 @@ class OpDispatcher:
                 return executor(signature, sharding)
             return on_whole_tensors(signature, metas) if drawn is None else drawing(signature, drawn)
 
-        compute = compute or torch_decomposition(info.op)
+        if compute is None and all(0 not in spec.shape for spec in signature.specs):  # torch's divide by sizes
+            compute = torch_decomposition(info.op)
         run = directly() if compute is None else decomposed(signature, compute, directly)
         return watched(self.wrapping, info, run)
 

@@ -66,6 +66,8 @@ def _by_running(
         results = info.op(*new_args, **new_kwargs)
     except NotImplementedError:
         return None if info.returns else ()
+    except ZeroDivisionError:  # some of torch's functions on meta tensors divide by sizes that are zero
+        return None
     except RuntimeError as error:
         if "called on meta tensors" in str(error):  # item(): the operator looks at values
             return None
