@@ -290,7 +290,8 @@ def _reduction(c: Choices) -> str:
         f"{x}.logsumexp({dim})",
         f"{x}.norm()", f"torch.linalg.vector_norm({x}, 1, {dim})", f"{x}.prod({dim})", f"{x}.cumsum({dim})",
         f"{x}.argmax({dim})", f"({x} > 0).any({dim})", f"({x} > 0).sum({dim})",
-        f"{x}.contiguous().median({dim}).values", f"{x}.cumprod({dim})", f"torch.count_nonzero({x} > 0.3)", f"{x}.nansum({dim})",
+        f"{x}.contiguous().median({dim}).values", f"{x}.cumprod({dim})", f"torch.count_nonzero({x} > 0.3)",
+        f"{x}.nansum({dim})",
     )  # fmt: skip
 
 
