@@ -108,6 +108,11 @@ class DTensor(torch.Tensor):
                     return run(args, kwargs)
         return _dispatcher.dispatch(func, args, kwargs)
 
+    @property
+    def _held(self) -> torch.Tensor:
+        """The local as it is, even where it is a copied view whose base may have been written to since."""
+        return _LOCAL.__get__(self)
+
     def _mark_copied(self, made: Any) -> None:
         """Remember how it came about: it is a view that shares no memory with its base, or with None no longer one."""
         self._copied_view = made
@@ -471,10 +476,18 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
         modes.check_decomposing(bound.route)
     meta = source.tensor_meta.dense()
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
-        target = target.with_meta(meta)
+        return _make(_laid_out_like(bound.run(tensor._local_tensor), meta.stride), target.with_meta(meta))
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
         return _pending(tensor._local_tensor, bound, target)
     return _make(bound.run(tensor._local_tensor), target)
+
+
+def _laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A local with its dims in memory in the order of these strides."""
+    if isinstance(local, RankTensor):
+        return RankTensor([_laid_out_like(tensor, stride) for tensor in local.tensors])
+    made = local.new_empty_strided(local.shape, dense_strides(local.shape, like=stride))
+    return made.copy_(local)
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
@@ -536,7 +549,11 @@ class _CopiedDTensor(DTensor):
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._copied_view.is_stale:
-            _LOCAL.__set__(self, self._copied_view.again(self._spec))
+            again = self._copied_view.again()
+            local = again._held
+            _LOCAL.__set__(
+                self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
+            )
         return _LOCAL.__get__(self)
 
     @_local_tensor.setter

@@ -425,3 +425,73 @@ def test_conjugates_are_seen(fn):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sw.ReplicationWarning)
         assert_parity(fn, torch.randn(4, 3, dtype=torch.complex128), limit=8)
+
+
+# ---------------------------------------------------------------- views that had to be copied, and their bases
+
+
+def test_a_copied_view_sees_what_is_written_to_its_base() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    plain = torch.arange(16.0).reshape(8, 2)
+    base = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+    expected = plain.clone()
+    rows, wanted = base.narrow(0, 1, 5), expected.narrow(0, 1, 5)
+    part, wanted_part = rows[1:3], wanted[1:3]
+    for write in (
+        lambda b, r, p: b.add_(1),
+        lambda b, r, p: b.view(-1).mul_(2),
+        lambda b, r, p: p.add_(0.5),
+        lambda b, r, p: r.t().mul_(3),
+        lambda b, r, p: b[7].zero_(),
+        lambda b, r, p: b[2].fill_(9),
+    ):
+        write(base, rows, part)
+        write(expected, wanted, wanted_part)
+        for have, want in ((part, wanted_part), (rows, wanted), (base, expected)):
+            torch.testing.assert_close(have.full_tensor(), want)
+            torch.testing.assert_close((have + 0).full_tensor(), want)
+
+
+def test_gradients_flow_through_views_whose_base_was_written_to() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    plain = torch.randn(6, 4, dtype=torch.float64)
+    grads = []
+    for leaf in (plain.clone().requires_grad_(), sw.distribute_tensor(plain, mesh, [sw.Shard(0)]).requires_grad_()):
+        base = leaf * 2
+        rows = base[1:4]
+        base.view(-1).mul_(3)
+        rows[0].add_(1)
+        (rows.square().sum() + base.sum()).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1].full_tensor(), grads[0])
+
+
+def test_views_in_inference_mode_see_writes_too() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    with torch.inference_mode():
+        base = sw.distribute_tensor(torch.arange(6.0), mesh, [sw.Shard(0)])
+        part = base[1:5]
+        base.add_(1)
+        torch.testing.assert_close(part.full_tensor(), torch.arange(2.0, 6.0))
+        part.mul_(2)
+        torch.testing.assert_close(base.full_tensor(), torch.tensor([1.0, 4, 6, 8, 10, 6]))
+
+
+def test_a_redistributed_tensor_is_one_of_its_own_without_overlaps() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.randn(5, dtype=torch.float64), mesh, [sw.Replicate()]).requires_grad_()
+    moved = x.unfold(0, 2, 1).redistribute(placements=[sw.Shard(1)])
+    assert moved.stride() == (2, 1)
+    moved[0:4, ::3].zero_()
+    moved.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), torch.tensor([0.0, 1, 1, 1, 1], dtype=torch.float64))
+    assert x.redistribute(placements=[sw.Replicate()]) is x
+
+
+def test_empty_tensors_whose_meta_function_divides_by_their_size() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.randn(1, 5), mesh, [sw.Replicate()]).requires_grad_()
+    torch.nn.functional.group_norm(x.narrow(0, 0, 0)[None], 1).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.full_tensor(), torch.zeros(1, 5))

@@ -24,6 +24,7 @@ from shardwise.schema import OpInfo
 
 __all__ = ["executor", "general_executor", "with_written"]
 
+SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
 Coordinate = tuple[int, ...]
 Patches = Mapping[Coordinate, Mapping[str, Any]]
 
@@ -167,13 +168,17 @@ def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[st
             known[:] = [given]
         return given, named
 
+    shares, is_view = info.op is SHARING, info.is_view
+
     def patched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        local = args[0]._local_tensor
         if known and not kwargs:
-            result = wrap(op(args[0]._local_tensor, *known[0]))
+            made = op(local, *known[0])
         else:
             given, named = replaced(args, kwargs)
-            result = wrap(op(args[0]._local_tensor, *given, **named))
-        if info.is_view and args[0]._copied_view is not None:
+            made = op(local, *given, **named)
+        result = wrap(made)
+        if is_view and (args[0]._copied_view is not None or (shares and made.data_ptr() != local.data_ptr())):
             mark_views(info, args, kwargs, result)
         return result
 
@@ -219,11 +224,17 @@ def general_executor(
             wrapped = like(results, (next(fresh)(r) if isinstance(r, torch.Tensor) else r for r in results))
         else:
             wrapped = wraps[0](results)
-        if copies:
+        if copies or (op is SHARING and _was_copied(results, locals_[0])):
             mark_views(info, args, kwargs, wrapped)
         return wrapped
 
     return run
+
+
+def _was_copied(result: Any, local: Any) -> bool:
+    """Whether a view of a local has memory of its own: that of the local did not allow for one."""
+    pairs = zip(result.tensors, local.tensors, strict=True) if isinstance(local, RankTensor) else ((result, local),)
+    return any(a.data_ptr() != b.data_ptr() for a, b in pairs)
 
 
 def with_written(

@@ -21,7 +21,7 @@ from shardwise.local import like
 from shardwise.plan.propagate import replicated, replicated_spec
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["Executor", "Signature", "Wrap", "Wrapping", "routes_between", "sparse_result"]
+__all__ = ["Executor", "Signature", "Wrap", "Wrapping", "routes_between", "sparse_result", "whole_of"]
 
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Wrap = Callable[[torch.Tensor], torch.Tensor]
@@ -58,12 +58,6 @@ class Wrapping:
         if isinstance(tensor, self.tensor_class):
             return tensor._local_tensor
         return fabric_of(mesh).build(mesh, lambda coordinate: tensor)
-
-    def whole_local(self, tensor: Any) -> torch.Tensor:
-        """The local of a DTensor made whole on every rank."""
-        spec = tensor._spec
-        whole = replicated(spec)
-        return tensor._local_tensor if whole is spec else bound_route(spec, whole).run(tensor._local_tensor)
 
     def wrap_plain(self, results: Any, mesh: DeviceMesh) -> Any:
         """Results of a decomposition, of which the plain ones were made on the way, alike on every rank."""
@@ -129,6 +123,12 @@ class Signature:
     def with_whole_operands(self) -> tuple[DTensorSpec, ...]:
         """The operands' specs, were they all made whole."""
         return tuple(map(replicated, self.specs))
+
+
+def whole_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A local made whole on every rank."""
+    whole = replicated(spec)
+    return local if whole is spec else bound_route(spec, whole).run(local)
 
 
 def routes_between(have: tuple[DTensorSpec, ...], want: tuple[DTensorSpec, ...]) -> tuple[BoundRoute | None, ...]:

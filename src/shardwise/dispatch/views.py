@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardwise.core.spec import DTensorSpec
-from shardwise.dispatch.signature import Executor, Wrapping
+from shardwise.dispatch.signature import Executor, Wrapping, whole_of
 from shardwise.errors import LayoutError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
@@ -51,13 +50,12 @@ class CopiedView:
         version = version_of(self.args[0])
         return version is None or version != self.version
 
-    def again(self, spec: DTensorSpec) -> torch.Tensor:
-        """The local of the view, made anew from its base."""
+    def again(self) -> Any:
+        """The view, made anew from its base."""
         self.version = version_of(self.args[0])
         with torch.no_grad():
             views = self.op(*self.args, **self.kwargs)
-        view = views if self.item is None else views[self.item]
-        return view._local_tensor if view._spec is spec else bound_route(view._spec, spec).run(view._local_tensor)
+        return views if self.item is None else views[self.item]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -113,14 +111,16 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     made: CopiedView | None = view._copied_view
     while made is not None:
         base = made.args[0]
-        copy = wrapping.whole_local(base)
-        if copy is base._local_tensor:
+        local = base._local_tensor
+        copy = whole_of(local, base._spec)
+        if copy is local:
             copy = copy.clone()
+        written = whole_of(view._held, view._spec)
         if made.op in PHYSICAL:
-            copy.copy_(PHYSICAL[made.op](wrapping.whole_local(view)))
+            copy.copy_(PHYSICAL[made.op](written))
         else:
             again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
-            (again if made.item is None else again[made.item]).copy_(wrapping.whole_local(view))
+            (again if made.item is None else again[made.item]).copy_(written)
         write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
         view, made = base, base._copied_view
 
@@ -128,7 +128,9 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
 def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
     """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it."""
     if not isinstance(target, wrapping.tensor_class):
-        target.copy_(fabric_of(value._spec.mesh).parts(value._spec.mesh, wrapping.whole_local(value))[0][1])
+        target.copy_(
+            fabric_of(value._spec.mesh).parts(value._spec.mesh, whole_of(value._local_tensor, value._spec))[0][1]
+        )
         return
     have, want = value._spec, target._spec
     if have.shape != want.shape:
@@ -143,4 +145,4 @@ def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
             local = bound_route(have, replicated(have)).run(local)
             have = replicated(have)
         local = bound_route(have, goal).run(local)
-    target._local_tensor.copy_(local)
+    target._held.copy_(local)
