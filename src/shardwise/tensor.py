@@ -144,7 +144,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: Any,
+        device_mesh: Any = None,
         placements: Sequence[Any] | None = None,
         *,
         run_check: bool = False,
