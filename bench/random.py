@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from bench.peers import Peer, start
+from bench.peers import start
 from bench.timing import compare
 
 RANKS = 8
-LOCAL = (128, 1024)
 OPERATORS: dict[str, Callable[[Any], Any]] = {
     "uniform_": lambda x: x.uniform_(),
     "normal_": lambda x: x.normal_(),
@@ -39,46 +38,34 @@ def by_index(run: Callable[[Any], Any], x: Any) -> Any:
         return run(x)
 
 
-def cpu() -> None:
-    """One rank of eight, rows sharded."""
-    start(RANKS)
-    peer = Peer("shardwise", (RANKS,))
-    x, plain = peer.local([peer.Shard(0)], *LOCAL).abs().clamp_(0, 1), torch.rand(LOCAL)
-    print(f"one rank of {RANKS}, local size {LOCAL}, float32, cpu")
+def measure(device: str, local: tuple[int, int]) -> None:
+    """One rank of eight, rows sharded, over plain torch on a tensor of the local size."""
+    mesh = sw.init_device_mesh(device, (RANKS,))
+    plain = torch.rand(local, device=device)
+    x = sw.DTensor.from_local(plain.clone(), mesh, [sw.Shard(0)])
+    print(f"one rank of {RANKS}, local size {local}, float32, {device}")
+
+    def finished(run: Callable[[Any], Any], given: Any) -> None:
+        run(given)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
     for name, run in OPERATORS.items():
         sides = {
-            "one device's numbers": lambda run=run: run(x),
-            "indexed": lambda run=run: by_index(run, x),
-            "plain torch, local size": lambda run=run: run(plain),
+            "one device's numbers": lambda run=run: finished(run, x),
+            "indexed": lambda run=run: finished(lambda given: by_index(run, given), x),
+            "plain torch, local size": lambda run=run: finished(run, plain),
         }
         compare(sides, number=2, repeat=7, title=name)
 
 
-def cuda() -> None:
-    """Eight virtual ranks on one device: all parts together over the whole tensor on plain torch."""
-    mesh = sw.init_device_mesh("cuda", (RANKS,))
-    size = (RANKS * LOCAL[0] * 16, LOCAL[1])
-    x, plain = sw.rand(*size, device_mesh=mesh, placements=[sw.Shard(0)]), torch.rand(size, device="cuda")
-
-    def waiting(run: Callable[[Any], Any], given: Any) -> None:
-        run(given)
-        torch.cuda.synchronize()
-
-    print(f"{RANKS} virtual ranks, {size}, float32, cuda: all of them over plain torch on the whole")
-    for name, run in OPERATORS.items():
-        sides = {
-            "shardwise, 8 parts": lambda run=run: waiting(run, x),
-            "plain torch, whole": lambda run=run: waiting(run, plain),
-        }
-        compare(sides, number=3, repeat=7, title=name)
-
-
 def main() -> None:
     """Print each operator's time."""
+    start(RANKS)
     with torch.no_grad():
         if torch.cuda.is_available():
-            cuda()
-        cpu()
+            measure("cuda", (8192, 8192))
+        measure("cpu", (128, 1024))
 
 
 if __name__ == "__main__":

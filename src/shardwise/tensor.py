@@ -277,6 +277,14 @@ class DTensor(torch.Tensor):
             return _FirstRank.apply(local) if local.requires_grad else local.tensors[0].clone()
         return local
 
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists of numbers, on every rank."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array of numpy, on every rank."""
+        return self.full_tensor().numpy(force=force)
+
     # ---------------------------------------------------------------- protocols
 
     def __tensor_flatten__(self) -> tuple[list[str], DTensorSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -494,3 +495,19 @@ def test_without_a_source_nothing_moves(gloo4: ProcessPool) -> None:
 
 def test_groups_are_made_once(gloo4: ProcessPool) -> None:
     assert gloo4.run(count_new_groups) == [2] * 4
+
+
+def drop_in_flight() -> bool:
+    """Tensors whose collective is still in flight are dropped, with their sources; what comes after is right."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for step in range(20):
+        x = sw.distribute_tensor(torch.full((4096, 16), float(step)), mesh, [sw.Shard(0)])
+        pending = x.redistribute(placements=[sw.Replicate()], async_op=True)
+        del x, pending
+        gc.collect()
+    y = sw.distribute_tensor(torch.arange(64.0).reshape(16, 4), mesh, [sw.Shard(0)])
+    return torch.equal(y.redistribute(placements=[sw.Shard(1)]).full_tensor(), torch.arange(64.0).reshape(16, 4))
+
+
+def test_tensors_are_dropped_while_a_route_is_in_flight(gloo4: ProcessPool) -> None:
+    assert gloo4.run(drop_in_flight) == [True] * 4

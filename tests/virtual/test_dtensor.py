@@ -269,3 +269,11 @@ def test_factories_take_what_torch_does() -> None:
         empty = sw.empty(5, 3, device_mesh=mesh(), placements=placements)
         assert all(part.shape == empty.spec.local_shape(c) for c, part in parts(empty))
     assert sw.empty(0, 3, device_mesh=mesh(), placements=[Shard(0), Shard(1)]).full_tensor().shape == (0, 3)
+
+
+def test_lists_and_arrays_are_of_the_whole_tensor() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
+    assert x.tolist() == [0, 1, 2, 3, 4]
+    assert x.numpy().tolist() == x.tolist()
+    assert x.requires_grad_().numpy(force=True).tolist() == x.tolist()

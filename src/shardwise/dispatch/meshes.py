@@ -61,10 +61,14 @@ def on_one_mesh(
             return _seen(
                 wrapping, info, [(slot, new) for slot, spec, new in seen if new is not None and new is not spec]
             )
+    sliced = any(mesh.size() != mesh.grid_size for mesh in meshes)
     raise MeshError(
         f"{info.op}: the operands lie on different meshes: {', '.join(str(spec) for _, spec in laid_out)}, "
         f"on {', '.join(map(str, meshes))}",
-        hint="bring them to one mesh first, with redistribute(mesh, placements)",
+        hint="what lies on a slice of a mesh may differ from slice to slice; it goes together with what is Replicate() "
+        "along the other axes, or build both on one mesh"
+        if sliced
+        else "bring them to one mesh first, with redistribute(mesh, placements)",
     )
 
 
