@@ -21,6 +21,7 @@ from shardwise.schema import OpInfo, Slot
 __all__ = ["any_complex", "coordinates_here", "like", "local_runner", "seeing_conjugates"]
 
 Coordinate = tuple[int, ...]
+_NOTHING = torch.empty(0)
 
 
 def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
@@ -55,7 +56,7 @@ def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:
     """The coordinates of the ranks that run in this process."""
     if mesh.fabric == virtual.name:
         return [tuple(row) for row in mesh.coordinates.tolist()]
-    return [coordinate for coordinate, _ in fabric_of(mesh).parts(mesh, torch.empty(0))]
+    return [coordinate for coordinate, _ in fabric_of(mesh).parts(mesh, _NOTHING)]
 
 
 def local_runner(

@@ -15,7 +15,7 @@ from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
 from shardwise.dispatch.executors import executor
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, holds_users_tensor, key_of
-from shardwise.dispatch.meshes import meshes_of, on_one_mesh
+from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.signature import Executor, Signature, Wrapping, routes_between
 from shardwise.dispatch.views import watched
@@ -75,20 +75,21 @@ class OpDispatcher:
     def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """The executor of a call's signature."""
         info = op_info(func)
-        found = list(tensor_slots(info, args, kwargs))
-        meshes = meshes_of(self.wrapping, [tensor for _, tensor in found])
-        if len(meshes) > 1:
-            return on_one_mesh(self.wrapping, info, found, meshes)
-        mesh = meshes[0]
-        self._check_plain(info, found, key)
-        _check_device(info, kwargs, mesh)
+        found: list[tuple[Slot, Any]] = list(tensor_slots(info, args, kwargs))
+        tensor_class = self.wrapping.tensor_class
+        laid_out = [tensor._spec.mesh for _, tensor in found if isinstance(tensor, tensor_class)]
+        mesh = laid_out[0]
+        if any(other is not mesh for other in laid_out):
+            return on_one_mesh(self.wrapping, info, found)
+        if len(laid_out) < len(found):
+            self._check_plain(info, found, key)
+        if "device" in kwargs:
+            _check_device(info, kwargs["device"], mesh)
         signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
         if signature.info.draws:
             agree_once(mesh)
         if info.writes:
-            into_plain = any(
-                slot.name in info.writes and not isinstance(t, self.wrapping.tensor_class) for slot, t in found
-            )
+            into_plain = any(slot.name in info.writes and not isinstance(t, tensor_class) for slot, t in found)
             return self._resolve_write(signature, key, args, kwargs, into_plain)
         return self._resolve_new(signature, key, args, kwargs)
 
@@ -166,9 +167,8 @@ class OpDispatcher:
         return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
 
 
-def _check_device(info: OpInfo, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+def _check_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> None:
     """A DTensor lies on the devices of its mesh, and its results do."""
-    device = kwargs.get("device")
     if device is not None and torch.device(device).type not in (mesh.device_type, "meta"):
         raise UnsupportedError(
             f"{info.op} was asked for the device {device}, but the operands lie on {mesh}",

@@ -18,13 +18,7 @@ from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import MeshError
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["meshes_of", "on_one_mesh"]
-
-
-def meshes_of(wrapping: Wrapping, tensors: Sequence[Any]) -> list[DeviceMesh]:
-    """The meshes of the DTensors among `tensors`, each once."""
-    tensor_class = wrapping.tensor_class
-    return list({tensor._spec.mesh: None for tensor in tensors if isinstance(tensor, tensor_class)})
+__all__ = ["on_one_mesh"]
 
 
 def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
@@ -47,11 +41,10 @@ def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
     return DTensorSpec.from_dim_axes(mesh, tuple(placements), spec.tensor_meta, dim_axes)
 
 
-def on_one_mesh(
-    wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, Any]], meshes: Sequence[DeviceMesh]
-) -> Executor:
+def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, Any]]) -> Executor:
     """The executor of a call whose operands lie on several meshes."""
     laid_out = [(slot, tensor._spec) for slot, tensor in found if isinstance(tensor, wrapping.tensor_class)]
+    meshes = list(dict.fromkeys(spec.mesh for _, spec in laid_out))
     by_item = info.op._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
     if by_item and len({spec.mesh for slot, spec in laid_out if slot.name == info.names[0]}) > 1:
         return _mesh_by_mesh(info)

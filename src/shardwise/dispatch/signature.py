@@ -133,6 +133,8 @@ def whole_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 def routes_between(have: tuple[DTensorSpec, ...], want: tuple[DTensorSpec, ...]) -> tuple[BoundRoute | None, ...]:
     """For each operand the route that it must take, None where it stays."""
+    if have == want:
+        return (None,) * len(have)
     return tuple(None if a is b else bound_route(a, b) for a, b in zip(have, want, strict=True))
 
 

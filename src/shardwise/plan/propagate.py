@@ -61,9 +61,10 @@ class OutputSharding:
 
 
 def _metas(value: Any) -> Any:
-    if isinstance(value, DTensorSpec):
+    kind = value.__class__
+    if kind is DTensorSpec:
         return value.tensor_meta
-    return tuple(_metas(item) for item in value) if isinstance(value, list | tuple) else value
+    return tuple(map(_metas, value)) if isinstance(value, list | tuple) else value
 
 
 class ShardingPropagator:
