@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
@@ -18,7 +19,7 @@ from shardwise.fabric.dry import dry
 from shardwise.fabric.virtual import RankTensor, virtual
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["any_complex", "coordinates_here", "like", "local_runner", "seeing_conjugates"]
+__all__ = ["any_complex", "coordinates_here", "laid_out_like", "like", "local_runner", "seeing_conjugates"]
 
 Coordinate = tuple[int, ...]
 _NOTHING = torch.empty(0)
@@ -50,6 +51,14 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
 def like(results: Any, items: Iterator[Any]) -> Any:
     """A list for a list, a tuple for any kind of tuple."""
     return list(items) if isinstance(results, list) else tuple(items)
+
+
+def laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A copy of a local with its dims in memory in the order of these strides."""
+    if isinstance(local, RankTensor):
+        return RankTensor([laid_out_like(tensor, stride) for tensor in local.tensors])
+    made = local.new_empty_strided(local.shape, dense_strides(local.shape, like=stride))
+    return made.copy_(local)
 
 
 def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:

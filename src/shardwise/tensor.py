@@ -23,6 +23,7 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import as_mesh
+from shardwise.local import laid_out_like
 
 __all__ = ["DTensor", "cache_info"]
 
@@ -484,18 +485,10 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
         modes.check_decomposing(bound.route)
     meta = source.tensor_meta.dense()
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
-        return _make(_laid_out_like(bound.run(tensor._local_tensor), meta.stride), target.with_meta(meta))
+        return _make(laid_out_like(bound.run(tensor._local_tensor), meta.stride), target.with_meta(meta))
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
         return _pending(tensor._local_tensor, bound, target)
     return _make(bound.run(tensor._local_tensor), target)
-
-
-def _laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A local with its dims in memory in the order of these strides."""
-    if isinstance(local, RankTensor):
-        return RankTensor([_laid_out_like(tensor, stride) for tensor in local.tensors])
-    made = local.new_empty_strided(local.shape, dense_strides(local.shape, like=stride))
-    return made.copy_(local)
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:

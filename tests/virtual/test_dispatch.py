@@ -495,3 +495,19 @@ def test_empty_tensors_whose_meta_function_divides_by_their_size() -> None:
     torch.nn.functional.group_norm(x.narrow(0, 0, 0)[None], 1).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad.full_tensor(), torch.zeros(1, 5))
+
+
+@pytest.mark.parametrize(
+    "op", [torch.softmax, torch.log_softmax, torch.cumsum, torch.logcumsumexp, torch.sum, torch.amax]
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_results_lie_in_memory_as_on_one_device(op: Any, dim: int) -> None:
+    """Also where an operator is computed from others: what is drawn into a tensor follows the order of memory."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    plain = torch.randn(6, 4)
+    for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):
+        x = sw.distribute_tensor(plain, mesh, [placement])
+        for view in (lambda t: t, lambda t: t.t()):
+            want, have = op(view(plain), dim), op(view(x), dim)
+            assert have.stride() == want.stride()
+            torch.testing.assert_close(have.full_tensor(), want)

@@ -114,7 +114,7 @@ class OpDispatcher:
 
         if compute is None and all(0 not in spec.shape for spec in signature.specs):  # torch's divide by sizes
             compute = torch_decomposition(info.op)
-        run = directly() if compute is None else decomposed(signature, compute, directly)
+        run = directly() if compute is None else decomposed(signature, compute, directly, metas)
         return watched(self.wrapping, info, run)
 
     def _resolve_write(

@@ -32,10 +32,16 @@ def torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
     return torch._decomp.decomposition_table.get(op)
 
 
-def decomposed(signature: Signature, compute: Callable[..., Any], directly: Callable[[], Executor]) -> Executor:
+def decomposed(
+    signature: Signature,
+    compute: Callable[..., Any],
+    directly: Callable[[], Executor],
+    metas: tuple[TensorMeta, ...] | None = None,
+) -> Executor:
     """Computed from other operators; plain tensors that come out were made on the way, alike on every rank.
 
     A decomposition that comes back to its own operator gets it `directly`, and so does one that is not implemented.
+    Results lie in memory as `metas` say, if they are given: what is drawn into a tensor follows the order of memory.
     """
     info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
 
@@ -48,7 +54,8 @@ def decomposed(signature: Signature, compute: Callable[..., Any], directly: Call
             return directly()(args, kwargs)
         if info.is_view:
             mark_views(info, args, kwargs, results)
-        return results
+            return results
+        return results if metas is None else wrapping.in_memory_order(results, metas)
 
     return run
 

@@ -5,7 +5,7 @@ The tensor class is known only as what is unwrapped and wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
-from shardwise.local import like
+from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
 from shardwise.schema import OpInfo, Slot
 
@@ -67,6 +67,24 @@ class Wrapping:
             local = fabric_of(mesh).build(mesh, lambda coordinate: results.clone())
             return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(local)
         return results
+
+    def in_memory_order(self, results: Any, metas: Sequence[TensorMeta]) -> Any:
+        """Results of a decomposition with the strides that the operator itself gives."""
+        if not isinstance(results, tuple | list):
+            results, alone = (results,), True
+        else:
+            alone = False
+        left = iter(metas)
+        laid = like(results, (self._ordered(r, left) if isinstance(r, self.tensor_class) else r for r in results))
+        return laid[0] if alone else laid
+
+    def _ordered(self, tensor: Any, metas: Iterator[TensorMeta]) -> Any:
+        meta, spec = next(metas, None), tensor._spec
+        if meta is None or meta is spec.tensor_meta or meta.shape != spec.shape:
+            return tensor
+        if meta.dtype is not spec.tensor_meta.dtype or meta.dense() is not meta:
+            return tensor
+        return self.wrapper(spec.with_meta(meta))(laid_out_like(tensor._local_tensor, meta.stride))
 
     def wrap_replicated(self, info: OpInfo, results: Any, mesh: DeviceMesh) -> Any:
         """Results of an operator that ran on whole tensors everywhere, whose shapes are known only now."""

@@ -18,7 +18,8 @@ from shardwise.rng.positions import Positions
 
 __all__ = ["draw"]
 
-BLOCK = 1 << 15  # elements worked on at a time: what a cache holds
+BLOCK = {"cpu": 1 << 15}  # elements worked on at a time: what a cache holds
+LARGE_BLOCK = 1 << 22  # on devices that are slow to start
 aten = torch.ops.aten
 
 
@@ -34,14 +35,14 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     parts = [torch.empty(block.shape, dtype=wanted.dtype, device=wanted.device) for block in blocks]
     for part, block in zip(parts, blocks, strict=True):
         flat, positions = part.view(-1), Positions(wanted.shape, block)
-        for low, high in _spans(positions.count):
-            words = _Words(seed, positions.between(low, high).to(wanted.device), wanted.dtype)
+        for low, high in _spans(positions.count, BLOCK.get(wanted.device.type, LARGE_BLOCK)):
+            words = _Words(seed, positions.between(low, high, wanted.device), wanted.dtype)
             flat[low:high] = make(words, *wanted.numbers)
     return parts
 
 
-def _spans(count: int) -> Iterator[tuple[int, int]]:
-    return ((low, min(low + BLOCK, count)) for low in range(0, count, BLOCK))
+def _spans(count: int, block: int) -> Iterator[tuple[int, int]]:
+    return ((low, min(low + block, count)) for low in range(0, count, block))
 
 
 def _signed(word: int) -> int:

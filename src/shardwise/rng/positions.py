@@ -53,10 +53,10 @@ class Positions:
             return 0
         return run * self.length + min(position - int(self.starts[run]), self.length)
 
-    def between(self, low: int, high: int) -> torch.Tensor:
+    def between(self, low: int, high: int, device: torch.device | None = None) -> torch.Tensor:
         """Where the elements `low` to `high` of the block stand in the whole."""
-        index = torch.arange(low, high)
+        index, starts = torch.arange(low, high, device=device), self.starts.to(device)
         if self.is_run:
-            return index + self.starts
+            return index + starts
         run = index // self.length
-        return self.starts[run] + (index - run * self.length)
+        return starts[run] + (index - run * self.length)

@@ -20,5 +20,5 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     parts = []
     for block in blocks:
         positions = Positions(wanted.shape, block)
-        parts.append(flat[positions.between(0, positions.count).to(wanted.device)].view(block.shape))
+        parts.append(flat[positions.between(0, positions.count, wanted.device)].view(block.shape))
     return parts
