@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
