@@ -107,6 +107,25 @@ class _Parts:
             return fabric_of(mesh).build(mesh, lambda c: torch.empty(spec.local_shape(c), dtype=dtype, device="meta"))
         return self.given(_drawn(self.wanted(op, numbers, spec.tensor_meta.dtype), self.blocks, generator))
 
+    def draw_into(
+        self, local: torch.Tensor, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
+    ) -> None:
+        """Fill the local of a tensor; on CUDA in place, where its memory is that of its block."""
+        mesh, wanted = self.spec.mesh, self.wanted(op, numbers, self.spec.tensor_meta.dtype)
+        if mesh.fabric == dry.name or modes.draws_by_index() or not self.contiguous or not philox.reproduces(wanted):
+            local.copy_(self.draw(op, numbers, generator))
+            return
+        tensors = fabric_of(mesh).parts(mesh, local)
+        first = {self.of_rank[coordinate]: tensor for coordinate, tensor in reversed(tensors)}
+        outs = [first[block] for block in self.blocks]
+        if not all(tensor.is_contiguous() for tensor in outs):
+            local.copy_(self.draw(op, numbers, generator))
+            return
+        philox.draw(wanted, self.blocks, generator or default_generator(wanted.device), outs)
+        for coordinate, tensor in tensors:
+            if tensor is not first[self.of_rank[coordinate]]:
+                tensor.copy_(first[self.of_rank[coordinate]])
+
     def given(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The local made of the parts of all blocks; ranks that hold the same block get one each."""
         drawn = dict(zip(self.blocks, parts, strict=True))
@@ -194,7 +213,7 @@ def filling(signature: Signature) -> Executor:
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         bound = info.bind(args, kwargs)
         op, numbers = _fill_of(info.op, bound)  # pyright: ignore[reportGeneralTypeIssues]
-        args[0]._local_tensor.copy_(fill_parts(spec, op, numbers, bound.get("generator")))
+        _parts_of(spec).draw_into(args[0]._local_tensor, op, numbers, bound.get("generator"))
         return args[0]
 
     return run

@@ -70,9 +70,10 @@ class _Launch(NamedTuple):
     runs: torch.Tensor  # which `fill` points to
 
 
-def fill_part(part: Part, seed: int, counter: int) -> torch.Tensor:
-    """The block, drawn from `seed`, where the tensor begins at `counter`."""
-    out = torch.empty(part.block.shape, dtype=part.recipe.dtype, device=part.device)
+def fill_part(part: Part, seed: int, counter: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The block, drawn from `seed`, where the tensor begins at `counter`; into `out`, contiguous, if there is one."""
+    if out is None:
+        out = torch.empty(part.block.shape, dtype=part.recipe.dtype, device=part.device)
     for launch in _launches(part):
         fill = _Fill.from_buffer_copy(launch.fill)  # another thread may be about the same draw
         fill.out, fill.seed, fill.counter = out.data_ptr(), seed, counter + launch.calls

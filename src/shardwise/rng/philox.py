@@ -62,10 +62,13 @@ def reproduces(draw: Draw) -> bool:
 _AGREED: dict[tuple[object, ...], bool] = {}
 
 
-def draw(draw: Draw, blocks: Sequence[Block], generator: torch.Generator) -> list[torch.Tensor]:
+def draw(
+    draw: Draw, blocks: Sequence[Block], generator: torch.Generator, outs: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """The part of each block of the tensor that `draw` fills, contiguous. The generator goes on as after all of it.
 
-    For `aten.native_dropout` the dtype of the draw is that of the tensor dropped from, and the result is the mask.
+    Into `outs`, one contiguous tensor for each block, if they are given. For `aten.native_dropout` the dtype of the draw
+    is that of the tensor dropped from, and the result is the mask.
 
     Example:
         >>> draw_ = Draw(torch.ops.aten.normal_.default, (0.0, 1.0), (4,), torch.float32, torch.device("cuda"))
@@ -83,9 +86,10 @@ def draw(draw: Draw, blocks: Sequence[Block], generator: torch.Generator) -> lis
         return [torch.zeros(block.shape, dtype=recipe.dtype, device=draw.device) for block in blocks]
     seed, offset = generator.initial_seed() & _MASK, generator.get_offset()
     fill = fill_part if can_compile(draw.device) else plain.fill_part
-    outs = [fill(Part(draw.shape, block, recipe, pieces, draw.device), seed, offset // 4) for block in blocks]
+    parts = [Part(draw.shape, block, recipe, pieces, draw.device) for block in blocks]
+    drawn = [fill(part, seed, offset // 4, out) for part, out in zip(parts, outs or [None] * len(blocks), strict=True)]
     generator.set_offset(offset + increment)
-    return outs
+    return drawn
 
 
 @lru_cache(maxsize=4096)

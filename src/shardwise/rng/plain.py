@@ -32,14 +32,15 @@ def follows(recipe: Recipe, pieces: tuple[Piece, ...]) -> bool:
     return len(pieces) == 1 and (exact or (recipe.distribution == "uniform" and recipe.numbers[0] == 0))
 
 
-def fill_part(part: Part, seed: int, counter: int) -> torch.Tensor:
-    """The block, drawn from `seed`, where the tensor begins at `counter`."""
+def fill_part(part: Part, seed: int, counter: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The block, drawn from `seed`, where the tensor begins at `counter`; into `out`, if there is one."""
     index = torch.zeros((), dtype=torch.int64, device=part.device)
     for runs, stride in zip(part.block.runs, dense_strides(part.shape), strict=True):
         held = torch.cat([torch.arange(run.start, run.start + run.length, device=part.device) for run in runs])
         index = index.unsqueeze(-1) + held * stride
     thread, call, word = _call_of(index, part.recipe, threads_of(part.device))
-    return _drawn(philox(seed, call + counter, thread), word, part.recipe).to(part.recipe.dtype)
+    drawn = _drawn(philox(seed, call + counter, thread), word, part.recipe).to(part.recipe.dtype)
+    return drawn if out is None else out.copy_(drawn)
 
 
 def _call_of(index: torch.Tensor, recipe: Recipe, threads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
