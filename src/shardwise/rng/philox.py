@@ -67,8 +67,8 @@ def draw(
 ) -> list[torch.Tensor]:
     """The part of each block of the tensor that `draw` fills, contiguous. The generator goes on as after all of it.
 
-    Into `outs`, one contiguous tensor for each block, if they are given. For `aten.native_dropout` the dtype of the draw
-    is that of the tensor dropped from, and the result is the mask.
+    Into `outs`, one contiguous tensor for each block, if they are given. For `aten.native_dropout` the dtype of the
+    draw is that of the tensor dropped from, and the result is the mask.
 
     Example:
         >>> draw_ = Draw(torch.ops.aten.normal_.default, (0.0, 1.0), (4,), torch.float32, torch.device("cuda"))
