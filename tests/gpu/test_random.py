@@ -178,3 +178,19 @@ def test_indexed_numbers_are_the_same_on_every_mesh() -> None:
     for row in seen[1:]:
         for a, b in zip(row, seen[0], strict=True):
             assert torch.equal(a.full_tensor(), b.full_tensor())
+
+
+def test_attention_with_dropout() -> None:
+    """The fused kernels draw by batch and head in a way of their own: they are run on whole tensors, and right."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in (torch.float32, torch.bfloat16):
+            q = torch.randn(4, 4, 64, 32, device="cuda", dtype=dtype)
+            for placements in ([R, R], [S0, R], [S0, S1], [R, S1]):
+                for causal in (True, False):
+
+                    def attend(x: Any, causal: bool = causal) -> Any:
+                        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3, is_causal=causal)
+
+                    told = f"attention {dtype} {placements} causal={causal}"
+                    same(attend, q, mesh_of(2, 2), placements, told)
