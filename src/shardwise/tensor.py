@@ -138,7 +138,10 @@ class DTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"DTensor({self._spec}, local={self._local_tensor!r}{grad})"
+        if self._copied_view is None or not self._copied_view.is_stale:
+            return f"DTensor({self._spec}, local={self._local_tensor!r}{grad})"
+        # printing may be done by one rank alone, so that it must not communicate
+        return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
 
     # ---------------------------------------------------------------- to and from locals
 

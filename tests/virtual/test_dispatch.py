@@ -512,3 +512,17 @@ def test_results_lie_in_memory_as_on_one_device(op: Any, dim: int) -> None:
             want, have = op(view(plain), dim), op(view(x), dim)
             assert have.stride() == want.stride()
             torch.testing.assert_close(have.full_tensor(), want)
+
+
+def test_printing_does_not_communicate() -> None:
+    """One rank alone may do it; a copied view whose base was written to says so, and is right when it is used."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    base = sw.distribute_tensor(torch.arange(6.0), mesh, [sw.Shard(0)])
+    part = base[1:5]
+    assert "written" not in repr(part)
+    base.add_(1)
+    with CommDebugMode() as moved:
+        assert "before its base was written to" in repr(part)
+    assert moved.get_total_counts() == 0
+    assert part.tolist() == [2, 3, 4, 5]
+    assert "written" not in repr(part)
