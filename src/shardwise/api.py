@@ -63,7 +63,7 @@ def distribute_tensor(
     local = fabric_of(mesh).scatter(mesh, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
-    made = _make(local, spec)
+    made = _make(spec, local)
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made

@@ -153,7 +153,7 @@ def _spread(tensor: torch.Tensor, mesh: Any, placement: Placement) -> DTensor:
         one: Any = other._local_tensor
         for sign, part in zip(itertools.cycle((1, -1)), parts.tensors[: 2 * (mesh.size() // 2)], strict=False):
             part.add_(sign * one.tensors[0])
-        return _make(parts, whole._spec.with_placements([placement]))
+        return _make(whole._spec.with_placements([placement]), parts)
     return distribute_tensor(tensor, mesh, [placement])
 
 

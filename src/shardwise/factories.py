@@ -44,7 +44,7 @@ def _new(spec: DTensorSpec, requires_grad: bool, make: Callable[[DTensorSpec], t
     local = make(whole)
     if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank
         local = bound_route(whole, spec).run(local)
-    made = _make(local, spec)
+    made = _make(spec, local)
     if requires_grad:
         made.requires_grad_()
     return made

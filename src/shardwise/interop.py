@@ -49,7 +49,7 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
     spec = _our_spec(theirs)
     if torch.is_grad_enabled() and theirs.requires_grad:
         return _FromTorch.apply(theirs, spec)
-    return _make(_local_of(theirs), spec)
+    return _make(spec, _local_of(theirs))
 
 
 def to_torch(tensor: DTensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class _FromTorch(torch.autograd.Function):
     def forward(ctx: Any, theirs: torch.Tensor, spec: DTensorSpec) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.spec, ctx.mesh = spec, theirs.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         local = _local_of(theirs)
-        return _make(local.view_as(local), spec)
+        return _make(spec, local.view_as(local))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -5,6 +5,7 @@ What a move does to gradients is the table `GRADIENT_OF`. Operators are the disp
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -195,7 +196,7 @@ class DTensor(torch.Tensor):
                 _local_specs[key] = spec
         if torch.is_grad_enabled() and local_tensor.requires_grad:
             return _FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements))
-        return _make(local_tensor, spec)
+        return _make(spec, local_tensor)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """This rank's part, as autograd sees it.
@@ -323,8 +324,24 @@ class DTensor(torch.Tensor):
         return copied
 
 
+def _make(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
+    """A DTensor of this local, fast."""
+    meta = spec.tensor_meta
+    made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
+        DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
+    )
+    made._local_tensor = local
+    made._spec = spec
+    return made
+
+
+def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that makes a DTensor of a local with this spec."""
+    return functools.partial(_make, spec)
+
+
 _NO_KWARGS: Mapping[str, Any] = {}
-_dispatcher = OpDispatcher(DTensor)
+_dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = _dispatcher.cache
 
 MAX_LOCAL_SPECS = 4096
@@ -345,17 +362,6 @@ def cache_info() -> CacheInfo:
 def forget_operators() -> None:
     """Drop what is known about operators: a rule has changed."""
     _dispatcher.forget()
-
-
-def _make(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of this local, fast."""
-    meta = spec.tensor_meta
-    made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
-        DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
-    )
-    made._local_tensor = local
-    made._spec = spec
-    return made
 
 
 def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attributes: Mapping[str, Any]) -> DTensor:
@@ -488,10 +494,10 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
         modes.check_decomposing(bound.route)
     meta = source.tensor_meta.dense()
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
-        return _make(laid_out_like(bound.run(tensor._local_tensor), meta.stride), target.with_meta(meta))
+        return _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
         return _pending(tensor._local_tensor, bound, target)
-    return _make(bound.run(tensor._local_tensor), target)
+    return _make(target, bound.run(tensor._local_tensor))
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
@@ -574,7 +580,7 @@ class _FromLocal(torch.autograd.Function):
         ctx.spec, ctx.gradient = spec, gradient
         if any(not p.is_partial("sum") for p in spec.placements if isinstance(p, Partial)):
             ctx.save_for_backward(local)
-        return _make(local.view_as(local), spec)
+        return _make(spec, local.view_as(local))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -626,7 +632,7 @@ class _ToLocal(torch.autograd.Function):
         for axis in ctx.spec.partial_axes:
             if ctx.spec.placements[axis].is_partial("avg"):
                 grad = grad * ctx.spec.mesh.shape[axis]
-        return _make(grad, ctx.gradient.with_dtype(grad.dtype)), None
+        return _make(ctx.gradient.with_dtype(grad.dtype), grad), None
 
 
 class _Redistribute(torch.autograd.Function):

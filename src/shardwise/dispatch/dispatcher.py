@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_dec
 from shardwise.dispatch.key import Key, holds_users_tensor, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
-from shardwise.dispatch.signature import Executor, Signature, Wrapping, routes_between
+from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
@@ -46,10 +46,11 @@ class OpDispatcher:
 
     Args:
         tensor_class: the class to unwrap and wrap.
+        wrapper: for a spec, the function that makes a tensor of the class of a local.
     """
 
-    def __init__(self, tensor_class: type[torch.Tensor]) -> None:
-        self.wrapping = Wrapping(tensor_class)
+    def __init__(self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap]) -> None:
+        self.wrapping = Wrapping(tensor_class, wrapper)
         self.cache: dict[Key, Executor] = {}
         self.misses = 0
         self._metas = ResultMetas()

@@ -30,22 +30,9 @@ Wrap = Callable[[torch.Tensor], torch.Tensor]
 class Wrapping:
     """The way between a tensor class that has `_local_tensor` and `_spec`, and its locals."""
 
-    def __init__(self, tensor_class: type[torch.Tensor]) -> None:
+    def __init__(self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap]) -> None:
         self.tensor_class: Any = tensor_class
-
-    def wrapper(self, spec: DTensorSpec) -> Wrap:
-        """The function that makes a DTensor of a local with this spec."""
-        make = torch.Tensor._make_wrapper_subclass
-        tensor_class, shape, stride = self.tensor_class, spec.tensor_meta.shape, spec.tensor_meta.stride
-        dtype, strided = spec.tensor_meta.dtype, torch.strided
-
-        def wrap(local: torch.Tensor) -> torch.Tensor:
-            result = make(tensor_class, shape, stride, None, None, dtype, strided, local.device)  # pyright: ignore[reportCallIssue, reportArgumentType]
-            result._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
-            result._spec = spec  # pyright: ignore[reportAttributeAccessIssue]
-            return result
-
-        return wrap
+        self.wrapper = wrapper  # the function that makes a DTensor of a local with a spec
 
     def spec_of(self, tensor: Any, mesh: DeviceMesh) -> DTensorSpec:
         """The spec of an operand; a plain tensor is every rank's."""
