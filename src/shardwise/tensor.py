@@ -104,6 +104,12 @@ class DTensor(torch.Tensor):
                     run = _cache.get((id(func), args[0]._spec, tuple(args[1])))
                     if run is not None:
                         return run(args, kwargs)
+            elif len(args) == 3 and args[0].__class__ is DTensor and args[1].__class__ is int:
+                kind = args[2].__class__
+                if kind is bool or kind is int:  # a dim, and a flag or another dim
+                    run = _cache.get((id(func), args[0]._spec, (int, args[1]), (kind, args[2])))
+                    if run is not None:
+                        return run(args, kwargs)
             elif len(args) == 1 and args[0].__class__ is DTensor:
                 run = _cache.get((id(func), args[0]._spec))
                 if run is not None:

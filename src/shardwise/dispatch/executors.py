@@ -154,6 +154,8 @@ def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[st
     places = {info.names.index(name): value for name, value in patch.items() if name in info.names}
     if len(places) != len(patch) or 0 in places:
         return None
+    if info.op is SHARING:
+        return _shared_view(info, op, wrap, places[1])
     fixed = not any(name in info.unread for name in info.names[1:])  # then every other argument is in the key
     known: list[list[Any]] = []
 
@@ -168,21 +170,34 @@ def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[st
             known[:] = [given]
         return given, named
 
-    shares, is_view = info.op is SHARING, info.is_view
-
     def patched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        local = args[0]._local_tensor
         if known and not kwargs:
-            made = op(local, *known[0])
+            result = wrap(op(args[0]._local_tensor, *known[0]))
         else:
             given, named = replaced(args, kwargs)
-            made = op(local, *given, **named)
-        result = wrap(made)
-        if is_view and (args[0]._copied_view is not None or (shares and made.data_ptr() != local.data_ptr())):
+            result = wrap(op(args[0]._local_tensor, *given, **named))
+        if info.is_view and args[0]._copied_view is not None:
             mark_views(info, args, kwargs, result)
         return result
 
     return patched
+
+
+def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Sequence[int]) -> Executor:
+    """`view`, to a size of this rank's own. Where the memory of the local does not allow for one, a copied view."""
+
+    def shared_view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            result = wrap(SHARING(args[0]._local_tensor, size))
+        except RuntimeError:
+            result = wrap(copy(args[0]._local_tensor, size))
+            mark_views(info, args, kwargs, result)
+            return result
+        if args[0]._copied_view is not None:
+            mark_views(info, args, kwargs, result)
+        return result
+
+    return shared_view
 
 
 # ---------------------------------------------------------------- all others
