@@ -606,20 +606,23 @@ def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Te
     if ops & {"min", "max"}:
         value = bound_route(spec, spec.reduced()).run(part)
         chosen = (part == value).to(gradient.dtype)
-        sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
-        counted = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(gradient.dtype).tensor_meta, spec.dim_axes)
-        return gradient * chosen / bound_route(counted, counted.reduced()).run(chosen)
+        return gradient * chosen / _summed(chosen, spec)
     if "product" in ops:
         return gradient * _product_of_others(part, spec)
     return gradient
 
 
+def _summed(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The sum of what the ranks hold, over the axes on which a tensor of this spec is Partial of any kind."""
+    sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
+    counted = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(part.dtype).tensor_meta, spec.dim_axes)
+    return bound_route(counted, counted.reduced()).run(part)
+
+
 def _product_of_others(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """The product of what the other ranks hold; right where some of it is zero."""
     zero = part == 0
-    sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
-    counting = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(torch.int64).tensor_meta, spec.dim_axes)
-    zeros = bound_route(counting, counting.reduced()).run(zero.to(torch.int64))
+    zeros = _summed(zero.to(torch.int64), spec)
     nonzero = torch.where(zero, torch.ones_like(part), part)
     product = bound_route(spec, spec.reduced()).run(nonzero)
     others = zeros - zero.to(torch.int64)

@@ -87,7 +87,7 @@ class OpDispatcher:
         if "device" in kwargs:
             _check_device(info, kwargs["device"], mesh)
         signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
-        if signature.info.draws:
+        if info.draws:
             agree_once(mesh)
         if info.writes:
             into_plain = any(slot.name in info.writes and not isinstance(t, tensor_class) for slot, t in found)

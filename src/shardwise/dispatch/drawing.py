@@ -52,12 +52,17 @@ FILLS: dict[OpOverload, OpOverload] = {
 IN_PLACE = {new: fill for fill, new in FILLS.items()}
 
 
+@functools.cache
+def _numbers_of(fill: OpOverload) -> tuple[str, ...]:
+    """The names of a fill's arguments between the tensor and the generator."""
+    return tuple(argument.name for argument in fill._schema.arguments[1:] if argument.name != "generator")
+
+
 def _fill_of(op: OpOverload, numbers: Mapping[str, Any]) -> tuple[OpOverload, tuple[Any, ...]] | None:
     """The in-place fill that an operator amounts to, and its numbers; None for other operators."""
     fill = op if op in FILLS else IN_PLACE.get(op)
     if fill is not None:
-        names = [argument.name for argument in fill._schema.arguments[1:] if argument.name != "generator"]
-        return fill, tuple(numbers[name] for name in names)
+        return fill, tuple(numbers[name] for name in _numbers_of(fill))
     match op._schema.name:
         case "aten::rand_like":
             return aten.uniform_.default, (0.0, 1.0)

@@ -58,12 +58,9 @@ class Wrapping:
     def in_memory_order(self, results: Any, metas: Sequence[TensorMeta]) -> Any:
         """Results of a decomposition with the strides that the operator itself gives."""
         if not isinstance(results, tuple | list):
-            results, alone = (results,), True
-        else:
-            alone = False
+            return self.in_memory_order((results,), metas)[0]
         left = iter(metas)
-        laid = like(results, (self._ordered(r, left) if isinstance(r, self.tensor_class) else r for r in results))
-        return laid[0] if alone else laid
+        return like(results, (self._ordered(r, left) if isinstance(r, self.tensor_class) else r for r in results))
 
     def _ordered(self, tensor: Any, metas: Iterator[TensorMeta]) -> Any:
         meta, spec = next(metas, None), tensor._spec
