@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise import modes
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError
@@ -98,6 +98,10 @@ class DTensor(torch.Tensor):
                 kind = args[1].__class__  # no variable for the argument itself: who holds it tells whose it is
                 if kind is DTensor:
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
+                    if run is not None:
+                        return run(args, kwargs)
+                elif kind is float:  # by its type alone: where a rule reads the number, there is no such key
+                    run = _cache.get((id(func), args[0]._spec, float))
                     if run is not None:
                         return run(args, kwargs)
                 elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
@@ -609,6 +613,10 @@ def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Te
         return gradient * chosen / _summed(chosen, spec)
     if "product" in ops:
         return gradient * _product_of_others(part, spec)
+    order = norm_order(next(iter(ops)))
+    if order is not None:
+        norm = bound_route(spec, spec.reduced()).run(part)
+        return torch.where(norm == 0, torch.zeros_like(norm), gradient * (part / norm).pow(order - 1))
     return gradient
 
 

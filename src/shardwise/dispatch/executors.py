@@ -47,6 +47,8 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         simple = _simple_executor(signature, sharding.outputs[0], patches, local_op)
         if simple is not None:
             return simple
+    if not any(routes) and patches is None and _takes_lists(signature):
+        return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.op))
     run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
     return watched(signature.wrapping, info, run)
 
@@ -62,7 +64,7 @@ def _patches(sharding: OutputSharding, mesh: DeviceMesh) -> Patches | None:
     }
 
 
-# ---------------------------------------------------------------- one or two operands, nothing to move, one result
+# ---------------------------------------------------------------- operands in front, nothing to move, one result
 
 
 def _simple_executor(
@@ -72,7 +74,7 @@ def _simple_executor(
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
     here = coordinates_here(mesh)
-    if not front or len(slots) > 2 or not here or mesh.fabric == dry.name:
+    if not front or not here or mesh.fabric == dry.name:
         return None
     if signature.pinned not in ((), (0,)) or info.outs:
         return None
@@ -81,6 +83,8 @@ def _simple_executor(
         return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
         return _writing(wrapping, info, op)
+    if len(slots) > 2:
+        return None if lockstep else watched(wrapping, info, _several(op, wrap, wrapping.tensor_class))
     if lockstep:
         return watched(wrapping, info, _unary_lockstep(op, wrap) if len(slots) == 1 else _binary_lockstep(op, wrap))
     if len(slots) == 2:
@@ -115,6 +119,13 @@ def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
         return wrap(op(a, b, *rest, **kwargs))
 
     return binary
+
+
+def _several(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
+    def several(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return wrap(op(*[a._local_tensor if isinstance(a, tensor_class) else a for a in args], **kwargs))
+
+    return several
 
 
 def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any]) -> Executor:
@@ -198,6 +209,36 @@ def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Seque
         return result
 
     return shared_view
+
+
+# ---------------------------------------------------------------- lists of operands, nothing to move
+
+
+def _takes_lists(signature: Signature) -> bool:
+    """Whether a call is one on lists, whose results are lists too or nothing, and runs once here."""
+    if signature.mesh.fabric in (virtual.name, dry.name) or not coordinates_here(signature.mesh):
+        return False
+    return signature.info.returns in ((), ("List[Tensor]",)) and all(slot.index is not None for slot in signature.slots)
+
+
+def _lists(signature: Signature, outputs: tuple[DTensorSpec, ...], op: Callable[..., Any]) -> Executor:
+    """The same call on the lists of locals: what an optimizer does to all parameters at once."""
+    wrapping = signature.wrapping
+    tensor_class, wraps = wrapping.tensor_class, [wrapping.wrapper(spec) for spec in outputs]
+    at_items = sorted({slot.index for slot in signature.slots if slot.index is not None and slot.item is not None})
+    alone = [slot.index for slot in signature.slots if slot.index is not None and slot.item is None]
+
+    def lists(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        held = list(args)
+        for index in at_items:
+            held[index] = [t._local_tensor if isinstance(t, tensor_class) else t for t in held[index]]
+        for index in alone:
+            if isinstance(held[index], tensor_class):
+                held[index] = held[index]._local_tensor
+        results = op(*held, **kwargs)
+        return None if results is None else [wrap(r) for wrap, r in zip(wraps, results, strict=True)]
+
+    return lists
 
 
 # ---------------------------------------------------------------- all others

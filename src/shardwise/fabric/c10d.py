@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.core.layout import Block, dense_strides
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError
 from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
@@ -26,7 +27,9 @@ from shardwise.fabric.pieces import (
     empty_block,
     fill_from,
     local_step,
+    norm_from_powers,
     overlap,
+    powers_of,
     reduce_tensors,
     slicer,
 )
@@ -280,19 +283,19 @@ class C10dFabric(Fabric):
     def _all_reduce(self, step: AllReduce) -> Start:
         group = self.group(step.before.mesh, step.over)
         options = dist.AllreduceOptions()
-        options.reduceOp = _REDUCE_OPS[reduction(step)]
+        options.reduceOp = _REDUCE_OPS.get(reduction(step), dist.ReduceOp.SUM)
         finish = average_divider(step)
-        extremum = _extremum(step)
+        special = _special(step)
 
         def start(local: torch.Tensor) -> Wait:
-            buffer = _as_reducible(local, extremum)
+            buffer = _as_reducible(local, special)
             if buffer is local or not buffer.is_contiguous():
                 buffer = buffer.clone(memory_format=torch.contiguous_format)
             work = group.allreduce([buffer], options)
 
             def wait() -> torch.Tensor:
                 work.wait()
-                return _from_reducible(buffer if finish is None else finish(buffer), local.dtype, extremum)
+                return _from_reducible(buffer if finish is None else finish(buffer), local.dtype, special)
 
             return wait
 
@@ -328,9 +331,9 @@ class C10dFabric(Fabric):
         whole = list(source.shape)
         whole[dim] = widest
         options = dist.ReduceScatterOptions()
-        options.reduceOp = _REDUCE_OPS[reduction(step)]
+        options.reduceOp = _REDUCE_OPS.get(reduction(step), dist.ReduceOp.SUM)
         finish = average_divider(step)
-        extremum = _extremum(step)
+        special = _special(step)
 
         def pack(local: torch.Tensor) -> torch.Tensor:
             if even:
@@ -341,7 +344,7 @@ class C10dFabric(Fabric):
             return packed
 
         def start(local: torch.Tensor) -> Wait:
-            packed = pack(_as_reducible(local, extremum))
+            packed = pack(_as_reducible(local, special))
             buffer = packed.new_empty(whole)
             work = group._reduce_scatter_base(buffer.view(-1), packed.view(-1), options)
 
@@ -350,7 +353,7 @@ class C10dFabric(Fabric):
                 total = buffer if finish is None else finish(buffer)
                 if mine != widest:
                     total = total.narrow(dim, 0, mine).clone()
-                return _from_reducible(total, local.dtype, extremum)
+                return _from_reducible(total, local.dtype, special)
 
             return wait
 
@@ -513,9 +516,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _extremum(step: AllReduce | ReduceScatter) -> str | None:
+def _special(step: AllReduce | ReduceScatter) -> str | None:
+    """The reduction, where what travels is not the value itself: extrema and norms."""
     op = reduction(step)
-    return op if op in ("min", "max") else None
+    return op if op in ("min", "max") or norm_order(op) is not None else None
 
 
 # Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of
@@ -523,9 +527,12 @@ def _extremum(step: AllReduce | ReduceScatter) -> str | None:
 _ORDERED = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
 
 
-def _as_reducible(local: torch.Tensor, extremum: str | None) -> torch.Tensor:
-    """`local` as process groups can reduce it: itself, wider, or as integers that keep its order."""
-    if extremum is None or not local.is_floating_point():
+def _as_reducible(local: torch.Tensor, special: str | None) -> torch.Tensor:
+    """`local` as process groups can reduce it: itself, wider, as powers, or as integers that keep its order."""
+    order = None if special is None else norm_order(special)
+    if order is not None:
+        return powers_of(local, order)
+    if special is None or not local.is_floating_point():
         wide = _WIDENED.get(local.dtype)
         return local if wide is None else local.to(wide)
     floats = local if local.dtype in _ORDERED else local.float()
@@ -533,12 +540,15 @@ def _as_reducible(local: torch.Tensor, extremum: str | None) -> torch.Tensor:
     limits = torch.iinfo(kind)
     bits = floats.contiguous().view(kind)
     ordered = bits ^ ((bits >> shift) & limits.max)
-    return ordered.masked_fill_(floats.isnan(), limits.max if extremum == "max" else limits.min)
+    return ordered.masked_fill_(floats.isnan(), limits.max if special == "max" else limits.min)
 
 
-def _from_reducible(total: torch.Tensor, dtype: torch.dtype, extremum: str | None) -> torch.Tensor:
+def _from_reducible(total: torch.Tensor, dtype: torch.dtype, special: str | None) -> torch.Tensor:
     """The reduced value in the dtype that it came in."""
-    if extremum is None or not dtype.is_floating_point:
+    order = None if special is None else norm_order(special)
+    if order is not None:
+        return norm_from_powers(total, order, dtype)
+    if special is None or not dtype.is_floating_point:
         return total if total.dtype is dtype else total.to(dtype)
     floats = torch.float64 if dtype is torch.float64 else torch.float32
     kind, shift = _ORDERED[floats]

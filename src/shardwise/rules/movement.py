@@ -16,7 +16,7 @@ from shardwise.core.layout import Run
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.pointwise import EXTREMA, SUMS, alike
+from shardwise.rules.pointwise import EXTREMA, alike
 from shardwise.rules.registry import Call, decomposition, is_zero, rule
 from shardwise.rules.view import local_size
 
@@ -184,12 +184,8 @@ def rotate(call: Call) -> Factors:
 
 
 def together(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True) -> Factors:
-    """The factors of several operands whose elements are put into one result: they may be sums, all alike.
-
-    Extrema may not: that of one on one axis and a sum of another on another axis would not be one reduction.
-    """
-    count = len(operands)
-    return Factors(tuple(operands), (result,), rows=alike(count, range(count), kinds=SUMS) if fit else ())
+    """The factors of several operands whose elements are put into one result: they may be Partial, all alike."""
+    return Factors(tuple(operands), (result,), moves=fit)
 
 
 @rule(aten.slice_scatter.default)
