@@ -66,6 +66,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
     _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
+    _settled: Any = None  # what it came to, where it is Partial and has been reduced
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -318,8 +319,8 @@ class DTensor(torch.Tensor):
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
 
     def _kept_attributes(self) -> dict[str, Any]:
-        """What users and nn.Parameter have set on it; how a view came about does not outlive the process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_copied_view"}
+        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:

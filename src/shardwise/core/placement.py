@@ -5,6 +5,7 @@ Pure data. Knows nothing of meshes, of communication, or of torch's own placemen
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any, Literal, SupportsIndex
@@ -202,6 +203,7 @@ def norm_of(order: float) -> str:
     return f"{NORM}{int(order) if order == int(order) else float(order)}"
 
 
+@functools.cache
 def norm_order(reduce_op: str) -> float | None:
     """The order of a reduction that takes a norm; None for any other."""
     try:

@@ -105,7 +105,7 @@ class OpDispatcher:
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None
         if drawn is not None and compute is None:
             return drawing(signature, drawn)
-        if sharding is not None and (compute is None or not _communicates(signature.specs, sharding.inputs)):
+        if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
             return executor(signature, sharding)
 
         def directly() -> Executor:
@@ -134,7 +134,7 @@ class OpDispatcher:
                 return watched(self.wrapping, info, reshaping_in_place(signature, functional))
         metas = self._metas.find(signature, key, args, kwargs)
         sharding = _sharding(signature, metas)
-        if compute is not None and (sharding is None or _communicates(signature.specs, sharding.inputs)):
+        if compute is not None and (sharding is None or _worth_decomposing(signature, sharding)):
 
             def directly() -> Executor:
                 return through_copies(signature) if sharding is None else executor(signature, sharding)
@@ -187,5 +187,9 @@ def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Out
     return ShardingPropagator().propagate(schema, metas, signature.pinned)
 
 
-def _communicates(have: tuple[DTensorSpec, ...], want: tuple[DTensorSpec, ...]) -> bool:
-    return any(route is not None and route.communicates for route in routes_between(have, want))
+def _worth_decomposing(signature: Signature, sharding: OutputSharding) -> bool:
+    """Whether operands would have to be moved by a rule that looks at one axis at a time."""
+    if sharding.rule.layouts is not None:
+        return False
+    routes = routes_between(signature.specs, sharding.inputs)
+    return any(route is not None and route.communicates for route in routes)

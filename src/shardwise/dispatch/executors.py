@@ -13,6 +13,7 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
 from shardwise.fabric.dry import dry
@@ -257,17 +258,14 @@ def general_executor(
     """Move the operands, run on locals, wrap; `outputs` is None where only the results tell their shapes."""
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     op, writes = info.op, bool(signature.pinned)
-    run_local = local_runner(info, slots, patches, mesh, draws)
+    bring, run_local = bringing(signature, routes), local_runner(info, slots, patches, mesh, draws)
     wraps = None if outputs is None else [wrapping.wrapper(spec) for spec in outputs]
     moving = [route.route for route in routes if route is not None and route.communicates]
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(op, moving)
-        locals_ = []
-        for slot, route in zip(slots, routes, strict=True):
-            local = wrapping.local_of(slot.get(args, kwargs), mesh)
-            locals_.append(local if route is None else route.run(local))
+        locals_ = bring(args, kwargs)
         results = run_local(local_op or op, args, kwargs, locals_)
         if writes:
             return with_written(wrapping, info, args, kwargs, results, wraps, mesh)
