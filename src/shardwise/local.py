@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
@@ -21,7 +21,6 @@ from shardwise.schema import OpInfo, Slot
 
 __all__ = ["any_complex", "coordinates_here", "laid_out_like", "like", "local_runner", "seeing_conjugates"]
 
-Coordinate = tuple[int, ...]
 _NOTHING = torch.empty(0)
 
 

@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.core import mesh as mesh_module
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import UnsupportedError
 from shardwise.plan.route import Route
 from shardwise.plan.step import Step
 
 __all__ = ["BoundStep", "Fabric", "choosing", "fabric_of", "fabrics"]
 
-Coordinate = tuple[int, ...]
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import MeshError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
+from shardwise.fabric.base import BoundStep, Fabric, register
 from shardwise.fabric.collectives import (
     Line,
     Start,

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import MeshError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, choosing, register
+from shardwise.fabric.base import BoundStep, Fabric, choosing, register
 from shardwise.fabric.pieces import empty_block
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.step import Step

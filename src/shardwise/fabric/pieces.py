@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 
 from shardwise.core.layout import Block, dense_strides, intersect
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
 
 __all__ = ["Box", "Piece", "box_of", "choose_sender", "local_step", "overlap", "pieces_for"]
 
-Coordinate = tuple[int, ...]
 Local = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -12,9 +12,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
+from shardwise.fabric.base import BoundStep, Fabric, register
 from shardwise.fabric.pieces import (
     distinct_blocks,
     divide_average,
