@@ -21,8 +21,6 @@ from shardwise.schema import OpInfo, Slot
 
 __all__ = ["any_complex", "coordinates_here", "laid_out_like", "like", "local_runner", "seeing_conjugates"]
 
-_NOTHING = torch.empty(0)
-
 
 def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
     return any(spec.tensor_meta.dtype.is_complex for group in specs for spec in group)
@@ -62,9 +60,7 @@ def laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:
     """The coordinates of the ranks that run in this process."""
-    if mesh.fabric == virtual.name:
-        return [tuple(row) for row in mesh.coordinates.tolist()]
-    return [coordinate for coordinate, _ in fabric_of(mesh).parts(mesh, _NOTHING)]
+    return fabric_of(mesh).coordinates(mesh)
 
 
 def local_runner(
