@@ -5,6 +5,7 @@ A local is a `RankTensor`, which holds one tensor for each rank; an operator on 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from shardwise.fabric.pieces import (
 )
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
-__all__ = ["RankTensor", "VirtualFabric"]
+__all__ = ["RankTensor", "VirtualFabric", "together", "virtual"]
 
 
 class RankTensor(torch.Tensor):
@@ -102,7 +103,7 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for i in at:
         if all(result is tensor for result, tensor in zip(results, leaves[i].tensors, strict=True)):
             return leaves[i]
-    return _combine(results, func)
+    return together(results, functools.partial(_agreed, func))
 
 
 _aten = torch.ops.aten
@@ -125,16 +126,23 @@ def _with_own_size(tensor: torch.Tensor, size: Any, *rest: Any) -> list[Any]:
     return [tensor, tensor.shape, *rest]
 
 
-def _combine(results: list[Any], func: Any) -> Any:
+def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any]) -> Any:
+    """The results of all ranks as one: tensors as a `RankTensor`, sequences item by item, other values by `plain`."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         return RankTensor(results)
     if isinstance(first, tuple | list):
-        items = (_combine([r[i] for r in results], func) for i in range(len(first)))
+        items = (together(column, plain) for column in zip(*results, strict=True))
         return list(items) if isinstance(first, list) else tuple(items)
-    if any(result != first and result == result for result in results[1:]):
+    return plain(results)
+
+
+def _agreed(func: Any, values: Sequence[Any]) -> Any:
+    """The plain value that every rank has; a NaN agrees with anything."""
+    first = values[0]
+    if any(value != first and value == value for value in values[1:]):
         raise UnsupportedError(
-            f"{func} gives a different plain value on each virtual rank ({results[:4]}...)",
+            f"{func} gives a different plain value on each virtual rank ({values[:4]}...)",
             hint="ranks run in lockstep here: take the values of one rank with local.tensors[rank]",
         )
     return first
