@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, norm_order, as_placement
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement, norm_order
 from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta, default_shard_order
 from shardwise.errors import LayoutError, PlainTensorError
 from shardwise.fabric.world import as_mesh, to_torch_mesh

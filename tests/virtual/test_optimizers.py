@@ -116,7 +116,9 @@ def test_clipping_gradients(foreach: bool | None, order: float) -> None:
 @pytest.mark.parametrize("count", [4, 40])
 def test_clipping_takes_one_reduction(foreach: bool | None, count: int) -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
-    spread: list[Any] = [nn.Parameter(sw.ones(8, 4, device_mesh=mesh, placements=[(S0, R)[i % 2]])) for i in range(count)]
+    spread: list[Any] = [
+        nn.Parameter(sw.ones(8, 4, device_mesh=mesh, placements=[(S0, R)[i % 2]])) for i in range(count)
+    ]
     for p in spread:
         p.grad = torch.ones_like(p)
     with CommDebugMode() as comm:
@@ -146,7 +148,9 @@ def test_clipping_over_several_meshes() -> None:
 def test_a_partial_that_is_read_twice_is_reduced_once() -> None:
     x = sw.DTensor.from_local(torch.ones(4), sw.init_device_mesh("cpu", (4,)), [P])
     with CommDebugMode() as comm:
-        assert (x.exp() - x.sin()).full_tensor().tolist() == [pytest.approx(torch.tensor(4.0).exp() - torch.tensor(4.0).sin())] * 4
+        assert (x.exp() - x.sin()).full_tensor().tolist() == [
+            pytest.approx(torch.tensor(4.0).exp() - torch.tensor(4.0).sin())
+        ] * 4
     assert comm.get_total_counts() == 1
 
 

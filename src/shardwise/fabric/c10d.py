@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import MeshError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
+from shardwise.fabric.base import BoundStep, Fabric, check_source, register
 from shardwise.fabric.collectives import (
     Line,
     Start,
@@ -114,6 +114,10 @@ class C10dFabric(Fabric):
 
     # ---------------------------------------------------------------- values of this rank
 
+    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
+        coordinate = self.coordinate(mesh)
+        return [] if coordinate is None else [coordinate]
+
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         coordinate = self.coordinate(mesh)
         return torch.empty(0, device=device_of(mesh)) if coordinate is None else make(coordinate)
@@ -123,8 +127,7 @@ class C10dFabric(Fabric):
         return locals_[0] if coordinate is None else fn(coordinate, *locals_)
 
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
-        coordinate = self.coordinate(mesh)
-        return [] if coordinate is None else [(coordinate, local)]
+        return [(coordinate, local) for coordinate in self.coordinates(mesh)]
 
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
@@ -134,8 +137,7 @@ class C10dFabric(Fabric):
             return self.build(mesh, blocks)
         ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
         group = self.group_of(ranks)
-        if not 0 <= source < len(ranks):
-            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(ranks) - 1}")
+        check_source(mesh, source)
         own = blocks(coordinate).contiguous()
         sender = ranks[source]
         if len(ranks) == 1:

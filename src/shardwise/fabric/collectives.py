@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.layout import Block, dense_strides
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.base import Coordinate
 from shardwise.fabric.pieces import Box, average_divider, fill_from, overlap, reduce_tensors, slicer
 from shardwise.fabric.traffic import Traffic
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.notation import Dim, Factors, Row
@@ -17,7 +18,6 @@ from shardwise.rules.registry import Call, pattern_rule, rule
 
 aten = torch.ops.aten
 Specs = Sequence[DTensorSpec]
-Coordinate = tuple[int, ...]
 
 FIRST = ((0,),)  # linear in the first operand
 REPLICATE, SUM = Replicate(), Partial()

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors, Pattern, factors_of, parse
 
 __all__ = ["Call", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
-
-Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
