@@ -14,7 +14,8 @@ from shardwise.core.intern import Interned
 from shardwise.errors import LayoutError
 
 __all__ = [
-    "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "as_placement", "norm_of", "norm_order",
+    "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "as_placement", "norm_of",
+    "norm_order",
 ]  # fmt: skip
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]

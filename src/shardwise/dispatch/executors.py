@@ -5,6 +5,7 @@ Which layouts it runs on has been decided; here nothing is chosen any more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from shardwise.local import any_complex, coordinates_here, like, local_runner, s
 from shardwise.plan.propagate import OutputSharding
 from shardwise.schema import OpInfo
 
-__all__ = ["executor", "general_executor", "with_written"]
+__all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
 SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
 Patches = Mapping[Coordinate, Mapping[str, Any]]
@@ -83,13 +84,41 @@ def _simple_executor(
         return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
         return _writing(wrapping, info, op)
-    if len(slots) > 2:
-        return None if lockstep else watched(wrapping, info, _several(op, wrap, wrapping.tensor_class))
-    if lockstep:
-        return watched(wrapping, info, _unary_lockstep(op, wrap) if len(slots) == 1 else _binary_lockstep(op, wrap))
-    if len(slots) == 2:
-        return watched(wrapping, info, _binary(op, wrap, wrapping.tensor_class))
-    return _view(info, op, wrap) if info.is_view else _unary(op, wrap)
+    form = _form(signature, lockstep)
+    if form is None:
+        return None
+    return _view(info, op, wrap) if form is _unary and info.is_view else watched(wrapping, info, form(op, wrap))
+
+
+def _form(signature: Signature, lockstep: bool) -> Callable[[Callable[..., Any], Wrap], Executor] | None:
+    """The short function for so many operands; None where there is none."""
+    match len(signature.slots), lockstep:
+        case 1, _:
+            return _unary_lockstep if lockstep else _unary
+        case 2, _:
+            return _binary_lockstep if lockstep else functools.partial(_binary, signature.wrapping.tensor_class)
+        case _, False:
+            return functools.partial(_several, signature.wrapping.tensor_class)
+        case _:
+            return None
+
+
+def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DTensorSpec], Executor] | None:
+    """What makes the executor of a pointwise call from how its result lies; None where it is not that short."""
+    info, mesh, rule = signature.info, signature.mesh, sharding.rule
+    short = all(slot.item is None and slot.index == i for i, slot in enumerate(signature.slots))
+    if not short or info.is_view or info.writes or not info.pointwise or rule.localize is not None:
+        return None
+    if mesh.fabric == dry.name or not coordinates_here(mesh) or any_complex(signature.specs, sharding.outputs):
+        return None
+    op, wrapper, form = (
+        rule.local_op or info.op,
+        signature.wrapping.wrapper,
+        _form(signature, mesh.fabric == virtual.name),
+    )
+    if form is None or sharding.inputs != signature.specs or info.returns != ("Tensor",) or op in PHYSICAL:
+        return None
+    return lambda spec: form(op, wrapper(spec))
 
 
 def _unary(op: Callable[..., Any], wrap: Wrap) -> Executor:
@@ -109,7 +138,7 @@ def _view(info: OpInfo, op: Callable[..., Any], wrap: Wrap) -> Executor:
     return view
 
 
-def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
+def _binary(tensor_class: Any, op: Callable[..., Any], wrap: Wrap) -> Executor:
     def binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         a, b, *rest = args
         if isinstance(a, tensor_class):
@@ -121,7 +150,7 @@ def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
     return binary
 
 
-def _several(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
+def _several(tensor_class: Any, op: Callable[..., Any], wrap: Wrap) -> Executor:
     def several(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return wrap(op(*[a._local_tensor if isinstance(a, tensor_class) else a for a in args], **kwargs))
 

@@ -1,6 +1,6 @@
 """Operands on their way to where an operator runs: each by its route, and reductions of a list in one collective.
 
-What was Partial and has been reduced is remembered with its tensor, so that the next operator that reads it moves nothing.
+What was Partial and has been reduced is remembered with its tensor: the next operator that reads it moves nothing.
 """
 
 from __future__ import annotations
