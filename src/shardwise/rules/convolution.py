@@ -154,11 +154,6 @@ POOLS = {
 for (space, linear), ops in POOLS.items():
     rule(*ops)(lambda call, space=space, linear=linear: leading(call, space, linear))
 
-for space in (1, 2, 3):
-    for name in (f"reflection_pad{space}d", f"replication_pad{space}d"):
-        for op in (getattr(aten, name).default, getattr(aten, f"{name}_backward").default):
-            rule(op)(lambda call, space=space: leading(call, space, linear=True))
-
 INTERPOLATIONS = {
     1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
     2: (

@@ -428,7 +428,7 @@ def along_dim(call: Call) -> Factors:
     return Factors((own,), (left,) * len(call.results))
 
 
-rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default, aten.kthvalue.default)(along_dim)
+rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default)(along_dim)
 
 
 def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:

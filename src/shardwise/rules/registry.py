@@ -118,9 +118,10 @@ def layout_rule(
     return declare
 
 
-def declare_rule(made: Rule, *ops: Any) -> None:
-    """Enter a rule for some operators."""
+def declare_rule(made: Rule, *ops: Any, replace: bool = False) -> None:
+    """Enter a rule for some operators. They have none yet, unless theirs is to be replaced."""
     for op in overloads(ops):
+        assert replace or op not in RULES, f"{op} has a rule already"
         RULES[op] = made
 
 
@@ -155,6 +156,7 @@ def decomposition(*ops: Any) -> Callable:
 
     def declare(compute: Callable[..., Any]) -> Callable:
         for op in overloads(ops):
+            assert op not in DECOMPOSITIONS, f"{op} is computed from others already"
             DECOMPOSITIONS[op] = compute
         return compute
 
