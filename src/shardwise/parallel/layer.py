@@ -19,14 +19,16 @@ from shardwise.core.placement import Placement, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.dry import dry
 from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.parallel.boundary import from_layer, to_layer
 from shardwise.parallel.layouts import in_layout, local_of, target_of
+from shardwise.parallel.lookup import is_plain_table, rows_here, zero_elsewhere
 from shardwise.parallel.parameters import see_on, unsee
-from shardwise.tensor import DTensor, _make, _moved, _redistributed, gradient_spec
+from shardwise.tensor import DTensor
 
 __all__ = ["Layer", "Recipe"]
 
-MAX_SPECS = 256
-_LOCALS = "_shardwise_locals"  # on a module that runs on locals: its own parameters, and the global size of a dim
+MAX_KEPT = 256
+_RUNNING = "_shardwise_running"  # on a module that runs on locals: how, its own parameters, what is looked up elsewhere
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,12 @@ class Recipe:
         parameters: how parameters lie.
         input: how the input has to lie.
         result: how the result comes out.
-        input_gradient: what the ranks' gradients of the input are together.
-        gradients: the same of parameters, where they do not lie as the parameters do.
-        features: the parameter whose size in a dim is that of the input's last dim: where it is sharded, it tells.
+        input_gradient: what the ranks' gradients of the input are together, where they do not lie as the input does.
+        gradients: the same of parameters.
+        features: a parameter, and its dim that is as long as the input's last: where that is sharded, how long it is.
         added: a parameter that is added to the result once its parts are.
-        exact: the forward functions that can run on locals; none of them, where DTensors have to.
+        exact: the forward functions that can run on locals.
+        looks_up: whether the input are indices of rows, of which each rank has some.
     """
 
     parameters: Mapping[str, Placement]
@@ -52,6 +55,19 @@ class Recipe:
     features: tuple[str, int] | None = None
     added: str | None = None
     exact: tuple[Any, ...] = ()
+    looks_up: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a layer runs on locals: for each parameter it computes with, and the input last, what it lies as and how the
+    gradient does; and how long the dim is that the result is sharded in, where that is known.
+    """
+
+    names: tuple[str, ...]
+    targets: tuple[DTensorSpec, ...]
+    gradients: tuple[DTensorSpec, ...]
+    size: int | None
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,9 @@ class Layer:
     given: Placement
     output: Placement | None
     to_local: bool
-    specs: dict[Any, DTensorSpec] = field(default_factory=dict, compare=False, repr=False)  # of results, by local shape
+    # by the specs of what goes in; and of results, by the shapes of locals
+    programs: dict[Any, Program | None] = field(default_factory=dict, compare=False, repr=False)
+    results: dict[Any, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict, compare=False, repr=False)
 
     def install(self, module: nn.Module) -> nn.Module:
         """Put the hooks around the forward of a module."""
@@ -77,6 +95,8 @@ class Layer:
         """The first argument in the layout that the module computes with; its parameters on the same mesh."""
         name = None if args else next(iter(kwargs), None)
         value = args[0] if args else kwargs.get(name or "")
+        if not isinstance(value, torch.Tensor):
+            return None
         found = self._entered(module, value)
         if found is value:
             return None
@@ -84,211 +104,155 @@ class Layer:
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
         """The result in the layout that was asked for. Called after an error too, without a result."""
-        kept = module.__dict__.pop(_LOCALS, None)
-        if kept is not None:
-            own, size = kept
+        running = module.__dict__.pop(_RUNNING, None)
+        if running is not None:
+            program, own, elsewhere = running
             module._parameters.update(own)
-            return result if result is None else self._left(module, result, size)
+            if result is None:
+                return None
+            return self._left(module, program, result if elsewhere is None else zero_elsewhere(result, elsewhere))
         unsee(module)
         if self.output is not None:
             result = in_layout(result, self.mesh, self.output, self.output, async_op=True)
         return local_of(result, self.mesh) if self.to_local else result
 
-    # ---------------------------------------------------------------- on DTensors
-
-    def _entered(self, module: nn.Module, value: Any) -> Any:
-        mesh = self.mesh
-        if not isinstance(value, torch.Tensor):
-            return value
-        own = self._own_parameters(module, value)
-        if own is not None:
-            return self._entered_on_locals(module, value, own)
-        value = self._annotated(module, value)
-        found = in_layout(value, mesh, self.given, self.recipe.input, async_op=True)
-        if found._spec.mesh is not mesh:
-            see_on(module, mesh, found._spec.mesh)
+    def _entered(self, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DTensor) and not self._is_local_already(value):
+            value = self._annotated(module, value)
+        program = self._program(module, value)
+        if program is not None:
+            return self._run(module, program, value)
+        found = in_layout(self._annotated(module, value), self.mesh, self.given, self.recipe.input, async_op=True)
+        if found._spec.mesh is not self.mesh:
+            see_on(module, self.mesh, found._spec.mesh)
         return found
+
+    def _is_local_already(self, value: torch.Tensor) -> bool:
+        """Whether a plain input is what the layer computes with, and its gradient what each rank has of it."""
+        recipe = self.recipe
+        if self.given is not recipe.input or recipe.input_gradient is not None or not recipe.exact:
+            return False
+        return self.mesh.fabric != virtual.name or isinstance(value, RankTensor)
 
     def _annotated(self, module: nn.Module, value: torch.Tensor) -> DTensor:
         """A plain input as a DTensor; the module knows its number of features, however they are split."""
         if isinstance(value, DTensor):
             return value
-        if (
-            self.recipe.features is not None
-            and isinstance(self.given, Shard)
-            and self.given.dim in (-1, value.dim() - 1)
-        ):
-            name, dim = self.recipe.features
-            shape = (*value.shape[:-1], module._parameters[name].shape[dim])  # pyright: ignore[reportOptionalMemberAccess]
-            return DTensor.from_local(value, self.mesh, (self.given,), shape=shape)
-        return DTensor.from_local(value, self.mesh, (self.given,))
+        shape, features = None, self.recipe.features
+        if features is not None and isinstance(self.given, Shard) and self.given.dim in (-1, value.dim() - 1):
+            shape = (*value.shape[:-1], module._parameters[features[0]].shape[features[1]])  # pyright: ignore[reportOptionalMemberAccess]
+        return DTensor.from_local(value, self.mesh, (self.given,), shape=shape)
 
     # ---------------------------------------------------------------- on locals
 
-    def _own_parameters(self, module: nn.Module, value: torch.Tensor) -> dict[str, Any] | None:
-        """The parameters, if the layer can run on locals: everything is on this mesh, and lies as it should."""
-        recipe, mesh = self.recipe, self.mesh
-        if type(module).forward not in recipe.exact or mesh.fabric == dry.name or torch.compiler.is_compiling():
-            return None
-        if isinstance(value, DTensor) and value._spec.mesh is not mesh:
-            return None
-        if not _treats_alike(module, recipe.input, value.dim()):
-            return None
-        own = {}
-        for name, placement in recipe.parameters.items():
-            parameter = module._parameters.get(name)
-            if parameter is None:
-                continue
-            if not isinstance(parameter, DTensor) or parameter._spec.mesh is not mesh:
-                return None
-            if parameter._spec.placements[0] is not placement:
-                return None
-            own[name] = parameter
-        return own if mesh.fabric != virtual.name or self._is_even(value, own) else None
-
-    def _is_even(self, value: torch.Tensor, own: dict[str, Any]) -> bool:
-        """Whether all ranks hold as much: a composite operator on a `RankTensor` takes the sizes of the first rank."""
-        ranks = self.mesh.shape[0]
-        sharded = [(p._spec.shape, p._spec.placements[0]) for p in own.values()]
-        if isinstance(value, DTensor):
-            sharded += [(value.shape, value._spec.placements[0]), (value.shape, self.recipe.input)]
-        elif isinstance(value, RankTensor) and any(t.shape != value.shape for t in value.tensors):
-            return False
-        return all(shape[p.dim] % ranks == 0 for shape, p in sharded if isinstance(p, Shard | StridedShard))
-
-    def _entered_on_locals(self, module: nn.Module, value: torch.Tensor, own: dict[str, Any]) -> torch.Tensor:
-        """The local of the input. The module has locals for parameters until its forward has ended."""
-        recipe, mesh = self.recipe, self.mesh
-        if not isinstance(value, DTensor) and not self._is_local_already(value):
-            value = self._annotated(module, value)
-        entries: list[tuple[DTensor, DTensorSpec, DTensorSpec]] = []
-        for name, parameter in own.items():
-            if name != recipe.added:
-                spec = parameter._spec
-                entries.append((parameter, spec, target_of(spec, mesh, recipe.gradients.get(name, spec.placements[0]))))
-        if isinstance(value, DTensor):
-            spec = value._spec
-            gradient = target_of(spec, mesh, recipe.input_gradient or recipe.input)
-            entries.append((value, target_of(spec, mesh, recipe.input), gradient))
-        found = _locals(entries)
-        seen: dict[str, Any] = dict.fromkeys(own)
-        seen.update(zip((name for name in own if name != recipe.added), found, strict=False))
-        size = self._size_of_result(own, value)
-        module._parameters.update(seen)
-        module.__dict__[_LOCALS] = (own, size)
-        return found[-1] if isinstance(value, DTensor) else value
-
-    def _is_local_already(self, value: torch.Tensor) -> bool:
-        """Whether a plain input is what the layer computes with, and its gradient what each rank has of it."""
+    def _program(self, module: nn.Module, value: torch.Tensor) -> Program | None:
+        """How to run on locals; None where that is not what DTensors would do."""
         recipe = self.recipe
-        if self.given is not recipe.input or recipe.input_gradient is not None:
-            return False
-        return self.mesh.fabric != virtual.name or isinstance(value, RankTensor)
+        if type(module).forward not in recipe.exact or torch.compiler.is_compiling():
+            return None
+        parameters = module._parameters
+        key = (
+            value._spec if isinstance(value, DTensor) else value.dim(),
+            *[getattr(parameters.get(name), "_spec", None) for name in recipe.parameters],
+        )
+        if key not in self.programs:
+            if len(self.programs) >= MAX_KEPT:
+                self.programs.clear()
+            self.programs[key] = self._made_program(module, key)
+        program = self.programs[key]
+        if isinstance(value, RankTensor) and program is not None:
+            return program if all(tensor.shape == value.shape for tensor in value.tensors) else None
+        return program
 
-    def _size_of_result(self, own: dict[str, Any], value: torch.Tensor) -> int | None:
-        """The global size of the dim in which the result is sharded."""
+    def _made_program(self, module: nn.Module, key: tuple[Any, ...]) -> Program | None:
+        recipe, mesh = self.recipe, self.mesh
+        given = {
+            name: spec
+            for name, spec in zip(recipe.parameters, key[1:], strict=True)
+            if module._parameters[name] is not None
+        }
+        fits = mesh.fabric != dry.name and all(
+            spec is not None and spec.mesh is mesh and spec.placements == (recipe.parameters[name],)
+            for name, spec in given.items()
+        )
+        entered = key[0] if isinstance(key[0], DTensorSpec) else None
+        ndim: int = key[0] if entered is None else entered.ndim  # pyright: ignore[reportAssignmentType]
+        if not fits or (entered is not None and entered.mesh is not mesh) or not _treats_alike(module, recipe, ndim):
+            return None
+        if recipe.looks_up and not is_plain_table(module, given["weight"]):
+            return None
+        names = tuple(name for name in given if name != recipe.added)
+        targets = [given[name] for name in names]
+        gradients = [target_of(given[n], mesh, recipe.gradients.get(n, recipe.parameters[n])) for n in names]
+        if entered is not None:
+            targets.append(target_of(entered, mesh, recipe.input))
+            gradients.append(target_of(entered, mesh, recipe.input_gradient or recipe.input))
+        # a composite operator on a RankTensor takes the sizes of the first rank for those of all
+        if mesh.fabric == virtual.name and not all(map(_is_even, (*given.values(), *targets, *gradients))):
+            return None
+        return Program(names, tuple(targets), tuple(gradients), self._size(given, entered))
+
+    def _size(self, given: Mapping[str, DTensorSpec], entered: DTensorSpec | None) -> int | None:
+        """The global size of the dim in which the result is sharded; None if only the result itself tells."""
         recipe = self.recipe
         if not isinstance(recipe.result, Shard):
             return None
         if recipe.result is recipe.input:  # the result is sharded as the input is
-            dim = recipe.input.dim
-            return value.shape[dim] * (1 if isinstance(value, DTensor) else self.mesh.shape[0])
-        weight = own["weight"]._spec
-        return weight.shape[weight.placements[0].dim]
+            return None if entered is None else entered.shape[recipe.result.dim]
+        weight = given["weight"]
+        return weight.shape[next(dim for dim, axes in enumerate(weight.dim_axes) if axes)]
 
-    def _left(self, module: nn.Module, result: torch.Tensor, size: int | None) -> Any:
+    def _run(self, module: nn.Module, program: Program, value: torch.Tensor) -> torch.Tensor:
+        """The local of the input. The module has locals for parameters until its forward has ended."""
+        parameters, entered = module._parameters, isinstance(value, DTensor)
+        own = {name: parameters[name] for name in self.recipe.parameters if name in parameters}
+        tensors = [own[name] for name in program.names]
+        found = to_layer(program.targets, program.gradients, [*tensors, value] if entered else tensors)
+        inside, elsewhere = found[-1] if entered else value, None
+        if self.recipe.looks_up:
+            inside, elsewhere = rows_here(program.targets[0], inside)
+        module.__dict__[_RUNNING] = (program, own, elsewhere)
+        for name, local in zip(program.names, found, strict=False):
+            parameters[name] = local  # pyright: ignore[reportArgumentType]
+        if self.recipe.added is not None:
+            parameters[self.recipe.added] = None
+        return inside
+
+    def _left(self, module: nn.Module, program: Program, result: torch.Tensor) -> Any:
         """What has been computed on locals, in the layout that was asked for."""
-        key = (result.shape, result.stride(), result.dtype, size)
-        source = self.specs.get(key)
-        if source is None:
-            if len(self.specs) >= MAX_SPECS:
-                self.specs.clear()
-            source = self.specs[key] = self._spec_of_result(result, size)
-        target = source if self.output is None else target_of(source, self.mesh, self.output)
+        key = (program.size, result.shape, result.stride(), result.dtype)
+        specs = self.results.get(key)
+        if specs is None:
+            if len(self.results) >= MAX_KEPT:
+                self.results.clear()
+            specs = self.results[key] = self._specs_of_result(result, program.size)
         added = None if self.recipe.added is None else module._parameters.get(self.recipe.added)
-        if added is not None:
-            total = _result(result, source, target, False) + added
-            return (
-                local_of(in_layout(total, self.mesh, self.given, target.placements[0]), self.mesh)
-                if self.to_local
-                else total
-            )
-        if self.to_local and target is source:
-            return result
-        return _result(result, source, target, self.to_local)
+        if added is None:
+            return from_layer(result, *specs, to_local=self.to_local)
+        total = from_layer(result, *specs, to_local=False) + added
+        if self.output is not None:
+            total = in_layout(total, self.mesh, self.output, self.output)
+        return local_of(total, self.mesh) if self.to_local else total
 
-    def _spec_of_result(self, result: torch.Tensor, size: int | None) -> DTensorSpec:
+    def _specs_of_result(self, result: torch.Tensor, size: int | None) -> tuple[DTensorSpec, DTensorSpec]:
+        """How a result lies as it is computed, and as it was asked for."""
         placement, shape = self.recipe.result, list(result.shape)
         if isinstance(placement, Shard):
-            assert size is not None
-            shape[placement.dim] = size
+            shape[placement.dim] = shape[placement.dim] * self.mesh.shape[0] if size is None else size
         meta = TensorMeta(shape, dense_strides(shape, like=result.stride()), result.dtype)
-        return DTensorSpec(self.mesh, (placement,), meta)
+        source = DTensorSpec(self.mesh, (placement,), meta)
+        return source, source if self.output is None else target_of(source, self.mesh, self.output)
 
 
-def _treats_alike(module: nn.Module, wanted: Placement, ndim: int) -> bool:
+def _treats_alike(module: nn.Module, recipe: Recipe, ndim: int) -> bool:
     """Whether a norm leaves the dim alone that its input is sharded in."""
     normalized = getattr(module, "normalized_shape", None)
-    if normalized is None or not isinstance(wanted, Shard):
+    if normalized is None or not isinstance(recipe.input, Shard):
         return True
-    return -ndim <= wanted.dim < ndim and wanted.dim % ndim < ndim - len(normalized)
+    return -ndim <= recipe.input.dim < ndim and recipe.input.dim % ndim < ndim - len(normalized)
 
 
-# ---------------------------------------------------------------- to locals and back, in one step each
-
-
-def _locals(entries: list[tuple[DTensor, DTensorSpec, DTensorSpec]]) -> list[torch.Tensor]:
-    """The locals of tensors, each moved to a spec; and how each rank's gradient of the local is to be understood."""
-    if torch.is_grad_enabled():
-        graded = [entry for entry in entries if entry[0].requires_grad]
-        if graded:
-            tensors, targets, gradients = zip(*graded, strict=True)
-            given = iter(_Locals.apply(targets, gradients, *tensors))
-            return [next(given) if entry[0].requires_grad else _local(*entry[:2]) for entry in entries]
-    return [_local(tensor, target) for tensor, target, _ in entries]
-
-
-def _local(tensor: DTensor, target: DTensorSpec) -> torch.Tensor:
-    return tensor._local_tensor if tensor._spec is target else _moved(tensor, target, False, None)._local_tensor
-
-
-class _Locals(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, targets: Any, gradients: Any, *tensors: DTensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.set_materialize_grads(False)
-        ctx.gradients = gradients
-        ctx.sources = [t._spec if t._spec is not target else None for t, target in zip(tensors, targets, strict=True)]
-        return tuple([_local(t, target).detach() for t, target in zip(tensors, targets, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found: list[Any] = [None, None]
-        for grad, spec, source in zip(grads, ctx.gradients, ctx.sources, strict=True):
-            if grad is not None:
-                made = _make(spec if grad.dtype is spec.tensor_meta.dtype else spec.with_dtype(grad.dtype), grad)
-                grad = made if source is None else _redistributed(made, gradient_spec(source))
-            found.append(grad)
-        return tuple(found)
-
-
-def _result(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, to_local: bool) -> torch.Tensor:
-    """A local that lies as `source` moved to `target`, as a DTensor or as the local of one."""
-    if torch.is_grad_enabled() and local.requires_grad:
-        return _Result.apply(local, source, target, to_local)
-    made = _moved(_make(source, local), target, False, None)
-    return made._local_tensor if to_local else made
-
-
-class _Result(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, to_local: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.source, ctx.target, ctx.to_local = gradient_spec(source), gradient_spec(target), to_local
-        made = _moved(_make(source, local.detach()), target, False, None)
-        return made._local_tensor if to_local else made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.to_local:
-            spec = ctx.target
-            grad = _make(spec if grad.dtype is spec.tensor_meta.dtype else spec.with_dtype(grad.dtype), grad)
-        return _redistributed(grad, ctx.source)._local_tensor, None, None, None
+def _is_even(spec: DTensorSpec) -> bool:
+    """Whether all ranks hold as much."""
+    sharded = [p for p in spec.placements if isinstance(p, Shard | StridedShard)]
+    return all(spec.shape[p.dim] % spec.mesh.shape[0] == 0 for p in sharded)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.api import replicate_rest
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.errors import LayoutError
 from shardwise.parallel.gradients import add_up_after_backward
 from shardwise.parallel.layer import Layer, Recipe
@@ -139,7 +139,13 @@ class RowwiseParallel(_LayerStyle):
             added="bias",
             exact=(nn.Linear.forward,),
         ),
-        nn.Embedding: Recipe({"weight": Shard(0)}, input=Replicate()),
+        nn.Embedding: Recipe(
+            {"weight": Shard(0)},
+            input=Replicate(),
+            result=MaskPartial(),
+            exact=(nn.Embedding.forward,),
+            looks_up=True,
+        ),
     }
 
     def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True) -> None:
