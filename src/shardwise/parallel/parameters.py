@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +75,8 @@ def laid_out(
     if isinstance(parameter, DTensor):
         if parameter._spec.placements == wanted.placements:
             return parameter
-        tensor = parameter.detach().redistribute(placements=wanted.placements)
+        own: Any = parameter.detach()
+        tensor = own.redistribute(placements=wanted.placements)
     else:
         made = became(parameter)
         if made is not None and made._spec.mesh is mesh:
@@ -85,7 +87,7 @@ def laid_out(
     return new
 
 
-def became(parameter: torch.Tensor) -> nn.Parameter | None:
+def became(parameter: torch.Tensor) -> Any:
     """What a plain parameter was made by a plan, if that still exists."""
     reference = getattr(parameter, _MADE, None)
     return None if reference is None else reference()
@@ -132,7 +134,7 @@ def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
     """
     axis = axis_in(larger, mesh)
     assert axis is not None, "the input was laid out on the larger mesh before"
-    own: list[tuple[nn.Module, str, nn.Parameter]] = []
+    own: list[tuple[nn.Module, str, Any]] = []
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if isinstance(parameter, DTensor) and parameter._spec.mesh is mesh:

@@ -6,54 +6,20 @@ Which layouts a style means stands here; how a value gets into one, in `layouts`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
 
 from shardwise.api import replicate_rest
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Replicate, Shard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.errors import LayoutError
-from shardwise.parallel.layouts import in_layout, local_of
-from shardwise.parallel.parameters import lay_out, see_on, unsee
+from shardwise.parallel.gradients import add_up_after_backward
+from shardwise.parallel.layer import Layer, Recipe
+from shardwise.parallel.parameters import lay_out
 from shardwise.parallel.style import ParallelStyle, placement_of
-from shardwise.tensor import DTensor
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
-
-
-# ---------------------------------------------------------------- the hooks
-
-
-def _before(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    mesh: DeviceMesh,
-    given: Placement,
-    wanted: Placement,
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The first argument in the layout that the module computes with; its parameters on the same mesh."""
-    name = None if args else next(iter(kwargs), None)
-    value = args[0] if args else kwargs.get(name or "")
-    found = in_layout(value, mesh, given, wanted, async_op=True)
-    if isinstance(found, DTensor) and found._spec.mesh is not mesh:
-        see_on(module, mesh, found._spec.mesh)
-    if found is value:
-        return None
-    return ((found, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: found})
-
-
-def _after(
-    module: nn.Module, args: Any, result: Any, *, mesh: DeviceMesh, wanted: Placement | None, to_local: bool
-) -> Any:
-    """The result in the layout that was asked for. Called after an error too, without a result."""
-    unsee(module)
-    if wanted is not None:
-        result = in_layout(result, mesh, wanted, wanted, async_op=True)
-    return local_of(result, mesh) if to_local else result
 
 
 class _LayerStyle(ParallelStyle):
@@ -62,18 +28,17 @@ class _LayerStyle(ParallelStyle):
     input_layouts: tuple[Placement, ...]
     output_layouts: tuple[Placement, ...]
     use_local_output: bool
-    # for each kind of module it fits, how parameters lie, and how the input has to
-    layers: ClassVar[dict[type[nn.Module], tuple[dict[str, Placement], Placement]]]
+    layers: ClassVar[dict[type[nn.Module], Recipe]]  # for each kind of module that it fits
 
     def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True) -> None:
         self.input_layouts = (placement_of(input_layouts, self, "input_layouts"),)
         self.output_layouts = (placement_of(output_layouts, self, "output_layouts"),)
         self.use_local_output = use_local_output
 
-    def _layer(self, module: nn.Module, who: str) -> tuple[dict[str, Placement], Placement]:
-        for kind, layer in self.layers.items():
+    def _recipe(self, module: nn.Module, who: str) -> Recipe:
+        for kind, recipe in self.layers.items():
             if isinstance(module, kind):
-                return layer
+                return recipe
         fitting = " and ".join(f"nn.{kind.__name__}" for kind in self.layers)
         raise LayoutError(
             f"{who}: {type(self).__name__} fits {fitting}, not this module",
@@ -82,7 +47,7 @@ class _LayerStyle(ParallelStyle):
         )
 
     def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
-        placements = self._layer(module, who)[0]
+        placements = self._recipe(module, who).parameters
         if "weight" not in module._parameters:
             raise LayoutError(
                 f"{who}: its weight is no parameter of its own, but computed from others",
@@ -91,18 +56,10 @@ class _LayerStyle(ParallelStyle):
         return placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placements, wanted = self._layer(module, type(module).__name__)
-        lay_out(module, placements, device_mesh, self.src_data_rank)
-        return self._hooked(module, device_mesh, self.input_layouts[0], wanted, self.output_layouts[0])
-
-    def _hooked(
-        self, module: nn.Module, mesh: DeviceMesh, given: Placement, wanted: Placement, output: Placement | None
-    ) -> nn.Module:
-        before = partial(_before, mesh=mesh, given=given, wanted=wanted)
-        after = partial(_after, mesh=mesh, wanted=output, to_local=self.use_local_output)
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
-        return module
+        recipe = self._recipe(module, type(module).__name__)
+        lay_out(module, recipe.parameters, device_mesh, self.src_data_rank)
+        layer = Layer(device_mesh, recipe, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
+        return layer.install(module)
 
     def __repr__(self) -> str:
         return (
@@ -134,8 +91,14 @@ class ColwiseParallel(_LayerStyle):
     """
 
     layers: ClassVar = {
-        nn.Linear: ({"weight": Shard(0), "bias": Shard(0)}, Replicate()),
-        nn.Embedding: ({"weight": Shard(1)}, Replicate()),
+        nn.Linear: Recipe(
+            {"weight": Shard(0), "bias": Shard(0)},
+            input=Replicate(),
+            result=Shard(-1),
+            input_gradient=Partial(),
+            exact=(nn.Linear.forward,),
+        ),
+        nn.Embedding: Recipe({"weight": Shard(1)}, input=Replicate()),
     }
     desired_input_layouts = (Replicate(),)
 
@@ -168,8 +131,21 @@ class RowwiseParallel(_LayerStyle):
     """
 
     layers: ClassVar = {
-        nn.Linear: ({"weight": Shard(1), "bias": Replicate()}, Shard(-1)),
-        nn.Embedding: ({"weight": Shard(0)}, Replicate()),
+        nn.Linear: Recipe(
+            {"weight": Shard(1), "bias": Replicate()},
+            input=Shard(-1),
+            result=Partial(),
+            features=("weight", 1),
+            added="bias",
+            exact=(nn.Linear.forward,),
+        ),
+        nn.Embedding: Recipe(
+            {"weight": Shard(0)},
+            input=Replicate(),
+            result=MaskPartial(),
+            exact=(nn.Embedding.forward,),
+            looks_up=True,
+        ),
     }
 
     def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True) -> None:
@@ -209,7 +185,17 @@ class SequenceParallel(_LayerStyle):
         for part in module.modules():
             lay_out(part, {name: Replicate() for name in part._parameters}, device_mesh, self.src_data_rank)
         replicate_rest(module, device_mesh, self.src_data_rank)  # its buffers
-        return self._hooked(module, device_mesh, *self.sequence_sharding, *self.sequence_sharding, None)
+        add_up_after_backward(module.parameters())
+        (sharding,) = self.sequence_sharding
+        names = list(module._parameters)
+        recipe = Recipe(
+            dict.fromkeys(names, Replicate()),
+            input=sharding,
+            result=sharding,
+            gradients=dict.fromkeys(names, Partial()),
+            exact=(nn.LayerNorm.forward, nn.RMSNorm.forward),
+        )
+        return Layer(device_mesh, recipe, sharding, None, self.use_local_output).install(module)
 
     def __repr__(self) -> str:
         return f"SequenceParallel(sequence_dim={self.input_layouts[0].dim}, use_local_output={self.use_local_output})"  # pyright: ignore[reportAttributeAccessIssue]
