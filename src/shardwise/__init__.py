@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.api import distribute_tensor
+from shardwise import parallel
+from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
@@ -68,6 +69,7 @@ __all__ = [
     "cache_info",
     "check_rule",
     "current_cost_model",
+    "distribute_module",
     "distribute_tensor",
     "dry_run",
     "empty",
@@ -78,6 +80,7 @@ __all__ = [
     "local_map",
     "manual_seed",
     "ones",
+    "parallel",
     "rand",
     "randint",
     "randn",

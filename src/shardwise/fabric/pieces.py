@@ -14,6 +14,7 @@ import torch
 
 from shardwise.core.layout import Block, intersect
 from shardwise.core.mesh import Coordinate
+from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
 
@@ -165,12 +166,25 @@ _REDUCERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of equal-shaped tensors, in their order; sums of averages are divided by `divide_average`."""
+    order = norm_order(op)
+    if order is not None:
+        return norm_from_powers(reduce_tensors([powers_of(t, order) for t in tensors], "sum"), order, tensors[0].dtype)
     # the average of truth values is rounded down, as that of integers: true where all are
     combine = torch.logical_and if op == "avg" and tensors[0].dtype is torch.bool else _REDUCERS[op]
     total = combine(tensors[0], tensors[1])
     for tensor in tensors[2:]:
         total = combine(total, tensor)
     return total
+
+
+def powers_of(norm: torch.Tensor, order: float) -> torch.Tensor:
+    """What adds up where norms are to be reduced, in the precision that one device computes a norm in."""
+    return (norm.float() if norm.dtype.itemsize < 4 else norm).pow(order)
+
+
+def norm_from_powers(total: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm that a sum of powers is of."""
+    return (total.sqrt() if order == 2 else total.pow(1 / order)).to(dtype)
 
 
 def divide_average(step: AllReduce | ReduceScatter, total: torch.Tensor) -> torch.Tensor:

@@ -8,19 +8,14 @@ import torch
 
 from shardwise.rules.dims import kept, names, wrapped
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.pointwise import SUMS, alike
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
 
 def together(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True) -> Factors:
-    """The factors of several operands whose elements are put into one result: they may be sums, all alike.
-
-    Extrema may not: that of one on one axis and a sum of another on another axis would not be one reduction.
-    """
-    count = len(operands)
-    return Factors(tuple(operands), (result,), rows=alike(count, range(count), kinds=SUMS) if fit else ())
+    """The factors of several operands whose elements are put into one result: they may be Partial, all alike."""
+    return Factors(tuple(operands), (result,), moves=fit)
 
 
 def same_dtype(call: Call) -> bool:

@@ -256,3 +256,11 @@ def group_norm_backward_of_shards(
         as_result((grad * normal).sum(but_channels(x)), kept) if output_mask[1] else None,
         as_result(grad.sum(but_channels(x)), kept) if output_mask[2] else None,
     )
+
+
+@decomposition(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Any, Any]:
+    """The gradients of the direction and of the length of a weight: only a number for each row is reduced."""
+    along = reduced((grad * v).sum([d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True))
+    norms = reduced(norms)
+    return (g / norms) * (grad - v * (along / (norms * norms))), along / norms

@@ -22,7 +22,10 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def split_axes(x: Any, dims: Sequence[int]) -> list[int]:
     """The mesh axes that split some of these dims."""
-    placements = getattr(x, "placements", ())
+    return _axes_on(getattr(x, "placements", ()), dims)
+
+
+def _axes_on(placements: Sequence[Any], dims: Sequence[int]) -> list[int]:
     return [a for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in dims]
 
 
@@ -37,15 +40,11 @@ def settled(x: Any, dims: Sequence[int] = ()) -> Any:
     for axis in partial:
         free = (
             d for d, size in enumerate(x.shape)
-            if d not in dims and size % x.device_mesh.shape[axis] == 0 and not _splits(placements, d)
+            if d not in dims and size % x.device_mesh.shape[axis] == 0 and not _axes_on(placements, [d])
         )  # fmt: skip
         dim = next(free, None)
         placements[axis] = Replicate() if dim is None else Shard(dim)
     return moved_to(x, placements)
-
-
-def _splits(placements: Sequence[Any], dim: int) -> bool:
-    return any(isinstance(p, Shard | StridedShard) and p.dim == dim for p in placements)
 
 
 def reduced(x: Any) -> Any:
@@ -58,14 +57,9 @@ def moved_to(x: Any, placements: Sequence[Any]) -> Any:
     """`x` with these placements, outside of autograd; plain tensors and None as they are."""
     if not hasattr(x, "placements") or tuple(placements) == x.placements:
         return x
-    order = [entry for entry in x.spec.shard_order if _same_axes(entry, placements)]
+    order = [entry for entry in x.spec.shard_order if sorted(entry.axes) == _axes_on(placements, [entry.dim])]
     with torch.no_grad():
         return x.redistribute(placements=placements, shard_order=order)
-
-
-def _same_axes(entry: Any, placements: Sequence[Any]) -> bool:
-    axes = [a for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim == entry.dim]
-    return sorted(entry.axes) == axes
 
 
 def widened(x: Any) -> Any:

@@ -103,11 +103,16 @@ def _looked_at(reads: Sequence[str] | Mapping[str, Callable[[Any], Any]]) -> Map
     return reads if isinstance(reads, Mapping) else dict.fromkeys(reads, lambda value: value)
 
 
-def layout_rule(*ops: Any, localize: Localize | None = None, local_op: Callable[..., Any] | None = None) -> Callable:
+def layout_rule(
+    *ops: Any,
+    localize: Localize | None = None,
+    reads: Sequence[str] = (),
+    local_op: Callable[..., Any] | None = None,
+) -> Callable:
     """Declare a rule that looks at all axes at once."""
 
     def declare(layouts: Layouts) -> Layouts:
-        declare_rule(Rule(layouts=layouts, localize=localize, local_op=local_op), *ops)
+        declare_rule(Rule(layouts=layouts, localize=localize, reads=_looked_at(reads), local_op=local_op), *ops)
         return layouts
 
     return declare

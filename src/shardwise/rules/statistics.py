@@ -1,4 +1,4 @@
-"""Norms and variances: over sharded dims by sums of powers, which are small and reduced. Pure."""
+"""Norms and variances: over sharded dims by norms of the parts and sums of powers, which are small. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from shardwise.core.placement import norm_of
 from shardwise.rules.notation import Factors
-from shardwise.rules.on_the_way import HALVES, reduced, settled, split_axes, widened
-from shardwise.rules.reduction import Dims, Sizes, by, counting, reduced_dims, reducing, reducing_whole
+from shardwise.rules.on_the_way import reduced, settled, split_axes, widened
+from shardwise.rules.reduction import Dims, Sizes, by, counting, passing, reduced_dims, reducing, reducing_whole
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
@@ -51,6 +52,8 @@ def local_vector_norm(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The norm of a shard that may be empty."""
+    if local.numel():
+        return aten.linalg_vector_norm.default(local, ord, dim, keepdim, dtype=dtype)
     dims = reduced_dims(dim, local.dim())
     if all(local.shape[d] for d in dims):
         return aten.linalg_vector_norm.default(local, ord, dims, keepdim, dtype=dtype)
@@ -63,30 +66,12 @@ NORM_REDUCTIONS = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
 
 @rule(aten.linalg_vector_norm.default, reads=("ord",), local_op=local_vector_norm)
 def vector_norm(call: Call) -> Factors | None:
-    """Norms that are a sum or an extreme reduce as such; the others must see all of a dim, or are decomposed."""
+    """Norms of parts are a sum, an extreme, or again a norm."""
     reduction = NORM_REDUCTIONS.get(call["ord"])
-    return reducing(call, whole=True) if reduction is None else reducing(call, reduce=by(call, reduction))
-
-
-@decomposition(aten.linalg_vector_norm.default)
-def vector_norm_of_shards(
-    x: Any,
-    ord: float = 2,  # noqa: A002  as torch has it
-    dim: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """The root of a sum of powers: only that sum is reduced."""
-    dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
-    if not split_axes(x, dims) or ord in NORM_REDUCTIONS:
-        return aten.linalg_vector_norm.default(x, ord, dims if x.dim() else dim, keepdim, dtype=dtype)
-    wanted = dtype or x.dtype
-    wide = torch.float32 if wanted in HALVES else dtype
-    powers = reduced(torch.ops.shardwise.power_sum.default(x, ord, dims, keepdim, dtype=wide))
-    norm = powers.sqrt() if ord == 2 else powers.pow(1 / ord)
-    return norm.to(wanted) if wanted in HALVES else norm
+    if reduction is not None:
+        return reducing(call, reduce=by(call, reduction))
+    norm = norm_of(call["ord"])
+    return reducing(call, reduce=by(call, norm), rows=passing(norm))
 
 
 def any_norm(x: Any, p: float | None, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
