@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.matmul import aligned
+from shardwise.rules.dims import aligned
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.registry import Call, rule
 

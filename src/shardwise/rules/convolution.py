@@ -13,13 +13,12 @@ import torch
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.notation import EACH_ALONE, FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, pattern_rule, rule
 
 aten = torch.ops.aten
 Specs = Sequence[DTensorSpec]
 
-FIRST = ((0,),)  # linear in the first operand
 REPLICATE, SUM = Replicate(), Partial()
 
 
@@ -67,7 +66,7 @@ def convolution(call: Call) -> Factors | None:
     return Factors(
         dims[: 3 if bias else 2],
         (dims[3],),
-        linear=((0, 2), (1, 2)) if bias else ((0,), (1,)),
+        linear=((0, 2), (1, 2)) if bias else EACH_ALONE,
         additive=(2,) if bias else (),
         nonempty=frozenset("iog"),
         even=frozenset("g"),

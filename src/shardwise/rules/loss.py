@@ -14,10 +14,9 @@ import torch
 from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.movement import names
-from shardwise.rules.normalization import as_result
-from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.reduction import FIRST, HALVES, reduced
+from shardwise.rules.dims import aligned, names
+from shardwise.rules.notation import FIRST, Dim, Factors
+from shardwise.rules.on_the_way import HALVES, as_result, reduced
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
@@ -29,20 +28,15 @@ Specs = Sequence[DTensorSpec]
 # ---------------------------------------------------------------- losses of elements
 
 
-def element_dims(shape: Sequence[int], whole: Sequence[int]) -> tuple[Dim, ...]:
-    """The factors of an operand that broadcasts to `whole`."""
-    missing = len(whole) - len(shape)
-    return tuple(f"d{missing + d}" if size == whole[missing + d] else None for d, size in enumerate(shape))
-
-
 def elementwise(call: Call) -> Factors | None:
     """Every dim is a factor; where the loss is reduced, no result has it and what is left is a Partial sum."""
     whole = call["self"].shape
     operands = call.operands[1:] if "grad_output" in call.arguments else call.operands
     if any(torch.broadcast_shapes(meta.shape, whole) != whole for meta in operands):
         return None
-    dims = tuple(element_dims(meta.shape, whole) for meta in call.operands)
-    result = element_dims(call.results[0].shape, whole)
+    own = names(len(whole))
+    dims = tuple(aligned(meta.shape, own, whole) for meta in call.operands)
+    result = aligned(call.results[0].shape, own, whole)
     linear = FIRST if "grad_output" in call.arguments else ()
     if call.op is aten.mse_loss_backward.default:  # also in the difference of the two
         linear = (*linear, (1, 2))
