@@ -386,9 +386,9 @@ def test_outputs_of_all_kinds() -> None:
     result, extra, nothing = model(x, None, (x, x), 3, extra="word")
     assert [tensor.tolist() for tensor in result.tensors] == [[0.0, 3.0], [6.0, 9.0]]
     assert (extra, nothing) == ("word", None)
-    wrong = parallelize_module(nn.Identity(), mesh, PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=(R, R)))  # fmt: skip
+    wrong = PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=(R, R))
     with pytest.raises(sw.LayoutError, match="1 outputs"):
-        wrong(x)
+        parallelize_module(nn.Identity(), mesh, wrong)(x)
 
 
 def test_layers_called_by_keyword() -> None:
