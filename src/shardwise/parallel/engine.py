@@ -47,13 +47,25 @@ class Context:
 
     def begin(self, state: ModuleState, inputs: Any) -> None:
         """The outermost forward begins. What is still gathered was left over, and may be out of date."""
-        self.awaits_end = False
+        if self.awaits_end:
+            self.give_up()
         for other in self.states:
             if not other.is_held:
                 other.free()
         self.compute_mesh = _compute_mesh(self.states, inputs)
         self.outermost = state
         self.entered = []
+
+    def give_up(self) -> None:
+        """A forward or backward has failed: what it left behind goes, unreduced gradients included."""
+        self.outermost, self.awaits_end = None, False
+        self.left.clear()
+        self.finish_reductions(give=False)
+        for state in self.states:
+            state.is_held = False
+            state.free()
+            for group in state.groups:
+                group.forget_gradients()
 
     def end(self) -> None:
         """The outermost forward is over, or has failed."""
@@ -86,11 +98,11 @@ class Context:
         if finish is not None:
             self.reductions.append(finish)
 
-    def finish_reductions(self) -> None:
+    def finish_reductions(self, *, give: bool = True) -> None:
         """Wait for the reductions in flight, and hand out the gradients."""
         reductions, self.reductions = self.reductions, []
         for finish in reductions:
-            finish()
+            finish(give)
 
     def backward_begins(self) -> None:
         """Ask to be called at the end of the backward that is running, once."""

@@ -113,6 +113,10 @@ class FSDPModule:
         """Which modules begin to gather when this one's backward begins, instead of the one that comes next."""
         self._state.backward_prefetch = [module._state for module in modules]
 
+    def reset_iter_state(self) -> None:
+        """Drop what a failed forward or backward left behind. The next forward does it too, so it is seldom needed."""
+        self._state.context.give_up()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward adds gradients up where they are, and reduces nothing."""

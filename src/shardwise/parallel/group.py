@@ -26,7 +26,7 @@ from shardwise.tensor import DTensor, _make
 
 __all__ = ["Bucket", "Finish", "ParameterGroup"]
 
-Finish = Callable[[], None]
+Finish = Callable[[bool], None]  # waits; with True it gives the gradients out, with False they are lost
 Arrived = Callable[["ParameterGroup", "Bucket", DeviceMesh | None], None]
 
 
@@ -63,6 +63,7 @@ class ParameterGroup:
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
         self._on_complete = arrived
         self.is_gathered = False
+        self._shows_leaves = False
         self.is_sharded = any(parameter.is_sharded for parameter in self.parameters)
         self._gathering: DTensor | None = None
         self._accumulated: dict[tuple[DeviceMesh | None, int], torch.Tensor] = {}
@@ -98,8 +99,9 @@ class ParameterGroup:
         """Begin to gather, in the background where the fabric can."""
         if self.is_gathered or self._gathering is not None:
             return
-        for parameter in self.parameters:
-            parameter.refresh()
+        if not self._shows_leaves:
+            for parameter in self.parameters:
+                parameter.refresh()
         if not self.is_sharded:
             return
         self._check_dtypes()
@@ -150,6 +152,7 @@ class ParameterGroup:
 
     def show_leaves(self, compute_mesh: DeviceMesh | None) -> None:
         """Let the modules see the gathered parameters."""
+        self._shows_leaves = True
         with torch.inference_mode(False):
             for index, parameter in enumerate(self.parameters):
                 hook = functools.partial(self._gradient_came, index, compute_mesh)
@@ -157,6 +160,9 @@ class ParameterGroup:
 
     def show_stored(self) -> None:
         """Let the modules, and whoever looks, see the stored parameters."""
+        if not self._shows_leaves:  # whatever stands there now may be the user's
+            return
+        self._shows_leaves = False
         for parameter in self.parameters:
             parameter.register(parameter.stored)
 
@@ -229,7 +235,23 @@ class ParameterGroup:
             bucket.unreduced[indices] = flat  # pyright: ignore[reportArgumentType]
             return None
         reduced: Any = flat.redistribute(placements=goal, async_op=True)  # pyright: ignore[reportAttributeAccessIssue]
-        return lambda: self._give(reduced._local_tensor, indices, layout)
+
+        def finish(give: bool) -> None:
+            local = reduced._local_tensor
+            if give:
+                self._give(local, indices, layout)
+
+        return finish
+
+    def forget_gradients(self) -> None:
+        """Drop gradients that were not reduced: those of a backward that failed."""
+        self._accumulated.clear()
+        for bucket in self.buckets:
+            bucket.arrived.clear()
+            bucket.unreduced.clear()
+        for parameter in self.parameters:
+            for leaf in parameter.leaves.values():
+                leaf.grad = None
 
     def _has_gradient(self, index: int, compute_mesh: DeviceMesh | None) -> bool:
         leaf = self.parameters[index].leaves.get(compute_mesh)

@@ -96,7 +96,7 @@ class ManagedParameter:
         """Take over a stored parameter that was put in the place of ours (by `load_state_dict(assign=True)`, ...)."""
         module, name = self.owners[0]
         held = module._parameters[name]
-        if held is self.stored or any(held is leaf for leaf in self.leaves.values()):
+        if held is self.stored:
             return
         same = isinstance(held, DTensor) and held._spec.with_dtype(self.spec.tensor_meta.dtype) is self.spec
         if not same or held is None:
