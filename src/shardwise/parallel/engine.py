@@ -250,12 +250,12 @@ class ModuleState:
     def bucket_complete(self, group: ParameterGroup, bucket: Bucket, mesh: DeviceMesh | None) -> None:
         """All gradients of a bucket are there."""
         self.context.backward_begins()
+        if group.is_sharded and not group.has_frozen:  # first of all: the reduction needs memory
+            self._after_backward([group])
         if self.requires_gradient_sync:
             self.context.reduce(group, bucket, mesh, self)
         else:
             group.accumulate()
-        if group.is_sharded and not group.has_frozen:
-            self._after_backward([group])
 
     def _after_backward(self, groups: Sequence[ParameterGroup] | None = None) -> None:
         if self.reshard_after_backward:

@@ -235,13 +235,12 @@ class ParameterGroup:
             bucket.unreduced[indices] = flat  # pyright: ignore[reportArgumentType]
             return None
         reduced: Any = flat.redistribute(placements=goal, async_op=True)  # pyright: ignore[reportAttributeAccessIssue]
+        return functools.partial(self._finish, reduced, indices, layout)
 
-        def finish(give: bool) -> None:
-            local = reduced._local_tensor
-            if give:
-                self._give(local, indices, layout)
-
-        return finish
+    def _finish(self, reduced: DTensor, indices: tuple[int, ...], layout: FlatLayout, give: bool) -> None:
+        local = reduced._local_tensor
+        if give:
+            self._give(local, indices, layout)
 
     def forget_gradients(self) -> None:
         """Drop gradients that were not reduced: those of a backward that failed."""
