@@ -16,10 +16,19 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests.transformer import WIDTH, Transformer, batch, loss_of
+from tests.transformer import (
+    WIDTH,
+    Transformer,
+    assert_same,
+    assert_trains_as_one_device,
+    batch,
+    loss_of,
+    shard_all,
+    tensor_parallel,
+    whole,
+)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-Prepare = Callable[[Transformer], None]
 
 
 def line(ranks: int) -> sw.DeviceMesh:
@@ -28,17 +37,6 @@ def line(ranks: int) -> sw.DeviceMesh:
 
 def plane(*shape: int, names: tuple[str, ...] = ("dp", "tp")) -> sw.DeviceMesh:
     return sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def shard_all(model: Transformer, mesh: sw.DeviceMesh, **options: Any) -> Any:
-    for block in model.blocks:
-        sw.fully_shard(block, mesh, **options)
-    return sw.fully_shard(model, mesh, **options)
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    full = tensor.full_tensor()
-    return full.tensors[0] if isinstance(full, sw.RankTensor) else full
 
 
 def ranks_batch(parts: torch.Tensor, mesh: sw.DeviceMesh) -> sw.RankTensor:
@@ -50,61 +48,6 @@ def ranks_batch(parts: torch.Tensor, mesh: sw.DeviceMesh) -> sw.RankTensor:
 
 def counts(comm: CommDebugMode) -> Counter[str]:
     return Counter({str(op).rpartition(".")[2]: n for op, n in comm.get_comm_counts().items()})
-
-
-def assert_same(model: nn.Module, reference: nn.Module, of: Callable[[Any], Any], tolerance: float = 1e-9) -> None:
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        have, want = of(ours[name]), of(expected)
-        assert (have is None) == (want is None), name
-        if want is not None:
-            torch.testing.assert_close(whole(have), want.detach(), rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def assert_trains_as_one_device(
-    wrap: Callable[[Transformer], Any],
-    place: Callable[[torch.Tensor], Any],
-    *,
-    dropout: float,
-    steps: int = 10,
-    tied: bool = False,
-    prepare: Prepare | None = None,
-    reference_loss: Callable[..., Any] | None = None,
-) -> None:
-    torch.manual_seed(1)
-    reference = Transformer(dropout=dropout, tied=tied).double()
-    model = copy.deepcopy(reference)
-    if prepare is not None:
-        prepare(model)
-    wrap(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-    for step in range(steps):
-        tokens, targets = batch(step)
-        torch.manual_seed(step)
-        expected = loss_of(reference(tokens), targets) if reference_loss is None else reference_loss(reference, step)
-        torch.manual_seed(step)
-        loss = loss_of(model(place(tokens)), place(targets))
-        value = loss.full_tensor() if isinstance(loss, sw.DTensor) else torch.stack(loss.tensors).mean()
-        assert abs(value.item() - expected.item()) < 1e-9
-        for optimizer, result in zip(optimizers, (expected, loss), strict=True):
-            optimizer.zero_grad()
-            result.backward()
-        assert_same(model, reference, lambda parameter: parameter.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same(model, reference, lambda parameter: parameter.detach())
-
-
-def tensor_parallel(model: Transformer, mesh: sw.DeviceMesh) -> None:
-    """Feed-forward and attention weights split by hand."""
-    for block in model.blocks:
-        for layer, weight, bias in (
-            *((layer, S0, S0) for layer in (block.q, block.k, block.v, block.up)),
-            *((layer, S1, R) for layer in (block.out, block.down)),
-        ):
-            layer.weight = nn.Parameter(sw.distribute_tensor(layer.weight.detach(), mesh, [weight]))
-            layer.bias = nn.Parameter(sw.distribute_tensor(layer.bias.detach(), mesh, [bias]))
 
 
 def tensor_parallel_inside(model: Transformer, mesh: sw.DeviceMesh) -> None:
@@ -136,7 +79,9 @@ def test_a_global_batch_trains_as_on_one_device_dropout_included(shape: tuple[in
 def test_batches_of_ranks_train_on_the_mean_of_their_losses(shape: tuple[int, ...]) -> None:
     mesh = plane(*shape, names=("replicas", "dp")[-len(shape) :])
     place = lambda tensor: ranks_batch(tensor, mesh)  # noqa: E731
-    assert_trains_as_one_device(lambda model: shard_all(model, mesh), place, dropout=0.0, steps=10 if shape == (4,) else 3)
+    assert_trains_as_one_device(
+        lambda model: shard_all(model, mesh), place, dropout=0.0, steps=10 if shape == (4,) else 3
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4)])
@@ -229,8 +174,9 @@ def test_collectives_of_a_step(keep: bool) -> None:
     blocks = 3
     model = shard_all(Transformer(blocks), mesh, **({"reshard_after_forward": False} if keep else {}))
     tokens, targets = (ranks_batch(t, mesh) for t in batch(0))
+    comm = CommDebugMode()
     for _ in range(2):  # the first step has no order to prefetch by; the counts are the same
-        with CommDebugMode() as comm:
+        with comm:
             loss = loss_of(model(tokens), targets)
             assert counts(comm) == {"all_gather_into_tensor": blocks + 1}
             loss.backward()
@@ -458,7 +404,9 @@ RUNS: dict[str, Callable[[Any, Any], Any]] = {
     "one is unused": lambda m, x: m.first(x),
     "one is called twice": lambda m, x: m.second(m.first(m.first(x).tanh()).tanh()),
     "checkpoint inside": lambda m, x: checkpoint(lambda y: m.second(m.first(y).tanh()), x, use_reentrant=False),
-    "reentrant checkpoint inside": lambda m, x: checkpoint(lambda y: m.second(m.first(y).tanh()), x, use_reentrant=True),
+    "reentrant checkpoint inside": lambda m, x: checkpoint(
+        lambda y: m.second(m.first(y).tanh()), x, use_reentrant=True
+    ),
     "checkpointed layers": lambda m, x: checkpoint(
         m.second, checkpoint(m.first, x, use_reentrant=False).tanh(), use_reentrant=False
     ),
@@ -614,12 +562,20 @@ def test_errors_say_what_to_do() -> None:
         (lambda: sw.fully_shard(nn.Linear(2, 2)), sw.MeshError, "no mesh"),
         (lambda: sw.fully_shard(nn.Linear(2, 2), plane(2, 2, 2, names=("a", "b", "c"))), sw.MeshError, "3 axes"),
         (lambda: sw.fully_shard(nn.Linear(2, 2), mesh, offload_policy=CPUOffloadPolicy()), sw.UnsupportedError, "host"),
-        (lambda: sw.fully_shard(nn.Linear(2, 2), line(4), reshard_after_forward=2), sw.UnsupportedError, "part of the 4"),
+        (
+            lambda: sw.fully_shard(nn.Linear(2, 2), line(4), reshard_after_forward=2),
+            sw.UnsupportedError,
+            "part of the 4",
+        ),
         (lambda: sw.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh), sw.UnsupportedError, "no forward"),
         (lambda: sw.fully_shard(done, mesh), sw.UnsupportedError, "already"),
         (lambda: sw.fully_shard(tied, mesh), sw.UnsupportedError, "tied"),
         (lambda: sw.fully_shard(scalar, mesh), sw.LayoutError, "shape \\(1,\\)"),
-        (lambda: sw.fully_shard(nn.Linear(2, 2), mesh, shard_placement_fn=lambda p: R), sw.LayoutError, "Shard\\(dim\\)"),
+        (
+            lambda: sw.fully_shard(nn.Linear(2, 2), mesh, shard_placement_fn=lambda p: R),
+            sw.LayoutError,
+            "Shard\\(dim\\)",
+        ),
         (lambda: copy.deepcopy(done), sw.UnsupportedError, "copied"),
         (lambda: half(sw.ones(2, 2, device_mesh=hybrid["dp"])), sw.MeshError, "every data axis"),
     ]

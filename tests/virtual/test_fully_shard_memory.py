@@ -61,9 +61,9 @@ def arithmetic() -> tuple[int, int]:
     # what was attended to. Then gate, silu, up and their product. And the weights of attention.
     rows = TOKENS * FLOAT
     activations = rows * (WIDTH * (2 + 4 + 3 + 1) + HIDDEN * 4 + HEADS * TOKENS)
-    # The peak is in the backward of the last layer: the outermost module keeps both tables, and has the gradient of one;
-    # the other layers' activations wait; the layer has its gradients and the flat buffer that reduces them, and the
-    # layer before it is on its way in another.
+    # The peak is in the backward of the last layer: the outermost module keeps both tables, and has the gradient of
+    # one; the other layers' activations wait; the layer has its gradients and the flat buffer that reduces them, and
+    # the layer before it is on its way in another.
     peak = between + (LAYERS - 1) * activations + 2 * table + table + 3 * layer
     return between, peak
 

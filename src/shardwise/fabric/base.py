@@ -68,7 +68,7 @@ class Fabric(ABC):
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
         """What each rank of the mesh says, in the order of the grid; the same list on every rank."""
 
-    def resized(self, tensor: torch.Tensor) -> None:
+    def resized(self, tensor: torch.Tensor) -> None:  # noqa: B027  # most need not know
         """The memory behind a local was given back or taken again; who counts memory must know."""
 
     def start(self, step: Step) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:

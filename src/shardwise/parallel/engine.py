@@ -208,10 +208,10 @@ class ModuleState:
 
     def _leave(self, backward_will_come: bool) -> None:
         """All modules of this state have run."""
-        if not backward_will_come or not self.keeps_after_forward:
-            if not self.is_held or self.reshard_after_backward:
-                self.is_held = False
-                self.free()
+        kept = backward_will_come and self.keeps_after_forward
+        if not kept and (self.reshard_after_backward or not self.is_held):
+            self.is_held = False
+            self.free()
         for group in self.groups:
             group.show_stored()
         self.awaits_backward = backward_will_come
@@ -365,5 +365,3 @@ def subclass_with(module: nn.Module, mixin: type, prefix: str) -> None:
 @functools.lru_cache(maxsize=1024)
 def _subclass(kind: type, mixin: type, prefix: str) -> type:
     return type(f"{prefix}{kind.__name__}", (mixin, kind), {"__module__": kind.__module__})
-
-

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -136,18 +136,6 @@ class FSDPModule:
         )
 
 
-@overload
-def fully_shard(
-    module: nn.Module, mesh: Any = None, *, reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None, mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None, ignored_params: Iterable[nn.Parameter] | None = None,
-) -> Any: ...  # fmt: skip
-@overload
-def fully_shard(
-    module: Sequence[nn.Module], mesh: Any = None, *, reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None, mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None, ignored_params: Iterable[nn.Parameter] | None = None,
-) -> list[Any]: ...  # fmt: skip
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     mesh: Any = None,

@@ -185,9 +185,9 @@ class ParameterGroup:
 
     def compute_meshes(self) -> set[DeviceMesh | None]:
         """Where leaves have gradients that are not reduced yet."""
-        return {
-            mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None
-        } | {mesh for mesh, _ in self._accumulated}
+        return {mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None} | {
+            mesh for mesh, _ in self._accumulated
+        }
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -270,9 +270,12 @@ class ParameterGroup:
                 dtype = self.policy.reduce_dtype or local.dtype
                 spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
                 buffer = self._empty(local, spec, layout.is_even)
-            for (coordinate, flat), (_, whole) in zip(fabric.parts(mesh, buffer), fabric.parts(mesh, local), strict=True):
+            for (coordinate, flat), (_, whole) in zip(
+                fabric.parts(mesh, buffer), fabric.parts(mesh, local), strict=True
+            ):
                 layout.copy_in(flat, at, coordinate, whole)
-        assert buffer is not None and spec is not None
+        assert buffer is not None
+        assert spec is not None
         return _make(spec, buffer)
 
     def _empty(self, like: torch.Tensor, spec: DTensorSpec, is_even: bool) -> torch.Tensor:

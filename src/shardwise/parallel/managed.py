@@ -1,7 +1,7 @@
 """One parameter of a data parallel module: how it is stored between steps, and the tensor that computes in its place.
 
-Stored it is a DTensor parameter over the data axes and those of tensor parallelism. Forward and backward see a leaf that
-stands for the gathered parameter: a plain tensor, or a DTensor. All leaves of a parameter share one memory, which
+Stored it is a DTensor parameter over the data axes and those of tensor parallelism. Forward and backward see a leaf
+that stands for the gathered parameter: a plain tensor, or a DTensor. All leaves of a parameter share one memory, which
 comes and goes without autograd noticing. Moves nothing between ranks.
 """
 
@@ -194,9 +194,7 @@ def _origin(parameter: nn.Parameter, data_mesh: DeviceMesh, name: str) -> DTenso
     return DTensorSpec.from_dim_axes(mesh, tuple(spec.placements[a] for a in kept), meta, dim_axes)
 
 
-def _slot(
-    origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, dim: int | None, name: str
-) -> Slot:
+def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, dim: int | None, name: str) -> Slot:
     """Where the parameter is stored: the data axes split what tensor parallelism has left, as the minor ones."""
     if dim is not None and not -len(meta.shape) <= dim < len(meta.shape):
         raise LayoutError(

@@ -149,5 +149,7 @@ def _broadcast(group: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
     for index, parameter in enumerate(group):
         own = parameter.spec.mesh
         parts = fabric_of(own).parts
-        for (coordinate, row), (_, kept) in zip(parts(own, flat._local_tensor), parts(own, locals_[index]), strict=True):
+        for (coordinate, row), (_, kept) in zip(
+            parts(own, flat._local_tensor), parts(own, locals_[index]), strict=True
+        ):
             kept.copy_(layout.block(row, index, coordinate))
