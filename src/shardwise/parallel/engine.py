@@ -7,6 +7,7 @@ backward leaves the modules usable. How things are moved is the group's business
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -72,6 +73,7 @@ class Context:
         self.outermost = None
         self.forward_order, self.entered = self.entered, []
         for state in self.states:
+            state.still_to_run.clear()
             if not state.awaits_backward and not state.is_held:
                 state.free()
 
@@ -94,9 +96,7 @@ class Context:
         """Begin a reduction; of sharded groups one is in flight at a time, so that few buffers are alive."""
         if group.is_sharded:
             self.finish_reductions()
-        finish = group.reduce(bucket, mesh, state.requires_all_reduce)
-        if finish is not None:
-            self.reductions.append(finish)
+        self.reductions += group.reduce(bucket, mesh, state.requires_all_reduce)
 
     def finish_reductions(self, *, give: bool = True) -> None:
         """Wait for the reductions in flight, and hand out the gradients."""
@@ -146,7 +146,7 @@ class ModuleState:
         self.is_held = False  # the user asked for the gathered parameters, or to keep them
         self.awaits_backward = False
         self._knows_children = False
-        self._to_run: set[nn.Module] = set()
+        self.still_to_run: set[nn.Module] = set()
         for module in self.modules:
             setattr(module, STATE, self)
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
@@ -184,8 +184,8 @@ class ModuleState:
         if not repeated and self.context.outermost is None:
             self._share_context()
             self.context.begin(self, (args, kwargs))
-        if not self._to_run:
-            self._to_run = set(self.modules)
+        if not self.still_to_run:
+            self.still_to_run = set(self.modules)
         self.show()
         if not repeated:
             following = self.context.next_in_forward(self)
@@ -198,9 +198,9 @@ class ModuleState:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         watched = self._watch_outputs(output)
-        self._to_run.discard(module)
+        self.still_to_run.discard(module)
         if not in_backward():
-            if not self._to_run:
+            if not self.still_to_run:
                 self._leave(watched)
             if self.context.outermost is self:
                 self.context.end()
@@ -219,25 +219,29 @@ class ModuleState:
             self.context.left.append(self)
 
     def _watch_outputs(self, output: Any) -> bool:
-        """Be told when backward reaches this module; whether it may."""
+        """Be told when backward reaches this module; whether it may. Into some objects one cannot look."""
         if not torch.is_grad_enabled():
             return False
-        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        found, opaque = _tensors_in(output)
+        hook = functools.partial(self._before_backward, self.context.compute_mesh)
         for tensor in found:
-            tensor.register_hook(self._before_backward)
-        return bool(found)
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+                opaque = True
+        return opaque
 
     def _watch_inputs(self, inputs: Any) -> None:
         """Be told when backward is through, where gradients of the parameters do not tell: some get none."""
         if not torch.is_grad_enabled() or not any(group.has_frozen and group.is_sharded for group in self.groups):
             return
-        found = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        found = [tensor for tensor in _tensors_in(inputs)[0] if tensor.requires_grad]
         if found:
             torch.autograd.graph.register_multi_grad_hook(found, lambda _: self._after_backward())
 
     # ---------------------------------------------------------------- backward
 
-    def _before_backward(self, grad: torch.Tensor) -> None:
+    def _before_backward(self, compute_mesh: DeviceMesh | None, grad: torch.Tensor) -> None:
+        self.context.compute_mesh = compute_mesh
         self.context.backward_begins()
         self.show()
         following = self.context.next_in_backward(self)
@@ -296,6 +300,21 @@ class ModuleState:
         self.context.states = found
 
 
+def _tensors_in(tree: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors in containers and dataclasses, and whether there is an object that may hide some."""
+    tensors: list[torch.Tensor] = []
+    opaque = False
+    leaves = tree_leaves(tree)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves.extend(tree_leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)]))
+        elif leaf is not None and not isinstance(leaf, bool | int | float | complex | str | bytes):
+            opaque = True
+    return tensors, opaque
+
+
 def states_under(*modules: nn.Module, recurse: bool = True) -> Iterator[ModuleState]:
     """The states of these modules and of all below them, each once."""
     seen: dict[int, ModuleState] = {}
@@ -309,7 +328,7 @@ def states_under(*modules: nn.Module, recurse: bool = True) -> Iterator[ModuleSt
 
 def _compute_mesh(states: Iterable[ModuleState], inputs: Any) -> DeviceMesh | None:
     """The mesh of the inputs, where they are DTensors over the data axes; None where each rank computes on its own."""
-    meshes = {leaf._spec.mesh for leaf in tree_leaves(inputs) if isinstance(leaf, DTensor)}
+    meshes = {tensor._spec.mesh for tensor in _tensors_in(inputs)[0] if isinstance(tensor, DTensor)}
     data = {group.data_mesh for state in states for group in state.groups}
     found: DeviceMesh | None = None
     for mesh in meshes:

@@ -1,4 +1,4 @@
-"""Many tensors in one flat buffer, so that one collective moves them all: where each lies, copying in and out.
+"""Many tensors in one flat buffer, so that one collective moves them all: where each lies in it.
 
 A buffer has a row for each rank that shards the parameters, and in each row a slot for each parameter, as long as the
 largest block of it that any rank holds. Works on the tensors of single ranks; communicates nothing.
@@ -105,12 +105,14 @@ class FlatLayout:
 
     def joined(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """One row: the blocks that a rank stores, each filled up to its slot."""
-        parts = []
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            parts.append(tensor.detach().reshape(-1).to(dtype))
-            if tensor.numel() < slot.size:
-                parts.append(tensor.new_zeros(slot.size - tensor.numel(), dtype=dtype))
-        return torch.cat(parts)
+        flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        if self.is_even and all(tensor.dtype is dtype for tensor in flat):
+            return torch.cat(flat)
+        row = (torch.empty if self.is_even else torch.zeros)(self.total, dtype=dtype, device=flat[0].device)
+        torch._foreach_copy_(
+            [row.narrow(0, at, tensor.numel()) for at, tensor in zip(self.offsets, flat, strict=True)], flat
+        )
+        return row
 
     def block(self, row: torch.Tensor, index: int, coordinate: Coordinate) -> torch.Tensor:
         """The block that the rank at `coordinate` stores of one parameter, as a view of its row."""
@@ -118,20 +120,13 @@ class FlatLayout:
         shape = slot.spec.local_shape(coordinate)
         return row.narrow(0, self.offsets[index], math.prod(shape)).view(shape)
 
-    def copy_out(self, buffer: torch.Tensor, index: int, coordinate: Coordinate, whole: torch.Tensor) -> None:
-        """Fill `whole`, what the rank at `coordinate` computes with, from the rows of a gathered buffer."""
-        for row, part in self._matched(buffer, index, coordinate, whole):
-            part.copy_(row)
-
-    def copy_in(self, buffer: torch.Tensor, index: int, coordinate: Coordinate, whole: torch.Tensor) -> None:
-        """Put `whole` into the rows of a buffer."""
-        for row, part in self._matched(buffer, index, coordinate, whole):
-            row.copy_(part)
-
-    def _matched(
+    def matched(
         self, buffer: torch.Tensor, index: int, coordinate: Coordinate, whole: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the buffer and of `whole` that hold the same elements: one pair where all pieces are alike."""
+        """Views of a buffer of all rows, and of what the rank at `coordinate` computes with, of the same elements.
+
+        One pair where all pieces are alike. Copying one way spreads what was gathered, the other way fills the buffer.
+        """
         slot, offset = self.slots[index], self.offsets[index]
         pieces = slot.pieces(coordinate)
         rows = buffer.view(len(pieces), self.total)

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.api import mesh_or_error
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Shard, as_placement
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
-from shardwise.fabric.world import as_mesh
+from shardwise.fabric.world import init_device_mesh
 from shardwise.parallel.engine import STATE, ModuleState, owned_parameters, states_under, subclass_with
-from shardwise.parallel.group import ParameterGroup
+from shardwise.parallel.group import ParameterGroup, by_dtype
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -158,7 +159,8 @@ def fully_shard(
     Args:
         module: the module, or several that are gathered together.
         mesh: one axis to shard over, or two to replicate over the first and shard over the second. A slice of a larger
-            mesh (`world["dp"]`) composes with tensor parallelism on its other axes.
+            mesh (`world["dp"]`) composes with tensor parallelism on its other axes. All processes, where there are any
+            and none is given.
         reshard_after_forward: free the gathered parameters after forward. By default all modules do but the outermost.
         shard_placement_fn: which dim of a parameter to shard, as `Shard(dim)`; None for the first one.
         mp_policy: dtypes to compute, reduce and return in.
@@ -183,20 +185,25 @@ def fully_shard(
     data_mesh = _checked_mesh(mesh)
     _check_modules(modules, offload_policy)
     policy = mp_policy or MixedPrecisionPolicy()
-    state = ModuleState(modules, policy, _checked_reshard(reshard_after_forward, data_mesh))
+    reshard = _checked_reshard(reshard_after_forward, data_mesh)
     managed: list[ManagedParameter] = []
     for name, parameter, owners in owned_parameters(modules, ignored_params or ()):
         dim = _dim_to_shard(parameter, name, shard_placement_fn)
         managed.append(ManagedParameter(parameter, owners, name, data_mesh, dim))
-    for group in _by_dtype(managed, policy):
-        state.groups.append(ParameterGroup(group, data_mesh, policy, [range(len(group))], state.bucket_complete))
+    state = ModuleState(modules, policy, reshard)
+    for group in by_dtype(managed):
+        own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
+        state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state.bucket_complete))
     for each in modules:
         subclass_with(each, FSDPModule, "FSDP")
     return modules if not isinstance(module, nn.Module) else module
 
 
 def _checked_mesh(mesh: Any) -> DeviceMesh:
-    ours = mesh_or_error(mesh) if mesh is None else as_mesh(mesh)
+    if mesh is None and dist.is_initialized():
+        device = torch.accelerator.current_accelerator()
+        mesh = init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
+    ours = mesh_or_error(mesh)
     if ours.ndim > 2:
         raise MeshError(
             f"fully_shard over {ours}, which has {ours.ndim} axes",
@@ -243,12 +250,3 @@ def _dim_to_shard(parameter: nn.Parameter, name: str, choose: ShardPlacementFn |
     if not isinstance(placement, Shard):
         raise LayoutError(f"shard_placement_fn gave {chosen!r} for {name}", hint="return Shard(dim), or None")
     return placement.dim
-
-
-def _by_dtype(managed: Iterable[ManagedParameter], policy: MixedPrecisionPolicy) -> list[list[ManagedParameter]]:
-    """One buffer has one dtype, so parameters of others go in groups of their own."""
-    groups: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = {}
-    for parameter in managed:
-        dtype = parameter.stored.dtype
-        groups.setdefault((policy.param_dtype or dtype, dtype), []).append(parameter)
-    return list(groups.values())

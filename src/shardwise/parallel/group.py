@@ -8,7 +8,7 @@ modules run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.tensor import DTensor, _make
 
-__all__ = ["Bucket", "Finish", "ParameterGroup"]
+__all__ = ["Bucket", "Finish", "ParameterGroup", "by_dtype"]
 
 Finish = Callable[[bool], None]  # waits; with True it gives the gradients out, with False they are lost
 Arrived = Callable[["ParameterGroup", "Bucket", DeviceMesh | None], None]
@@ -36,7 +36,8 @@ class Bucket:
     def __init__(self, indices: Sequence[int]) -> None:
         self.indices = tuple(indices)
         self.arrived: set[int] = set()
-        self.unreduced: dict[tuple[int, ...], DTensor] = {}  # scattered, and not yet added up over the replicas
+        # by where they were computed and whose they are: gradients scattered, and not yet added up over the replicas
+        self.unreduced: dict[DeviceMesh | None, dict[tuple[int, ...], DTensor]] = {}
 
 
 class ParameterGroup:
@@ -59,6 +60,8 @@ class ParameterGroup:
         arrived: Arrived,
     ) -> None:
         self.parameters, self.data_mesh, self.policy = tuple(parameters), data_mesh, policy
+        for parameter in self.parameters:
+            parameter.install()
         self.buckets = [Bucket(indices) for indices in buckets]
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
         self._on_complete = arrived
@@ -130,15 +133,13 @@ class ParameterGroup:
 
     def _spread(self, gathered: torch.Tensor) -> None:
         layout = self._layout(tuple(range(len(self.parameters))))
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, parameter in enumerate(self.parameters):
             assert parameter.whole is not None
             _resize(parameter, filled=True)
-            mesh = parameter.spec.mesh
-            parts = fabric_of(mesh).parts
-            for (coordinate, buffer), (_, whole) in zip(
-                parts(mesh, gathered), parts(mesh, parameter.whole), strict=True
-            ):
-                layout.copy_out(buffer, index, coordinate, whole)
+            pairs += _matched(layout, index, parameter.spec.mesh, gathered, parameter.whole)
+        if pairs:
+            torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
 
     def free(self) -> None:
         """Give back the memory of the gathered parameters. What autograd has saved of them stays, empty."""
@@ -185,9 +186,8 @@ class ParameterGroup:
 
     def compute_meshes(self) -> set[DeviceMesh | None]:
         """Where leaves have gradients that are not reduced yet."""
-        return {mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None} | {
-            mesh for mesh, _ in self._accumulated
-        }
+        waiting = {mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None}
+        return waiting | {mesh for mesh, _ in self._accumulated}
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -211,36 +211,34 @@ class ParameterGroup:
         return before + grad
 
     @torch.no_grad()
-    def reduce(self, bucket: Bucket, compute_mesh: DeviceMesh | None, all_reduce: bool) -> Finish | None:
+    def reduce(self, bucket: Bucket, compute_mesh: DeviceMesh | None, all_reduce: bool) -> list[Finish]:
         """Begin to reduce the gradients of a bucket; what comes back waits, and gives the stored parameters theirs."""
         bucket.arrived.clear()
-        indices = tuple(index for index in bucket.indices if self._has_gradient(index, compute_mesh))
-        if not indices:
-            return None
-        layout = self._layout(indices)
         # plain leaves compute a loss for each rank, of which the mean is meant; DTensors compute the loss of all
         part = Partial("avg") if compute_mesh is None else Partial()
-        flat = self._flattened(indices, layout, compute_mesh, part)
-        goal: list[Placement] = [Replicate()] * self.data_mesh.ndim
-        if self.is_sharded:
-            goal[-1] = Shard(0)
+        scattered: Placement = Shard(0) if self.is_sharded else Replicate()
+        replicas = self.data_mesh.ndim - 1
+        waiting = bucket.unreduced.setdefault(compute_mesh, {})
+        indices = tuple(index for index in bucket.indices if self._has_gradient(index, compute_mesh))
+        if indices:
+            flat = self._flattened(indices, self._layout(indices), compute_mesh, part)
+            if not all_reduce or indices in waiting:
+                flat = flat.redistribute(placements=[part] * replicas + [scattered])
+                flat: Any = waiting[indices] + flat if indices in waiting else flat
+            waiting[indices] = flat
         if not all_reduce:
-            goal[:-1] = [part] * (self.data_mesh.ndim - 1)
-        before = bucket.unreduced.pop(indices, None)
-        if before is not None or not all_reduce:
-            kept = [part] * (self.data_mesh.ndim - 1)
-            flat = flat.redistribute(placements=[*kept, goal[-1]])
-            flat = flat if before is None else flat + before
-        if not all_reduce:
-            bucket.unreduced[indices] = flat  # pyright: ignore[reportArgumentType]
-            return None
-        reduced: Any = flat.redistribute(placements=goal, async_op=True)  # pyright: ignore[reportAttributeAccessIssue]
-        return functools.partial(self._finish, reduced, indices, layout)
+            return []
+        del bucket.unreduced[compute_mesh]
+        goal = [Replicate()] * replicas + [scattered]
+        return [
+            functools.partial(self._finish, flat.redistribute(placements=goal, async_op=True), of)
+            for of, flat in waiting.items()
+        ]
 
-    def _finish(self, reduced: DTensor, indices: tuple[int, ...], layout: FlatLayout, give: bool) -> None:
+    def _finish(self, reduced: DTensor, indices: tuple[int, ...], give: bool) -> None:
         local = reduced._local_tensor
         if give:
-            self._give(local, indices, layout)
+            self._give(local, indices, self._layout(indices))
 
     def forget_gradients(self) -> None:
         """Drop gradients that were not reduced: those of a backward that failed."""
@@ -257,25 +255,18 @@ class ParameterGroup:
         return (leaf is not None and leaf.grad is not None) or (compute_mesh, index) in self._accumulated
 
     def _flattened(
-        self, indices: tuple[int, ...], layout: FlatLayout, compute_mesh: DeviceMesh | None, part: Partial
-    ) -> Any:
+        self, indices: tuple[int, ...], layout: FlatLayout, mesh: DeviceMesh | None, part: Partial
+    ) -> DTensor:
         """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
-        buffer, spec, dtype = None, None, None
+        locals_ = [self._part_of_sum(self._take_gradient(index, mesh), index, mesh) for index in indices]
+        dtype = self.policy.reduce_dtype or locals_[0].dtype
+        spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
+        buffer = self._empty(locals_[0], spec, layout.is_even)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for at, index in enumerate(indices):
-            parameter = self.parameters[index]
-            local = self._part_of_sum(self._take_gradient(index, compute_mesh), index, compute_mesh)
-            mesh = parameter.spec.mesh
-            fabric = fabric_of(mesh)
-            if buffer is None:
-                dtype = self.policy.reduce_dtype or local.dtype
-                spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
-                buffer = self._empty(local, spec, layout.is_even)
-            for (coordinate, flat), (_, whole) in zip(
-                fabric.parts(mesh, buffer), fabric.parts(mesh, local), strict=True
-            ):
-                layout.copy_in(flat, at, coordinate, whole)
-        assert buffer is not None
-        assert spec is not None
+            pairs += _matched(layout, at, self.parameters[index].spec.mesh, buffer, locals_[at])
+        if pairs:
+            torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
         return _make(spec, buffer)
 
     def _empty(self, like: torch.Tensor, spec: DTensorSpec, is_even: bool) -> torch.Tensor:
@@ -311,8 +302,25 @@ class ParameterGroup:
                 stored.grad = grad if stored.grad is None else stored.grad + grad
 
 
+def by_dtype(parameters: Iterable[ManagedParameter]) -> list[list[ManagedParameter]]:
+    """One buffer has one dtype, so parameters of others go in groups of their own."""
+    groups: dict[torch.dtype, list[ManagedParameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.stored.dtype, []).append(parameter)
+    return list(groups.values())
+
+
 def _block(layout: FlatLayout, at: int, coordinate: tuple[int, ...], row: torch.Tensor) -> torch.Tensor:
     return layout.block(row, at, coordinate)
+
+
+def _matched(
+    layout: FlatLayout, index: int, mesh: DeviceMesh, buffer: torch.Tensor, whole: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each rank here the views of its buffer and of its tensor that belong together."""
+    fabric = fabric_of(mesh)
+    ranks = zip(fabric.parts(mesh, buffer), fabric.parts(mesh, whole), strict=True)
+    return [pair for (coordinate, flat), (_, one) in ranks for pair in layout.matched(flat, index, coordinate, one)]
 
 
 def _local(parameter: Any) -> torch.Tensor:

@@ -52,8 +52,7 @@ class ManagedParameter:
         meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
         self.slot = _slot(self.origin, meta, data_mesh, dim, name)
         self.stored = self._store(parameter)
-        setattr(parameter, MARK, name)
-        self.register(self.stored)
+        self._given = parameter
         self.whole: torch.Tensor | None = None  # the memory of the leaves
         self.leaves: dict[DeviceMesh | None, nn.Parameter] = {}
 
@@ -87,10 +86,19 @@ class ManagedParameter:
 
     # ---------------------------------------------------------------- what the modules hold
 
+    def install(self) -> None:
+        """Put the stored parameter in the place of the one that was given."""
+        setattr(self._given, MARK, self.name)
+        del self._given
+        self.register(self.stored)
+
     def register(self, tensor: nn.Parameter) -> None:
         """Let every owner hold `tensor` as its parameter."""
         for module, name in self.owners:
-            module._parameters[name] = tensor
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = tensor
+            else:  # who watches for parameters keeps a list of them (nn.LSTM)
+                setattr(module, name, tensor)
 
     def refresh(self) -> None:
         """Take over a stored parameter that was put in the place of ours (by `load_state_dict(assign=True)`, ...)."""

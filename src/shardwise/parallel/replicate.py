@@ -20,7 +20,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.parallel.engine import STATE, ModuleState, owned_parameters, states_under, subclass_with
 from shardwise.parallel.flat import FlatLayout
-from shardwise.parallel.group import ParameterGroup
+from shardwise.parallel.group import ParameterGroup, by_dtype
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.tensor import _make
@@ -96,24 +96,17 @@ def replicate(
             f"the {type(module).__name__} is data parallel already", hint="call fully_shard or replicate once"
         )
     policy = MixedPrecisionPolicy()
-    state = ModuleState([module], policy, reshard_after_forward=False)
     managed = [
         ManagedParameter(parameter, owners, name, data_mesh, None)
         for name, parameter, owners in owned_parameters([module], ignored_params or ())
     ]
-    for group in _by_dtype(managed):
+    state = ModuleState([module], policy, reshard_after_forward=False)
+    for group in by_dtype(managed):
         _broadcast(group, data_mesh)
         buckets = _buckets(group, bucket_cap_mb * 2**20)
         state.groups.append(ParameterGroup(group, data_mesh, policy, buckets, state.bucket_complete))
     subclass_with(module, ReplicateModule, "Replicate")
     return module
-
-
-def _by_dtype(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    groups: dict[torch.dtype, list[ManagedParameter]] = {}
-    for parameter in managed:
-        groups.setdefault(parameter.stored.dtype, []).append(parameter)
-    return list(groups.values())
 
 
 def _buckets(group: Sequence[ManagedParameter], cap: float) -> list[list[int]]:
