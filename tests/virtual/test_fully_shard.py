@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -451,6 +453,97 @@ def test_what_models_do(run: str, frozen: str) -> None:
             one.zero_grad()
             (summed(one(ranks_batch(x, mesh).requires_grad_())) * 2).sum().backward()
             assert_same(one, reference, lambda parameter: parameter.grad)
+
+
+@dataclasses.dataclass
+class Result:
+    out: Any
+
+
+class Hidden:
+    """An object that nobody can look into."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+
+    def reveal(self) -> Any:
+        return self._out
+
+
+USES: dict[str, Callable[[Any, Any], None]] = {
+    "two forwards, one backward": lambda m, x: (summed(m(x)) + summed(m(x * 2))).backward(),
+    "two forwards, two backwards": lambda m, x: [loss.backward() for loss in [summed(m(x)), summed(m(x * 2))]],
+    "backward twice": lambda m, x: [loss.backward(retain_graph=True) for loss in [summed(m(x))] * 2],
+    "a forward without a backward": lambda m, x: (m(x), summed(m(x)).backward()),
+    "backward on another thread": lambda m, x: in_thread(summed(m(x)).backward),
+    "gradients asked for": lambda m, x: (torch.autograd.grad(summed(m(x)), [x]), summed(m(x)).backward()),
+    "parts on their own": lambda m, x: summed(m.second(m.first(x))).backward(),
+}
+
+
+def in_thread(run: Callable[[], None]) -> None:
+    failed: list[BaseException] = []
+    thread = threading.Thread(target=lambda: _recording(run, failed))
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _recording(run: Callable[[], None], failed: list[BaseException]) -> None:
+    try:
+        run()
+    except BaseException as error:
+        failed.append(error)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("keep", [None, False])
+def test_how_models_are_used(use: str, keep: bool | None) -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(RUNS["one after the other"]).double()
+    model = copy.deepcopy(reference)
+    for module in (model.first, model.second, model):
+        sw.fully_shard(module, mesh, reshard_after_forward=keep)
+    for step in range(2):
+        x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        USES[use](reference, x.clone().requires_grad_())
+        USES[use](model, sw.distribute_tensor(x, mesh, [S0]).requires_grad_())
+        assert_same(model, reference, lambda parameter: parameter.grad)
+        assert gathered_bytes(model) == 0
+        with torch.no_grad():
+            for parameter in (*reference.parameters(), *model.parameters()):
+                parameter.mul_(0.9)
+
+
+@pytest.mark.parametrize("wrap", [Result, Hidden])
+def test_outputs_may_be_objects(wrap: Callable[[Any], Any]) -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(lambda m, x: wrap(m.second(m.first(x).tanh())))
+    model = copy.deepcopy(reference)
+    for module in (model.first, model.second, model):
+        sw.fully_shard(module, mesh)
+    x = torch.randn(4, 4)
+    for _ in range(2):
+        for one, given in ((reference, x), (model, sw.distribute_tensor(x, mesh, [S0]))):
+            result = one(given)
+            summed(result.out if isinstance(result, Result) else result.reveal()).backward()
+    assert_same(model, reference, lambda parameter: parameter.grad, 1e-5)
+    assert gathered_bytes(model) == 0
+
+
+def test_modules_that_keep_a_list_of_their_parameters() -> None:
+    mesh = line(2)
+    reference = nn.LSTM(3, 4, batch_first=True)
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, mesh)
+    x = torch.randn(2, 5, 3)
+    reference(x)[0].sum().backward()
+    model(ranks_batch(x, mesh))[0].sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad) * 2, dict(reference.named_parameters())[name].grad)
 
 
 def test_forward_without_gradients_then_training() -> None:
