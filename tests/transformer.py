@@ -105,14 +105,19 @@ def assert_trains_as_one_device(
     steps: int = 10,
     tied: bool = False,
     prepare: Callable[[Transformer], None] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
+    tolerance = 1e-9 if dtype is torch.float64 else 1e-4
     torch.manual_seed(1)
-    reference = Transformer(dropout=dropout, tied=tied).double()
+    reference = Transformer(dropout=dropout, tied=tied).to(dtype)
     model = copy.deepcopy(reference)
     if prepare is not None:
         prepare(model)
     wrap(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    optimizers = [
+        (torch.optim.AdamW if dtype is torch.float64 else torch.optim.SGD)(m.parameters(), lr=1e-2)
+        for m in (reference, model)
+    ]
     for step in range(steps):
         tokens, targets = batch(step)
         torch.manual_seed(step)
@@ -120,14 +125,15 @@ def assert_trains_as_one_device(
         torch.manual_seed(step)
         loss = loss_of(model(place(tokens)), place(targets))
         value = mean_loss(loss)
-        assert abs(value.item() - expected.item()) < 1e-9
+        assert abs(value.item() - expected.item()) < tolerance
         for optimizer, result in zip(optimizers, (expected, loss), strict=True):
             optimizer.zero_grad()
             result.backward()
-        assert_same(model, reference, lambda parameter: parameter.grad)
+        assert_same(model, reference, lambda parameter: parameter.grad, tolerance)
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(model, reference, lambda parameter: parameter.detach())
+    if dtype is torch.float64:  # Adam makes large steps of gradients that are next to nothing
+        assert_same(model, reference, lambda parameter: parameter.detach(), tolerance)
 
 
 def tensor_parallel(model: Transformer, mesh: sw.DeviceMesh) -> None:
