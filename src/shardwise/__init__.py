@@ -26,6 +26,7 @@ from shardwise.fabric.world import init_device_mesh, virtual
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.interop import from_torch, to_torch
 from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
+from shardwise.parallel import fully_shard, replicate
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
@@ -75,6 +76,7 @@ __all__ = [
     "empty",
     "from_torch",
     "full",
+    "fully_shard",
     "implicit_replication",
     "init_device_mesh",
     "local_map",
@@ -86,6 +88,7 @@ __all__ = [
     "randn",
     "randperm",
     "register_sharding",
+    "replicate",
     "set_cost_model",
     "strict",
     "to_torch",
