@@ -74,15 +74,15 @@ class OpDispatcher:
         self.cache[key] = run
         return run
 
-    def explain(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Decision]:
-        """How a call is run, warm or not: its key, and what was decided for that."""
-        key = key_of(self.wrapping.tensor_class, func, args, kwargs)
+    def key(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
+        """The signature of a call."""
+        return key_of(self.wrapping.tensor_class, func, args, kwargs)
+
+    def explain(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision:
+        """How a call is run, warm or not."""
         with listening() as heard:
-            if key in self.cache:
-                self.resolve(key, func, args, kwargs)
-            else:
-                self.miss(key, func, args, kwargs)
-        return key, heard[-1]
+            (self.resolve if key in self.cache else self.miss)(key, func, args, kwargs)
+        return heard[-1]
 
     def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """The executor of a call's signature."""

@@ -78,9 +78,7 @@ def _notify(route: Route) -> None:
         observer(route)
 
 
-def scatter(
-    spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor], source: int | None
-) -> torch.Tensor:
+def scatter(spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor], source: int | None) -> torch.Tensor:
     """The local of each rank's block of a tensor of this spec; the rank `source` sends, None: each makes its own."""
     if scatter_observers and source is not None and spec.mesh.size() > 1:
         for observer in tuple(scatter_observers):

@@ -1,0 +1,70 @@
+"""A report as one page that needs nothing else, and as what a notebook shows. The page's own parts stand in `page/`."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.debug.units import bytes_text, operator_text, plural, seconds_text
+
+if TYPE_CHECKING:
+    from shardwise.debug.report import Report
+
+__all__ = ["cell", "page", "write"]
+
+PARTS = Path(__file__).parent / "page"
+MOST_ROWS = 40  # in a notebook
+
+
+def page(report: Report) -> str:
+    """The text of the page."""
+    data = json.dumps(report.to_json(), separators=(",", ":")).replace("<", "\\u003c")
+    made = (PARTS / "page.html").read_text(encoding="utf-8")
+    for mark, text in (("css", _part("page.css")), ("js", _part("page.js")), ("data", data)):
+        made = made.replace(f"/*{mark}*/", text, 1)
+    return made
+
+
+def _part(name: str) -> str:
+    return (PARTS / name).read_text(encoding="utf-8")
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file at once: ranks that write the same report to one path do not disturb each other."""
+    target = Path(path)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+    ) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, target)
+
+
+def cell(report: Report) -> str:
+    """What a notebook shows: the sums, and each line that moved something."""
+    total = report.total
+    head = (
+        f"<b>{plural(len(report.records), 'operator')}, {plural(total.collectives, 'collective')}</b>: a rank received "
+        f"{bytes_text(total.received)} in {seconds_text(total.seconds)} (modelled)"
+    )
+    moved = [record for record in report.records if record.moves]
+    rows = [
+        (
+            record.phase, record.where.short, record.module, operator_text(record.name),
+            ", ".join(move.words for move in record.moves), bytes_text(record.received),
+        )
+        for record in moved[:MOST_ROWS]
+    ]  # fmt: skip
+    titles = ("phase", "line", "module", "operator", "moved", "received")
+    left = f"<p>and {len(moved) - MOST_ROWS} more</p>" if len(moved) > MOST_ROWS else ""
+    return f"<div>{head}{_html_table(titles, rows) if rows else ''}{left}</div>"
+
+
+def _html_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    heading = "".join(f"<th>{title}</th>" for title in titles)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table>"
