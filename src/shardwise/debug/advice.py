@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardwise.debug.records import Record, layouts_text
-from shardwise.debug.units import bytes_text, operator_text
+from shardwise.debug.units import operator_text
 from shardwise.plan.alternatives import Candidate, Change, candidates_of, changes_without_communication
 from shardwise.plan.propagate import OpSchema
+from shardwise.text import human_bytes
 
 __all__ = ["advice_text", "changes_for", "rejected"]
 
@@ -25,7 +26,9 @@ def changes_for(record: Record) -> tuple[Change, ...]:
     if schema is None or not record.moves:
         return ()
     decision = record.decision
-    assert decision is not None and decision.sharding is not None and decision.signature is not None
+    assert decision is not None
+    assert decision.sharding is not None
+    assert decision.signature is not None
     now = sum(len(spec.partial_axes) for spec in decision.sharding.outputs)
 
     def rank(change: Change) -> tuple[bool, bool, float]:
@@ -80,7 +83,7 @@ def advice_text(record: Record, changes: Sequence[Change], record_at: Callable[[
             f"{operator_text(record.name)} can use it{maker}. Only another layout there would spare it."
         )
     have = ", ".join(f"{_name(o.name, o.owner)} is {o.spec.layout}" for o in record.operands)
-    costs = f"{', '.join(step.describe() for step in change.route.steps)}, {bytes_text(change.route.received)}"
+    costs = f"{', '.join(step.describe() for step in change.route.steps)}, {human_bytes(change.route.received)}"
     free = "nothing" if not change.route.collectives else costs
     return (
         f"{have}. Were {_name(operand.name, operand.owner)} {change.spec.layout}, nothing would move, and the result "

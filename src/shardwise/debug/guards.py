@@ -1,4 +1,4 @@
-"""Limits on communication, for tests and for training runs: check_lock compares with a file, comm_budget with numbers."""
+"""Limits on communication, for tests and training runs: check_lock compares with a file, comm_budget with numbers."""
 
 from __future__ import annotations
 

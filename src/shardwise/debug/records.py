@@ -40,7 +40,7 @@ NOWHERE = Where("", 0, "")
 
 
 class Operand(NamedTuple):
-    """A tensor that was given to an operator: its name in the schema, how it lies, and whose it is, if that is known."""
+    """A tensor given to an operator: its name in the schema, how it lies, and whose it is, if that is known."""
 
     name: str
     spec: DTensorSpec

@@ -7,12 +7,11 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from shardwise.debug.units import bytes_text, operator_text, plural, seconds_text
-
-if TYPE_CHECKING:
-    from shardwise.debug.report import Report
+from shardwise.debug.report_json import as_json
+from shardwise.debug.summary import Summary
+from shardwise.debug.units import operator_text, plural
+from shardwise.text import human_bytes, human_seconds
 
 __all__ = ["cell", "page", "write"]
 
@@ -20,9 +19,9 @@ PARTS = Path(__file__).parent / "page"
 MOST_ROWS = 40  # in a notebook
 
 
-def page(report: Report) -> str:
+def page(report: Summary) -> str:
     """The text of the page."""
-    data = json.dumps(report.to_json(), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(as_json(report), separators=(",", ":")).replace("<", "\\u003c")
     made = (PARTS / "page.html").read_text(encoding="utf-8")
     for mark, text in (("css", _part("page.css")), ("js", _part("page.js")), ("data", data)):
         made = made.replace(f"/*{mark}*/", text, 1)
@@ -44,18 +43,18 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     os.replace(file.name, target)
 
 
-def cell(report: Report) -> str:
+def cell(report: Summary) -> str:
     """What a notebook shows: the sums, and each line that moved something."""
     total = report.total
     head = (
         f"<b>{plural(len(report.records), 'operator')}, {plural(total.collectives, 'collective')}</b>: a rank received "
-        f"{bytes_text(total.received)} in {seconds_text(total.seconds)} (modelled)"
+        f"{human_bytes(total.received)} in {human_seconds(total.seconds)} (modelled)"
     )
     moved = [record for record in report.records if record.moves]
     rows = [
         (
             record.phase, record.where.short, record.module, operator_text(record.name),
-            ", ".join(move.words for move in record.moves), bytes_text(record.received),
+            ", ".join(move.words for move in record.moves), human_bytes(record.received),
         )
         for record in moved[:MOST_ROWS]
     ]  # fmt: skip

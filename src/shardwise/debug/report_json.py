@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.records import Move, Operand, Record
+from shardwise.debug.summary import Summary, Total
 from shardwise.plan.alternatives import Candidate, Change
-
-if TYPE_CHECKING:
-    from shardwise.debug.report import Report, Total
 
 __all__ = ["as_json"]
 
@@ -19,7 +17,7 @@ VERSION = 1
 MOST_RANKS = 4096  # of a mesh whose ranks are listed
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Summary) -> dict[str, Any]:
     """The whole report."""
     places = {record.index: place for place, record in enumerate(report.records)}
     sums = {
@@ -54,7 +52,7 @@ def _mesh(mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
-def _record(report: Report, record: Record, places: dict[int, int]) -> dict[str, Any]:
+def _record(report: Summary, record: Record, places: dict[int, int]) -> dict[str, Any]:
     start = report.records[0].started
     found: dict[str, Any] = {
         "index": places[record.index],

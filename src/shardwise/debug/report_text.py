@@ -1,24 +1,23 @@
-"""A report in a terminal: what moved line by line, the sums, and what would spare it. 80 columns, with or without colour."""
+"""A report in a terminal: what moved line by line, the sums, what would spare it. With or without colour."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.debug.records import Move, Record
-from shardwise.debug.units import bytes_text, operator_text, plural, seconds_text
-
-if TYPE_CHECKING:
-    from shardwise.debug.report import Report, Total
+from shardwise.debug.summary import Summary, Total
+from shardwise.debug.units import operator_text, plural
+from shardwise.text import human_bytes, human_seconds, slim_table
 
 __all__ = ["renderables", "table"]
 
 MOST_ADVICE = 5
 
 
-def table(report: Report, *, width: int, color: bool) -> str:
+def table(report: Summary, *, width: int, color: bool) -> str:
     """The report as text, trailing blanks removed."""
     from rich.console import Console
 
@@ -32,7 +31,7 @@ def table(report: Report, *, width: int, color: bool) -> str:
     return "\n".join(line.rstrip() for line in written.rstrip().splitlines())
 
 
-def renderables(report: Report) -> Iterator[Any]:
+def renderables(report: Summary) -> Iterator[Any]:
     """What rich prints."""
     from rich.text import Text
 
@@ -43,7 +42,7 @@ def renderables(report: Report) -> Iterator[Any]:
     if not total.collectives:
         yield Text("nothing was moved")
         return
-    yield Text(f"a rank received {bytes_text(total.received)} in {seconds_text(total.seconds)} (modelled)")
+    yield Text(f"a rank received {human_bytes(total.received)} in {human_seconds(total.seconds)} (modelled)")
     yield Text("")
     yield _lines_table(report)
     for title, sums in (("collective", report.by_collective), ("axis", report.by_axis), ("module", report.by_module)):
@@ -67,7 +66,7 @@ class _Row:
     received: float = field(default=0.0)
 
 
-def _rows(report: Report) -> list[_Row]:
+def _rows(report: Summary) -> list[_Row]:
     rows: dict[Any, _Row] = {}
     for record in report.records:
         if record.moves:
@@ -79,10 +78,10 @@ def _rows(report: Report) -> list[_Row]:
     return list(rows.values())
 
 
-def _lines_table(report: Report) -> Any:
+def _lines_table(report: Summary) -> Any:
     from rich.text import Text
 
-    made = _plain_table()
+    made = slim_table(expand=True)
     made.add_column("line", max_width=18, overflow="fold")
     made.add_column("module", overflow="fold", ratio=1)
     made.add_column("operator", max_width=16, overflow="fold")
@@ -98,26 +97,19 @@ def _lines_table(report: Report) -> Any:
         moved = "\n".join(f"{move.collective} {move.axis}" for move in row.moves)
         made.add_row(
             Text(record.where.short, "cyan"), record.module, operator_text(record.name), Text(moved, "yellow"),
-            str(row.count), bytes_text(row.received),
+            str(row.count), human_bytes(row.received),
         )  # fmt: skip
     return made
 
 
-def _plain_table() -> Any:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
-
-
 def _sums_table(title: str, sums: dict[str, Total]) -> Any:
-    made = _plain_table()
+    made = slim_table(expand=True)
     made.add_column(f"by {title}", ratio=1, overflow="fold")
     for heading in ("collectives", "received", "time"):
         made.add_column(heading, justify="right", no_wrap=True)
     for name, total in sorted(sums.items(), key=lambda item: -item[1].received):
         made.add_row(
-            name or f"(no {title})", str(total.collectives), bytes_text(total.received), seconds_text(total.seconds)
+            name or f"(no {title})", str(total.collectives), human_bytes(total.received), human_seconds(total.seconds)
         )
     return made
 
@@ -125,7 +117,7 @@ def _sums_table(title: str, sums: dict[str, Total]) -> Any:
 # ---------------------------------------------------------------- why
 
 
-def _advice(report: Report) -> Iterator[Any]:
+def _advice(report: Summary) -> Iterator[Any]:
     """What would spare the most, each signature once."""
     from rich.padding import Padding
     from rich.text import Text
@@ -136,12 +128,12 @@ def _advice(report: Report) -> Iterator[Any]:
     if told:
         yield Text("\nwhat would spare it", "bold")
     for row, text in told:
-        head = f"{row.record.where.short} {operator_text(row.record.name)}, {bytes_text(row.received)}"
+        head = f"{row.record.where.short} {operator_text(row.record.name)}, {human_bytes(row.received)}"
         yield Text(f"{head} ({row.record.phase})", "cyan")
         yield Padding(Text(text), (0, 0, 0, 2))
 
 
-def _candidates(report: Report) -> Iterator[Any]:
+def _candidates(report: Summary) -> Iterator[Any]:
     """What each operator that communicated could have done on each axis."""
     from rich.text import Text
 
@@ -150,14 +142,14 @@ def _candidates(report: Report) -> Iterator[Any]:
         if not candidates:
             continue
         yield Text(f"\n{row.record.where.short} {operator_text(row.record.name)}: candidates", "bold")
-        made = _plain_table()
+        made = slim_table(expand=True)
         for heading in ("axis", "operands", "results"):
             made.add_column(heading, ratio=1 if heading == "operands" else None)
         made.add_column("takes", justify="right")
         mesh = row.record.operands[0].spec.mesh
         for candidate in candidates:
             name: Callable[[Any], str] = lambda placements: ", ".join(p.short for p in placements)  # noqa: E731
-            takes = "never" if candidate.seconds == float("inf") else seconds_text(candidate.seconds)
+            takes = "never" if candidate.seconds == float("inf") else human_seconds(candidate.seconds)
             made.add_row(
                 mesh.axis_name(candidate.axis), name(candidate.row.inputs), name(candidate.row.outputs),
                 f"{takes} <- chosen" if candidate.chosen else takes,

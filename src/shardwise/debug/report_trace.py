@@ -1,20 +1,18 @@
 """A report as a trace in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
-Two processes with clocks of their own: the program as it was measured here, and its communication as it is modelled, one
-track for each group of mesh axes.
+Two processes with clocks of their own: the program as it was measured here, and its communication as it is modelled,
+one track for each group of mesh axes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.debug.records import Record, layouts_text
+from shardwise.debug.summary import Summary
 from shardwise.debug.units import operator_text
-
-if TYPE_CHECKING:
-    from shardwise.debug.report import Report
 
 __all__ = ["as_text"]
 
@@ -22,7 +20,7 @@ PROGRAM, MODELLED = 1, 2  # the processes
 MICRO = 1e6
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Summary) -> str:
     """The file's text."""
     events = [*_program(report), *_modelled(report)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, indent=None, separators=(",", ":")) + "\n"
@@ -43,7 +41,7 @@ def _slice(process: int, track: int, name: str, start: float, end: float, **args
     }  # fmt: skip
 
 
-def _program(report: Report) -> Iterator[dict[str, Any]]:
+def _program(report: Summary) -> Iterator[dict[str, Any]]:
     """Operators as they ran, one track for each module."""
     tracks = {name: i for i, name in enumerate(dict.fromkeys(record.module for record in report.records), start=1)}
     yield from _named(PROGRAM, "program, measured here", {name or "(no module)": i for name, i in tracks.items()})
@@ -63,7 +61,7 @@ def _facts(record: Record) -> dict[str, Any]:
     }
 
 
-def _modelled(report: Report) -> Iterator[dict[str, Any]]:
+def _modelled(report: Summary) -> Iterator[dict[str, Any]]:
     """Collectives one after the other, each as long as the model says."""
     tracks = {name: i for i, name in enumerate(report.by_axis, start=1)}
     yield from _named(MODELLED, "communication, modelled", {f"over {name}": i for name, i in tracks.items()})

@@ -8,12 +8,12 @@ const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 function bytes(count) {
   let power = 0;
   while (power + 1 < UNITS.length && count >= 1024 ** (power + 1)) power += 1;
-  return power === 0 ? `${count.toFixed(0)} B` : `${(count / 1024 ** power).toFixed(1)} ${UNITS[power]}`;
+  return power === 0 ? `${count.toFixed(0)} B` : `${(count / 1024 ** power).toFixed(2)} ${UNITS[power]}`;
 }
 function seconds(value) {
   if (value >= 1) return `${value.toFixed(2)} s`;
-  if (value >= 1e-3) return `${(value * 1e3).toFixed(1)} ms`;
-  return value ? `${(value * 1e6).toFixed(1)} µs` : "0";
+  if (value >= 1e-3) return `${(value * 1e3).toFixed(2)} ms`;
+  return value ? `${(value * 1e6).toFixed(2)} µs` : "0 s";
 }
 const number = (value) => value.toLocaleString("en-US");
 const operator = (name) => name.split(".").slice(0, 2).join(".");
