@@ -27,11 +27,11 @@ UPDATE = "SHARDWISE_UPDATE_LOCK"  # set to 1, lock files are written instead of 
 class Amount(NamedTuple):
     """How often, and how many bytes a rank received in all."""
 
-    count: int
+    times: int
     received: int
 
     def __str__(self) -> str:
-        return f"{self.count} x, {self.received:,} bytes"
+        return f"{self.times} x, {self.received:,} bytes"
 
 
 Entry = tuple[str, str]  # where, and what moved there
@@ -57,18 +57,18 @@ class Lock:
     @property
     def total(self) -> Amount:
         """The sum of all entries."""
-        return Amount(sum(a.count for a in self.entries.values()), sum(a.received for a in self.entries.values()))
+        return Amount(sum(a.times for a in self.entries.values()), sum(a.received for a in self.entries.values()))
 
     def as_text(self) -> str:
         """The file: JSON with one entry on a line, in a fixed order, so that a diff shows what changed."""
         places: dict[str, list[str]] = {}
         for (place, what), amount in self.entries.items():
-            line = f"{json.dumps(what)}: {json.dumps({'count': amount.count, 'received_bytes': amount.received})}"
+            line = f"{json.dumps(what)}: {json.dumps({'count': amount.times, 'received_bytes': amount.received})}"
             places.setdefault(place, []).append(f"      {line}")
         body = ",\n".join(
             f"    {json.dumps(place)}: {{\n" + ",\n".join(lines) + "\n    }" for place, lines in places.items()
         )
-        total = json.dumps({"count": self.total.count, "received_bytes": self.total.received})
+        total = json.dumps({"count": self.total.times, "received_bytes": self.total.received})
         inside = f"{{\n{body}\n  }}" if body else "{}"
         return f'{{\n  "shardwise_lock": {VERSION},\n  "total": {total},\n  "communication": {inside}\n}}\n'
 
@@ -126,7 +126,7 @@ def difference(locked: Lock, now: Lock) -> Difference:
         if old == new:
             continue
         line = f"{entry[0]}: {entry[1]}: {old} -> {new}"
-        (more if new.count > old.count or new.received > old.received else less).append(line)
+        (more if new.times > old.times or new.received > old.received else less).append(line)
     return Difference(more, less)
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.modules import ModuleTracker
-from shardwise.debug.records import NOWHERE, Move, Operand, Record, moves_of_route, scatter_move
+from shardwise.debug.records import NOWHERE, Move, Operand, Record, Where, moves_of_route, scatter_move
 from shardwise.debug.where import standing
 from shardwise.dispatch.decision import Decision
 from shardwise.fabric import routes
@@ -182,7 +182,10 @@ def _begin(
     outer = running[-1] if running else None
     with _lock:
         index, state.count = state.count, state.count + 1
-    record = Record(index, name, kind, *_context(state, outer), operands, decision, started=time.perf_counter())
+    phase, where, called, module, parent, cause = _context(state, outer)
+    record = Record(
+        index, name, kind, phase, where, called, module, parent, cause, operands, decision, started=time.perf_counter()
+    )
     if outer is not None:
         outer.children.append(index)
     for listener in tuple(_listeners):
@@ -190,11 +193,11 @@ def _begin(
     return record
 
 
-def _context(state: _State, outer: Record | None) -> tuple[Any, ...]:
+def _context(state: _State, outer: Record | None) -> tuple[str, Where, Where, str, int | None, int | None]:
     """Phase, lines, module, parent and cause."""
     if outer is not None:  # what an operator is computed from stands where that stands
         return outer.phase, outer.where, outer.called, outer.module, outer.index, outer.cause
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     inner, called, recomputing = standing(node is not None)
     if node is None or recomputing:
         return "forward" if node is None else "recompute", inner, called, modules.current, None, None

@@ -108,7 +108,7 @@ class Summary:
         return _once(self, "alternatives", record, rejected)
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[str, int], Any]:
+    def _known(self) -> dict[tuple[Any, ...], Any]:
         return {}
 
 

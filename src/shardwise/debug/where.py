@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from shardwise.debug.records import NOWHERE, Where
 
 __all__ = ["Standing", "standing"]
 
-CHECKPOINTS = torch.utils.checkpoint.__file__
+CHECKPOINTS = os.path.join(os.path.dirname(torch.__file__), "utils", "checkpoint.py")
 
 
 class Standing(NamedTuple):

@@ -123,7 +123,7 @@ function drawMesh() {
       const at = outer.map((n, i) => { const below = outer.slice(i + 1).reduce((a, b) => a * b, 1); const index = Math.floor(rest / below); rest %= below; return `${axes[i]} ${index}`; });
       group.append(make("text", { x: left, y: 14, class: "soft" }, at.join(", ")));
     }
-    group.append(make("text", { x: left, y: top - 10, class: "soft" }, `${axes[axes.length - 1]} →`));
+    group.append(make("text", { x: left, y: top - 10, class: "soft" }, `${axes[axes.length - 1]} →${over(axes[axes.length - 1])}`));
     if (axes[axes.length - 2]) group.append(make("text", { x: 0, y: top + cell / 2 + 4, class: "soft" }, `${axes[axes.length - 2]} ↓`));
     for (let i = 0; i < rows * columns; i += 1) {
       const x = left + (i % columns) * (cell + gap), y = top + Math.floor(i / columns) * (cell + gap);
@@ -135,6 +135,7 @@ function drawMesh() {
   }
   $("mesh").append(picture);
 }
+const over = (axis) => (report.totals.axis[axis] ? ` ${bytes(report.totals.axis[axis].received_bytes)}` : "");
 const size = (mesh) => mesh.shape.reduce((a, b) => a * b, 1);
 
 function bars() {
@@ -144,7 +145,7 @@ function bars() {
   $("bars").append(...sums.map(([name, total]) => make("div", { class: "bar" },
     make("span", {}, name),
     make("i", { style: `width:${(100 * total.received_bytes) / most}%;background:${colour(name)}` }),
-    make("span", {}, `${bytes(total.received_bytes)} in ${number(total.collectives)}`))));
+    make("span", {}, `${bytes(total.received_bytes)} in ${number(total.collectives)} ${total.collectives === 1 ? "call" : "calls"}`))));
 }
 
 function timeline() {
