@@ -16,6 +16,11 @@ from shardwise.text import human_bytes
 __all__ = ["advice_text", "changes_for", "rejected"]
 
 
+def moved_by(record: Record) -> float:
+    """Bytes that a rank received for an operator, in all of its parts."""
+    return record.received + record.received_inside
+
+
 def changes_for(record: Record) -> tuple[Change, ...]:
     """The single changes with which an operator would have moved nothing, the best first.
 
@@ -23,7 +28,7 @@ def changes_for(record: Record) -> tuple[Change, ...]:
     is chosen once, then what is cheapest to reach.
     """
     schema = _schema(record)
-    if schema is None or not record.moves:
+    if schema is None or not moved_by(record):
         return ()
     decision = record.decision
     assert decision is not None
@@ -54,7 +59,7 @@ def rejected(record: Record) -> tuple[Candidate, ...]:
 def _schema(record: Record) -> OpSchema | None:
     """The call again, if a rule spoke for it and every operand is a DTensor."""
     decision = record.decision
-    if decision is None or decision.signature is None or decision.sharding is None or record.way != "rule":
+    if decision is None or decision.signature is None or decision.sharding is None:
         return None
     signature = decision.signature
     if len(signature.specs) != len(record.operands):
@@ -64,7 +69,7 @@ def _schema(record: Record) -> OpSchema | None:
 
 def advice_text(record: Record, changes: Sequence[Change], record_at: Callable[[int | None], Record | None]) -> str:
     """The advice in a sentence or two; "" where there is none."""
-    if not record.moves:
+    if not moved_by(record) or record.parent is not None:  # of a part of a decomposition the user chooses nothing
         return ""
     if record.way == "whole tensors":
         return (
@@ -77,13 +82,19 @@ def advice_text(record: Record, changes: Sequence[Change], record_at: Callable[[
     operand = record.operands[change.operand]
     made = record_at(operand.made_by)
     maker = "" if made is None else f"; it comes out of {operator_text(made.name)} at {made.where.short}"
-    if operand.spec.partial_axes and change.route.received >= record.received:
+    costs = f"{', '.join(step.describe() for step in change.route.steps)}, {human_bytes(change.route.received)}"
+    if len(operand.spec.partial_axes) > len(change.spec.partial_axes):
+        cheaper = change.route.received < record.received
         return (
             f"{_name(operand.name, operand.owner)} is {operand.spec.layout}: a sum that has to be made before "
-            f"{operator_text(record.name)} can use it{maker}. Only another layout there would spare it."
+            f"{operator_text(record.name)} can use it{maker}. "
+            + (
+                f"To {change.spec.layout} it takes less: {costs}."
+                if cheaper
+                else "Only another layout there spares it."
+            )
         )
     have = ", ".join(f"{_name(o.name, o.owner)} is {o.spec.layout}" for o in record.operands)
-    costs = f"{', '.join(step.describe() for step in change.route.steps)}, {human_bytes(change.route.received)}"
     free = "nothing" if not change.route.collectives else costs
     return (
         f"{have}. Were {_name(operand.name, operand.owner)} {change.spec.layout}, nothing would move, and the result "

@@ -38,7 +38,7 @@ BOLD, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"
 PASSES = {"forward": "FORWARD PASS", "backward": "BACKWARD PASS", "recompute": "ACTIVATION CHECKPOINTING"}
 
 
-class CommDebugMode:
+class CommDebugMode(recorder.Listener):
     """Inside, every collective that a DTensor issues is counted, on any fabric.
 
     Example:
@@ -101,11 +101,10 @@ class CommDebugMode:
         found["depth"] = self._modules[self._parent(path) or GLOBAL]["depth"] + 1
         found["module_type"] = f"class '{type(module).__module__}.{type(module).__qualname__}'"
         for name, parameter in module.named_parameters(recurse=False):
-            data = parameter.data
-            self._parameters.setdefault(path, {})[name] = data
-            if isinstance(data, DTensor):
-                self._shardings[f"{path}.{name}"] = data.placements
-                found.setdefault("parameters", {})[name] = str(data.placements)
+            self._parameters.setdefault(path, {})[name] = parameter
+            if isinstance(parameter, DTensor):
+                self._shardings[f"{path}.{name}"] = parameter.placements
+                found.setdefault("parameters", {})[name] = str(parameter.placements)
 
     # ---------------------------------------------------------------- sums
 
@@ -124,7 +123,11 @@ class CommDebugMode:
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
         """The parameters of each module that ran, by its path and their names."""
-        return self._parameters
+        # not taken earlier: to take .data is an operator, which would be counted among the program's
+        return {
+            path: {name: parameter.data for name, parameter in named.items()}
+            for path, named in self._parameters.items()
+        }
 
     def get_sharding_info(self) -> dict[str, Any]:
         """The placements of each parameter that is a DTensor, by its path."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from shardwise.debug.recorder import listen, unlisten
-from shardwise.debug.records import Move, Record
+from shardwise.debug.recorder import Listener, listen, unlisten
+from shardwise.debug.records import Record
 from shardwise.debug.report import Report
 
 __all__ = ["explain"]
 
 
-class _Recording:
+class _Recording(Listener):
     """Puts what it hears into a report."""
 
     def __init__(self, report: Report) -> None:
@@ -20,9 +20,6 @@ class _Recording:
 
     def begin(self, record: Record) -> None:
         self.report.records.append(record)
-
-    def move(self, record: Record, move: Move) -> None:
-        pass
 
 
 @contextlib.contextmanager
@@ -45,8 +42,8 @@ def explain(*, candidates: bool = False) -> Iterator[Report]:
         >>> report.total.collectives, [move.words for _, move in report.moves]
         (1, ['all-to-all dim 1 -> dim 0 over tp'])
         >>> print(report.advice(report.records[0]))
-        self is tp:S1, mat2 is tp:S1. Were self tp:R, nothing would move, and the result would be tp:S1. To bring it
-        there takes all-gather dim 1 over tp, 192 B; ...
+        self is tp:S1, mat2 is tp:S1. Were mat2 tp:S0, nothing would move, and the result would be tp:P. To bring it
+        there takes all-to-all dim 1 -> dim 0 over tp, 48 B.
     """
     report = Report(candidates=candidates)
     recording = _Recording(report)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from shardwise.debug.explain import explain
 from shardwise.debug.lock import compare
-from shardwise.debug.recorder import listen, unlisten
+from shardwise.debug.recorder import Listener, listen, unlisten
 from shardwise.debug.records import Move, Record
 from shardwise.debug.report import Report
 from shardwise.debug.units import operator_text
@@ -17,7 +17,7 @@ from shardwise.errors import CommunicationError
 __all__ = ["Budget", "check_lock", "comm_budget"]
 
 
-class Budget:
+class Budget(Listener):
     """What may be moved, and what was.
 
     Example:
@@ -38,9 +38,6 @@ class Budget:
     def spent_bytes(self) -> int:
         """Bytes that a rank received so far."""
         return round(self._received)
-
-    def begin(self, record: Record) -> None:
-        pass
 
     def move(self, record: Record, move: Move) -> None:
         """Count a collective that is about to be issued; what would go over the limit is not issued."""

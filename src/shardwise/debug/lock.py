@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.debug.records import Record
-from shardwise.debug.units import operator_text
 from shardwise.errors import CommunicationError, LayoutError
 
 __all__ = ["Amount", "Lock", "compare", "difference"]
@@ -44,12 +43,12 @@ class Lock:
     entries: dict[Entry, Amount] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, records: Iterable[Record]) -> Lock:
-        """The lock of some records."""
+    def of(cls, records: Iterable[Record], name_of: Callable[[Record], str]) -> Lock:
+        """The lock of some records, whose operators are called as `name_of` says."""
         sums: dict[Entry, tuple[int, float]] = {}
         for record in records:
             for move in record.moves:
-                entry = (_place(record), f"{operator_text(record.name)}: {move.collective} over {move.axis}")
+                entry = (_place(record), f"{name_of(record)}: {move.collective} over {move.axis}")
                 count, received = sums.get(entry, (0, 0.0))
                 sums[entry] = (count + 1, received + move.received)
         return cls({entry: Amount(count, round(received)) for entry, (count, received) in sorted(sums.items())})

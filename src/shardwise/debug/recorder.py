@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -35,7 +35,7 @@ EXPLICIT = ("redistribute", "full_tensor", "to_local", "from_local")
 _LEAF = 2**63  # nodes that accumulate gradients have a number larger than all others
 
 
-class Listener(Protocol):
+class Listener:
     """Who wants to know."""
 
     def begin(self, record: Record) -> None:
@@ -266,6 +266,8 @@ def _moved(move: Move, name: str, route: Route | None) -> None:
     for listener in tuple(_listeners):
         listener.move(record, move)
     record.moves.append(move)
+    for outer in running[:-1]:
+        outer.received_inside += move.received
 
 
 def _own_record(state: _State, name: str, route: Route | None) -> Record:

@@ -124,6 +124,7 @@ class Record:
     outputs: tuple[DTensorSpec, ...] = ()
     moves: list[Move] = field(default_factory=list)
     children: list[int] = field(default_factory=list)
+    received_inside: float = 0.0  # by those that it is computed from
     error: str = ""
     started: float = 0.0
     ended: float = 0.0
@@ -132,7 +133,7 @@ class Record:
     def way(self) -> str:
         """How it was run, in a word."""
         if self.decision is None:
-            return "asked for"
+            return "asked for" if self.parent is None else "part of a decomposition"
         if self.decision.way == "decomposed" and (self.directly or not self.children):
             return "rule" if self.decision.sharding is not None else "whole tensors"
         return self.decision.way

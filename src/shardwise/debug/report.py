@@ -59,7 +59,7 @@ class Report(Summary):
 
     def lock(self) -> Lock:
         """What moved, without lines and paths: what a lock file holds."""
-        return Lock.of(self.records)
+        return Lock.of(self.records, self.operator)
 
     def save_lock(self, path: str | os.PathLike[str]) -> None:
         """Write the lock file that `check_lock` compares with."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import tempfile
 from pathlib import Path
 
+from shardwise.core.html import escaped
 from shardwise.debug.report_json import as_json
 from shardwise.debug.summary import Summary
-from shardwise.debug.units import operator_text, plural
+from shardwise.debug.units import plural
 from shardwise.text import human_bytes, human_seconds
 
 __all__ = ["cell", "page", "write"]
@@ -53,7 +53,7 @@ def cell(report: Summary) -> str:
     moved = [record for record in report.records if record.moves]
     rows = [
         (
-            record.phase, record.where.short, record.module, operator_text(record.name),
+            record.phase, record.where.short, record.module, report.operator(record),
             ", ".join(move.words for move in record.moves), human_bytes(record.received),
         )
         for record in moved[:MOST_ROWS]
@@ -65,5 +65,5 @@ def cell(report: Summary) -> str:
 
 def _html_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     heading = "".join(f"<th>{title}</th>" for title in titles)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td>{escaped(text)}</td>' for text in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table>"

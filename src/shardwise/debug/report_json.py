@@ -57,6 +57,7 @@ def _record(report: Summary, record: Record, places: dict[int, int]) -> dict[str
     found: dict[str, Any] = {
         "index": places[record.index],
         "operator": record.name,
+        "called": report.operator(record),
         "kind": record.kind,
         "phase": record.phase,
         "file": record.where.file,
@@ -72,6 +73,7 @@ def _record(report: Summary, record: Record, places: dict[int, int]) -> dict[str
         "way": record.way,
         "moves": [_move(move) for move in record.moves],
         "received_bytes": record.received,
+        "received_inside_bytes": record.received_inside,
         "seconds": record.seconds,
         "advice": report.advice(record),
         "changes": [_change(record, change) for change in report.changes(record)[:3]],

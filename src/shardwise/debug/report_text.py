@@ -96,7 +96,7 @@ def _lines_table(report: Summary) -> Any:
         record = row.record
         moved = "\n".join(f"{move.collective} {move.axis}" for move in row.moves)
         made.add_row(
-            Text(record.where.short, "cyan"), record.module, operator_text(record.name), Text(moved, "yellow"),
+            Text(record.where.short, "cyan"), record.module, report.operator(record), Text(moved, "yellow"),
             str(row.count), human_bytes(row.received),
         )  # fmt: skip
     return made
@@ -122,14 +122,17 @@ def _advice(report: Summary) -> Iterator[Any]:
     from rich.padding import Padding
     from rich.text import Text
 
-    rows = sorted(_rows(report), key=lambda row: -row.received)
-    found = [(row, report.advice(row.record)) for row in rows]
-    told = [(row, text) for row, text in found if text][:MOST_ADVICE]
+    received: dict[str, tuple[Record, float]] = {}
+    for row in _rows(report):
+        whole = report.whole(row.record)
+        head = f"{whole.where.short} {operator_text(whole.name)} ({whole.phase})"
+        received[head] = (whole, received.get(head, (whole, 0.0))[1] + row.received)
+    found = sorted(received.items(), key=lambda item: -item[1][1])
+    told = [(head, moved, report.advice(record)) for head, (record, moved) in found if report.advice(record)]
     if told:
         yield Text("\nwhat would spare it", "bold")
-    for row, text in told:
-        head = f"{row.record.where.short} {operator_text(row.record.name)}, {human_bytes(row.received)}"
-        yield Text(f"{head} ({row.record.phase})", "cyan")
+    for head, moved, text in told[:MOST_ADVICE]:
+        yield Text(f"{head}, {human_bytes(moved)}", "cyan")
         yield Padding(Text(text), (0, 0, 0, 2))
 
 

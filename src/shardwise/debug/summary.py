@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from shardwise.core.mesh import DeviceMesh
 from shardwise.debug.advice import advice_text, changes_for, rejected
 from shardwise.debug.records import Move, Record
+from shardwise.debug.units import operator_text
 from shardwise.plan.alternatives import Candidate, Change
 
 __all__ = ["Summary", "Total"]
@@ -93,6 +94,17 @@ class Summary:
             return self.records[at]
         return next((record for record in self.records if record.index == index), None)
 
+    def whole(self, record: Record) -> Record:
+        """The operator that the user called, of which a record is a part."""
+        outer = self.record_at(record.parent)
+        return record if outer is None else self.whole(outer)
+
+    def operator(self, record: Record) -> str:
+        """An operator's name; of a part, after that of the one that was called: `aten._softmax > redistribute`."""
+        whole = self.whole(record)
+        name = operator_text(record.name)
+        return name if whole is record else f"{operator_text(whole.name)} > {name}"
+
     # ---------------------------------------------------------------- why
 
     def changes(self, record: Record) -> tuple[Change, ...]:
@@ -114,7 +126,14 @@ class Summary:
 
 def _once(summary: Summary, what: str, record: Record, find: Callable[[Record], Any]) -> Any:
     """What is asked of a decision is asked once: a loop has many records of one signature."""
-    key = (what, id(record.decision), len(record.moves) > 0, record.way, *(o.owner for o in record.operands))
+    key = (
+        what,
+        id(record.decision),
+        len(record.moves) > 0,
+        record.received_inside > 0,
+        record.way,
+        *(o.owner for o in record.operands),
+    )
     if key not in summary._known:
         summary._known[key] = find(record)
     return summary._known[key]

@@ -176,7 +176,7 @@ function timeline() {
     picture.append(make("rect", {
       class: "piece", x: x(start) + 0.5, y, width: Math.max(1.5, x(start + move.seconds) - x(start) - 1), height: row - 12, rx: 4,
       style: `fill:${colour(move.collective)}`,
-      onmousemove: (event) => tip(event, `${operator(record.operator)} at ${place(record)}${record.module ? `, ${record.module}` : ""}\n${move.words}\n${move.tensor} ${move.before} → ${move.after}\n${bytes(move.received_bytes)}, ${seconds(move.seconds)}`),
+      onmousemove: (event) => tip(event, `${record.called} at ${place(record)}${record.module ? `, ${record.module}` : ""}\n${move.words}\n${move.tensor} ${move.before} → ${move.after}\n${bytes(move.received_bytes)}, ${seconds(move.seconds)}`),
       onmouseleave: () => { $("tip").hidden = true; },
       onclick: () => showOperator(record),
     }));
@@ -200,7 +200,7 @@ function advice() {
   for (const record of report.records) if (record.advice) {
     const key = [record.operator, record.file, record.line, record.phase, record.advice].join("|");
     const known = seen.get(key) ?? { record, received: 0, count: 0 };
-    known.received += record.received_bytes; known.count += 1;
+    known.received += record.received_bytes + record.received_inside_bytes; known.count += 1;
     seen.set(key, known);
   }
   const found = [...seen.values()].sort((a, b) => b.received - a.received).slice(0, 8);
