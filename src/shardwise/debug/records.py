@@ -32,8 +32,14 @@ class Where(NamedTuple):
         """The line without the folders: `model.py:12`."""
         return f"{os.path.basename(self.file)}:{self.line}" if self.line else self.file
 
+    @property
+    def path(self) -> str:
+        """The file from where the program was started, if it lies below that."""
+        below = os.getcwd() + os.sep
+        return self.file.removeprefix(below)
+
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line else self.file
+        return f"{self.path}:{self.line}" if self.line else self.path
 
 
 NOWHERE = Where("", 0, "")

@@ -60,7 +60,7 @@ def _record(report: Summary, record: Record, places: dict[int, int]) -> dict[str
         "called": report.operator(record),
         "kind": record.kind,
         "phase": record.phase,
-        "file": record.where.file,
+        "file": record.where.path,
         "line": record.where.line,
         "function": record.where.function,
         "backward_called_at": str(record.called),

@@ -251,7 +251,7 @@ function detail(record) {
   const parts = report.records.filter((other) => other.parent === record.index);
   if (parts.length) add("computed from", parts.map((part) => operator(part.operator)).join(", "));
   const box = make("div", {}, list);
-  if (record.candidates) {
+  if (record.candidates?.length) {
     const rows = record.candidates.map((candidate) => make("tr", { class: candidate.chosen ? "chosen" : "" },
       make("td", {}, candidate.axis), make("td", {}, candidate.inputs.join(", ")), make("td", {}, candidate.outputs.join(", ")),
       make("td", { class: "number" }, candidate.seconds === null ? "never" : seconds(candidate.seconds)), make("td", {}, candidate.chosen ? "chosen" : "")));
@@ -268,7 +268,7 @@ function operators() {
   $("shown").textContent = `${number(Math.min(rows.length, MOST_ROWS))} of ${number(report.records.length)}`;
   openOperator = sortable($("operators"), "operators-table", [
     { title: "#", number: true, value: (r) => r.index },
-    { title: "operator", value: (r) => r.operator, cell: (r) => make("code", { class: r.parent === null ? "" : "part" }, operator(r.operator)) },
+    { title: "operator", value: (r) => r.operator, cell: (r) => make("code", { class: r.parent === null ? "" : "part" }, r.called) },
     { title: "phase", value: (r) => r.phase, cell: (r) => chip(r.phase, r.phase) },
     { title: "line", value: place, cell: (r) => make("code", { class: "place" }, place(r)) },
     { title: "module", value: (r) => r.module },
