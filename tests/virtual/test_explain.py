@@ -98,6 +98,7 @@ def test_operators_of_the_block_stand_with_their_modules(mesh: sw.DeviceMesh) ->
     assert str(up.outputs[0]) == "f32[8,32] tp:S1"
     assert str(down.outputs[0]) == "f32[8,16] tp:P"
     assert {r.way for r in matmuls} == {"rule"}
+    assert (up.rule, down.rule) == ("mk,kn->mn; tp: R, S1 -> S1", "mk,kn->mn; tp: S1, S0 -> P")
     made = report.record_at(down.operands[0].made_by)
     assert made is not None
     assert made.name == "aten.relu.default"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER)
 
 @pytest.fixture(scope="module")
 def report() -> sw.debug.Report:
-    return transformer()
+    return transformer(layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.decision import Decision
+from shardwise.plan.alternatives import rule_text
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route
 from shardwise.plan.step import Step
@@ -143,6 +144,12 @@ class Record:
         if self.decision.way == "decomposed" and (self.directly or not self.children):
             return "rule" if self.decision.sharding is not None else "whole tensors"
         return self.decision.way
+
+    @property
+    def rule(self) -> str:
+        """The rule that it went by and the row taken on each axis: `mk,kn->mn; tp: R, S1 -> S1`; "" for none."""
+        sharding = None if self.decision is None else self.decision.sharding
+        return rule_text(sharding) if sharding is not None and self.way == "rule" else ""
 
     @property
     def collectives(self) -> int:

@@ -71,6 +71,7 @@ def _record(report: Summary, record: Record, places: dict[int, int]) -> dict[str
         "wanted": [spec.layout for spec in record.wanted],
         "outputs": [_spec(spec) for spec in record.outputs],
         "way": record.way,
+        "rule": record.rule,
         "moves": [_move(move) for move in record.moves],
         "received_bytes": record.received,
         "received_inside_bytes": record.received_inside,

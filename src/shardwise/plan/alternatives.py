@@ -17,8 +17,9 @@ from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.rules.notation import Row, candidates
 from shardwise.rules.registry import find_rule
 
-__all__ = ["Candidate", "Change", "candidates_of", "changes_without_communication"]
+__all__ = ["Candidate", "Change", "candidates_of", "changes_without_communication", "rule_text"]
 
+MOST_NAMED = 8  # tensors of a list that are named
 MAX_TRIED = 64  # layouts of one operand: what few axes allow, and a bound for meshes of many
 
 
@@ -40,6 +41,45 @@ class Change:
     spec: DTensorSpec
     route: Route  # what it takes to bring the operand there from where it lies
     outputs: tuple[DTensorSpec, ...]
+
+
+def rule_text(sharding: OutputSharding) -> str:
+    """The rule that a call went by: its factors, and the row that was taken on each axis.
+
+    Example:
+        >>> from shardwise.core.mesh import DeviceMesh
+        >>> from shardwise.core.placement import Replicate, Shard
+        >>> from shardwise.rules import all
+        >>> import torch
+        >>> mesh, meta = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)), TensorMeta((4, 4))
+        >>> specs = (DTensorSpec(mesh, [Replicate()], meta), DTensorSpec(mesh, [Shard(1)], meta))
+        >>> schema = OpSchema(torch.ops.aten.mm.default, {"self": specs[0], "mat2": specs[1]}, specs)
+        >>> rule_text(ShardingPropagator().propagate(schema, (meta,)))
+        'mk,kn->mn; tp: R, S1 -> S1'
+    """
+    mesh = (sharding.inputs or sharding.outputs)[0].mesh
+    rows = [
+        f"{mesh.axis_name(axis)}: {_short(sharding.inputs, axis)} -> {_short(sharding.outputs, axis)}"
+        for axis in range(mesh.ndim)
+    ]
+    factors = None if sharding.rule.layouts is not None else sharding.rule.factors(sharding.call)
+    head = "" if factors is None else f"{_named(factors.operands)}->{_named(factors.results)}; "
+    return head + "; ".join(rows)
+
+
+def _named(tensors: Sequence[Sequence[str | None]]) -> str:
+    """Factors as rules write them; those of a list of tensors are many, and alike."""
+    texts = ["".join(map(_factor, dims)) for dims in tensors]
+    return ",".join(texts) if len(texts) <= MOST_NAMED else f"{','.join(texts[:MOST_NAMED])},..."
+
+
+def _factor(name: str | None) -> str:
+    return "1" if name is None else name if len(name) == 1 else f"({name})"
+
+
+def _short(specs: Sequence[DTensorSpec], axis: int) -> str:
+    texts = [placement.short for placement in _on_axis(specs, axis)]
+    return ", ".join(texts) if len(texts) <= MOST_NAMED else f"{', '.join(texts[:MOST_NAMED])}, ..."
 
 
 def candidates_of(schema: OpSchema, sharding: OutputSharding) -> tuple[Candidate, ...]:

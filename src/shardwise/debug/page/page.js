@@ -245,7 +245,7 @@ function detail(record) {
   add("operands", ...record.inputs.slice(0, 40).map((input, i) => code(
     `${input.name}: ${input.tensor} ${input.layout}${record.wanted[i] && record.wanted[i] !== input.layout ? ` → ${record.wanted[i]}` : ""}${input.parameter ? ` (${input.parameter})` : ""}${makers(input)}`)));
   add("results", ...record.outputs.slice(0, 40).map((spec) => code(`${spec.tensor} ${spec.layout}`)));
-  add("how", record.way + (record.error ? `, raised ${record.error}` : ""));
+  add("how", record.way, record.rule ? make("span", { class: "code" }, `  ${record.rule}`) : "", (record.error ? `, raised ${record.error}` : ""));
   if (record.moves.length) add("route", ...record.moves.map((move) => code(`${move.words} (${move.group} ranks): ${move.tensor} ${move.before} → ${move.after}, ${bytes(move.received_bytes)}, ${seconds(move.seconds)}`)));
   if (record.advice) add("advice", record.advice);
   const parts = report.records.filter((other) => other.parent === record.index);
@@ -255,7 +255,7 @@ function detail(record) {
     const rows = record.candidates.map((candidate) => make("tr", { class: candidate.chosen ? "chosen" : "" },
       make("td", {}, candidate.axis), make("td", {}, candidate.inputs.join(", ")), make("td", {}, candidate.outputs.join(", ")),
       make("td", { class: "number" }, candidate.seconds === null ? "never" : seconds(candidate.seconds)), make("td", {}, candidate.chosen ? "chosen" : "")));
-    box.append(make("table", { class: "candidates" }, make("thead", {}, make("tr", {}, ...["axis", "operands", "results", "takes", ""].map((t) => make("th", {}, t)))), make("tbody", {}, ...rows)));
+    box.append(make("table", { class: "candidates" }, make("thead", {}, make("tr", {}, ...["axis", "operands", "results", "takes", ""].map((t) => make("th", { class: t === "takes" ? "number" : "" }, t)))), make("tbody", {}, ...rows)));
   }
   return box;
 }
