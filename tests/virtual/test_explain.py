@@ -262,6 +262,29 @@ def test_plain_tensors_made_inside_operators_are_still_told_apart(mesh: sw.Devic
     assert len(report.records) > 5
 
 
+def test_inference_mode_and_dry_runs() -> None:
+    with sw.dry_run() as run:
+        mesh = sw.init_device_mesh("cpu", (64, 8), mesh_dim_names=("dp", "tp"))
+        with sw.explain() as report, torch.inference_mode():
+            x = sw.zeros(1024, 64, device_mesh=mesh, placements=[S0, S1])
+            x.t().sum(0).exp()
+    assert report.total.collectives == sum(run.collectives.values()) > 0
+    assert report.total.received == run.bytes
+
+
+def test_a_module_that_fails_is_left(mesh: sw.DeviceMesh) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    x = put(torch.randn(4, 4), mesh, S0)
+    with sw.explain() as report:
+        with pytest.raises(ZeroDivisionError):
+            Failing()(x)
+        _ = x + x
+    assert [record.module for record in report.records] == [""]
+
+
 # ---------------------------------------------------------------- why
 
 

@@ -24,8 +24,8 @@ def moved_by(record: Record) -> float:
 def changes_for(record: Record) -> tuple[Change, ...]:
     """The single changes with which an operator would have moved nothing, the best first.
 
-    Best is what does not put the communication off by leaving a Partial, then what concerns a parameter, whose layout
-    is chosen once, then what is cheapest to reach.
+    Best is what does not put the communication off by leaving a Partial, then what needs no more memory, then what
+    concerns a parameter, whose layout is chosen once, then what is cheapest to reach.
     """
     schema = _schema(record)
     if schema is None or not moved_by(record):
@@ -36,9 +36,11 @@ def changes_for(record: Record) -> tuple[Change, ...]:
     assert decision.signature is not None
     now = sum(len(spec.partial_axes) for spec in decision.sharding.outputs)
 
-    def rank(change: Change) -> tuple[bool, bool, float]:
+    def rank(change: Change) -> tuple[bool, bool, bool, float]:
+        operand = record.operands[change.operand]
         defers = sum(len(spec.partial_axes) for spec in change.outputs) > now
-        return defers, not record.operands[change.operand].owner, change.route.seconds
+        grows = change.spec.local_bytes > operand.spec.local_bytes
+        return defers, grows, not operand.owner and not grows, change.route.seconds
 
     found = changes_without_communication(schema, decision.sharding.call.results, decision.signature.pinned)
     known = [change for change in found if change.operand < len(record.operands)]

@@ -117,11 +117,19 @@ def _switch_off() -> None:
 def _dispatch(
     cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
+    if _is_traced():
+        return _originals["__torch_dispatch__"].__func__(cls, func, types, args, kwargs)
     state = _state
     record = _begin(state, str(func), "operator", *_described(state, func, args, kwargs or {}))
     record.directly = modes.is_decomposing(func)
     _remember_node(state, record)
     return _run(state, record, lambda: _originals["__torch_dispatch__"].__func__(cls, func, types, args, kwargs))
+
+
+def _is_traced() -> bool:
+    """Whether a graph is being made: its operators run later, and elsewhere."""
+    modes_of, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    return modes_of(keys.FAKE) is not None or modes_of(keys.PROXY) is not None
 
 
 def _explicit(name: str, original: Any) -> Callable[..., Any]:
@@ -131,7 +139,7 @@ def _explicit(name: str, original: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def recording(*args: Any, **kwargs: Any) -> Any:
         state = _state
-        if state.open and state.open[-1].kind == "explicit":
+        if _is_traced() or (state.open and state.open[-1].kind == "explicit"):
             return function(*args, **kwargs)
         tensor = args[0] if args else None
         operands = (_operand(state, "self", tensor),) if isinstance(tensor, DTensor) else ()
@@ -250,35 +258,26 @@ def _remember_node(state: _State, record: Record) -> None:
 
 
 def _routed(route: Route) -> None:
-    for move in moves_of_route(route):
-        _moved(move, "redistribute", route)
+    """Its collectives belong to the innermost record; outside of all, as in the backward of a move, to a new one."""
+    _moved(moves_of_route(route), "redistribute", route.source, route.target)
 
 
 def _scattered(spec: DTensorSpec) -> None:
-    _moved(scatter_move(spec), "distribute_tensor", None)
+    _moved((scatter_move(spec),), "distribute_tensor", None, spec)
 
 
-def _moved(move: Move, name: str, route: Route | None) -> None:
-    """A collective belongs to the innermost record; one outside of all, as in the backward of a move, makes its own."""
+def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, target: DTensorSpec) -> None:
     state = _state
     running = state.open
-    record = running[-1] if running else _own_record(state, name, route)
-    for listener in tuple(_listeners):
-        listener.move(record, move)
-    record.moves.append(move)
-    for outer in running[:-1]:
-        outer.received_inside += move.received
-
-
-def _own_record(state: _State, name: str, route: Route | None) -> Record:
-    """The record of a route that no operator takes; the collectives of one route share it."""
-    last: tuple[Route, Record] | None = getattr(state.thread, "last", None)
-    if route is not None and last is not None and last[0] is route and len(last[1].moves) < route.collectives:
-        return last[1]
-    operands = () if route is None else (Operand("self", route.source, "", None),)
-    record = _begin(state, name, "explicit", operands, None)
-    record.outputs = () if route is None else (route.target,)
-    record.ended = record.started
-    if route is not None:
-        state.thread.last = (route, record)
-    return record
+    if running:
+        record = running[-1]
+    else:
+        operands = () if source is None else (Operand("self", source, "", None),)
+        record = _begin(state, name, "explicit", operands, None)
+        record.outputs, record.ended = (target,), record.started
+    for move in moves:
+        for listener in tuple(_listeners):
+            listener.move(record, move)
+        record.moves.append(move)
+        for outer in running[:-1]:
+            outer.received_inside += move.received

@@ -122,16 +122,15 @@ def _advice(report: Summary) -> Iterator[Any]:
     from rich.padding import Padding
     from rich.text import Text
 
-    received: dict[str, tuple[Record, float]] = {}
+    received: dict[tuple[str, str], float] = {}
     for row in _rows(report):
         whole = report.whole(row.record)
-        head = f"{whole.where.short} {operator_text(whole.name)} ({whole.phase})"
-        received[head] = (whole, received.get(head, (whole, 0.0))[1] + row.received)
-    found = sorted(received.items(), key=lambda item: -item[1][1])
-    told = [(head, moved, report.advice(record)) for head, (record, moved) in found if report.advice(record)]
-    if told:
+        told = f"{whole.where.short} {operator_text(whole.name)} ({whole.phase})", report.advice(whole)
+        received[told] = received.get(told, 0.0) + row.received
+    found = sorted(((head, text, moved) for (head, text), moved in received.items() if text), key=lambda item: -item[2])
+    if found:
         yield Text("\nwhat would spare it", "bold")
-    for head, moved, text in told[:MOST_ADVICE]:
+    for head, text, moved in found[:MOST_ADVICE]:
         yield Text(f"{head}, {human_bytes(moved)}", "cyan")
         yield Padding(Text(text), (0, 0, 0, 2))
 

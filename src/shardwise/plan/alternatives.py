@@ -69,12 +69,9 @@ def rule_text(sharding: OutputSharding) -> str:
 
 def _named(tensors: Sequence[Sequence[str | None]]) -> str:
     """Factors as rules write them; those of a list of tensors are many, and alike."""
-    texts = ["".join(map(_factor, dims)) for dims in tensors]
-    return ",".join(texts) if len(texts) <= MOST_NAMED else f"{','.join(texts[:MOST_NAMED])},..."
-
-
-def _factor(name: str | None) -> str:
-    return "1" if name is None else name if len(name) == 1 else f"({name})"
+    spell = "" if all(name is None or len(name) == 1 for dims in tensors for name in dims) else " "
+    texts = [spell.join(name or "1" for name in dims) for dims in tensors[:MOST_NAMED]]
+    return f",{spell}".join(texts) + (",..." if len(tensors) > MOST_NAMED else "")
 
 
 def _short(specs: Sequence[DTensorSpec], axis: int) -> str:
@@ -144,9 +141,13 @@ def _other_layouts(schema: OpSchema, results: tuple[TensorMeta, ...], operand: i
     allowed: list[list[Placement]] = []
     for axis in range(schema.mesh.ndim):
         given = _on_axis(schema.specs, axis)
+        rows = candidates(factors, given)
+        if any(all(map(_is_free, given, row.inputs)) for row in rows):  # nothing moves on this axis: it stays
+            allowed.append([spec.placements[axis]])
+            continue
         others = [
             row.inputs[operand]
-            for row in candidates(factors, given)
+            for row in rows
             if all(_is_free(*pair) for i, pair in enumerate(zip(given, row.inputs, strict=True)) if i != operand)
         ]
         allowed.append(list(dict.fromkeys(others)))
