@@ -7,8 +7,11 @@ from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
+from shardwise.debug.explain import explain
+from shardwise.debug.guards import check_lock, comm_budget
 from shardwise.errors import (
     AgreementError,
+    CommunicationError,
     ImplicitCommunicationError,
     LayoutError,
     MemoryBoundError,
@@ -36,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "CommunicationError",
     "CostModel",
     "DTensor",
     "DTensorRedistributePlanner",
@@ -68,12 +72,15 @@ __all__ = [
     "UnsupportedError",
     "allow_implicit",
     "cache_info",
+    "check_lock",
     "check_rule",
+    "comm_budget",
     "current_cost_model",
     "distribute_module",
     "distribute_tensor",
     "dry_run",
     "empty",
+    "explain",
     "from_torch",
     "full",
     "fully_shard",

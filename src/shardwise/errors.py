@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "AgreementError",
+    "CommunicationError",
     "ImplicitCommunicationError",
     "LayoutError",
     "MemoryBoundError",
@@ -88,6 +89,10 @@ class AgreementError(ShardwiseError, RuntimeError):
 
 class ImplicitCommunicationError(ShardwiseError, RuntimeError):
     """Strict mode met a communication that nobody asked for."""
+
+
+class CommunicationError(ShardwiseError, RuntimeError):
+    """More is moved than a budget or a lock file allows."""
 
 
 class NotationError(ShardwiseError, ValueError):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.core.cache import BoundedCache
+from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
@@ -155,6 +156,10 @@ class DTensor(torch.Tensor):
             return f"DTensor({self._spec}, local={self._local_tensor!r}{grad})"
         # printing may be done by one rank alone, so that it must not communicate
         return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Like `repr`, it never communicates."""
+        return spec_html(self._spec, repr(self))
 
     # ---------------------------------------------------------------- to and from locals
 
