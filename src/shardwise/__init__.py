@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from shardwise import debug
 from shardwise.api import distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -30,6 +33,9 @@ from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.tensor import DTensor, cache_info
 
+if TYPE_CHECKING:
+    from shardwise.debug import Drawing, draw
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -39,6 +45,7 @@ __all__ = [
     "DTensorRedistributePlanner",
     "DTensorSpec",
     "DeviceMesh",
+    "Drawing",
     "DryRun",
     "ImplicitCommunicationError",
     "LayoutError",
@@ -69,6 +76,7 @@ __all__ = [
     "check_rule",
     "current_cost_model",
     "distribute_tensor",
+    "draw",
     "dry_run",
     "empty",
     "from_torch",
@@ -90,3 +98,10 @@ __all__ = [
     "virtual",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What `debug` loads when it is first asked for."""
+    if name in debug.LAZY and name in __all__:
+        return getattr(debug, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
