@@ -8,8 +8,9 @@ from shardwise.debug.draw_layout import draw_face
 from shardwise.debug.tiles import face_of
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.step import Step
+from shardwise.text import human_bytes
 
-__all__ = ["draw_route", "human_bytes"]
+__all__ = ["draw_route"]
 
 TOP = 96.0
 SIDE = 150.0
@@ -66,15 +67,3 @@ def _broken(words: str) -> list[str]:
     """`dim 0 over dp` as two short lines."""
     before, over, axes = words.partition("over ")
     return [part for part in (before.strip(), (over + axes).strip()) if part]
-
-
-def human_bytes(count: float) -> str:
-    """Bytes for people, in 1024s.
-
-    Example:
-        >>> human_bytes(512), human_bytes(3 * 2**29)
-        ('512 B', '1.5 GiB')
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = max((p for p in range(len(units)) if count >= 1024**p), default=0)
-    return f"{count / 1024**power:.3g} {units[power]}" if power else f"{count:.0f} B"
