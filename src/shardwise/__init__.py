@@ -16,6 +16,7 @@ from shardwise.errors import (
     MemoryBoundError,
     MeshError,
     NotationError,
+    ParityError,
     PlainTensorError,
     RuleError,
     ShardwiseError,
@@ -34,7 +35,7 @@ from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
-    from shardwise.debug import Drawing, draw
+    from shardwise.debug import Drawing, draw, parity
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "MeshError",
     "NotationError",
     "OffsetBasedRNGTracker",
+    "ParityError",
     "Partial",
     "Placement",
     "PlainTensorError",
@@ -86,6 +88,7 @@ __all__ = [
     "local_map",
     "manual_seed",
     "ones",
+    "parity",
     "rand",
     "randint",
     "randn",

@@ -15,7 +15,7 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, _make, entered
 
 __all__ = ["cut_block", "distribute_tensor", "mesh_or_error"]
 
@@ -63,7 +63,7 @@ def distribute_tensor(
     local = fabric_of(mesh).scatter(mesh, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
-    made = _make(spec, local)
+    made = entered(_make(spec, local))
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Any
 from shardwise.debug.comm import CommDebugMode
 
 if TYPE_CHECKING:
+    from shardwise.debug.compare import parity
     from shardwise.debug.drawing import Drawing, draw
+    from shardwise.debug.parity_report import Difference, ParityReport
     from shardwise.debug.visualize import visualize_sharding
 
-__all__ = ["CommDebugMode", "Drawing", "draw", "visualize_sharding"]
+__all__ = ["CommDebugMode", "Difference", "Drawing", "ParityReport", "draw", "parity", "visualize_sharding"]
 
-LAZY = {"Drawing": "drawing", "draw": "drawing", "visualize_sharding": "visualize"}
+LAZY = {
+    "Difference": "parity_report",
+    "Drawing": "drawing",
+    "ParityReport": "parity_report",
+    "draw": "drawing",
+    "parity": "compare",
+    "visualize_sharding": "visualize",
+}
 
 
 def __getattr__(name: str) -> Any:
