@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise import parallel
+from typing import TYPE_CHECKING, Any
+
+from shardwise import debug, parallel
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -17,6 +19,7 @@ from shardwise.errors import (
     MemoryBoundError,
     MeshError,
     NotationError,
+    ParityError,
     PlainTensorError,
     RuleError,
     ShardwiseError,
@@ -35,6 +38,9 @@ from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.tensor import DTensor, cache_info
 
+if TYPE_CHECKING:
+    from shardwise.debug import Drawing, draw, parity
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -45,6 +51,7 @@ __all__ = [
     "DTensorRedistributePlanner",
     "DTensorSpec",
     "DeviceMesh",
+    "Drawing",
     "DryRun",
     "ImplicitCommunicationError",
     "LayoutError",
@@ -54,6 +61,7 @@ __all__ = [
     "MeshError",
     "NotationError",
     "OffsetBasedRNGTracker",
+    "ParityError",
     "Partial",
     "Placement",
     "PlainTensorError",
@@ -78,6 +86,7 @@ __all__ = [
     "current_cost_model",
     "distribute_module",
     "distribute_tensor",
+    "draw",
     "dry_run",
     "empty",
     "explain",
@@ -90,6 +99,7 @@ __all__ = [
     "manual_seed",
     "ones",
     "parallel",
+    "parity",
     "rand",
     "randint",
     "randn",
@@ -103,3 +113,10 @@ __all__ = [
     "virtual",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What `debug` loads when it is first asked for."""
+    if name in debug.LAZY and name in __all__:
+        return getattr(debug, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, _make, entered
 
 __all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
 
@@ -64,7 +64,7 @@ def distribute_tensor(
     local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
-    made = _make(spec, local)
+    made = entered(_make(spec, local))
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made

@@ -16,6 +16,7 @@ __all__ = [
     "MemoryBoundError",
     "MeshError",
     "NotationError",
+    "ParityError",
     "PlainTensorError",
     "RuleError",
     "ShardwiseError",
@@ -85,6 +86,10 @@ class UnsupportedError(ShardwiseError, NotImplementedError):
 
 class AgreementError(ShardwiseError, RuntimeError):
     """Ranks disagree about something they must agree about."""
+
+
+class ParityError(ShardwiseError, AssertionError):
+    """What the ranks hold is not what one device computes."""
 
 
 class ImplicitCommunicationError(ShardwiseError, RuntimeError):
