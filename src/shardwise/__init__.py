@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from shardwise import checkpoint
 from shardwise.api import distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
 from shardwise.errors import (
     AgreementError,
+    CheckpointError,
+    CheckpointMismatchError,
     ImplicitCommunicationError,
     LayoutError,
     MemoryBoundError,
@@ -34,6 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "CostModel",
     "DTensor",
     "DTensorRedistributePlanner",
@@ -67,6 +72,7 @@ __all__ = [
     "allow_implicit",
     "cache_info",
     "check_rule",
+    "checkpoint",
     "current_cost_model",
     "distribute_tensor",
     "dry_run",
