@@ -1,7 +1,8 @@
 """The index of a checkpoint: what is stored where, as data; written as JSON, read with every claim of it checked.
 
-Knows nothing of tensors in memory. Reading believes nothing: sizes, products, offsets, overlaps, coverage, names of files
-and dtypes are checked before anybody allocates or reads by them, so that what it says is bounded by what lies on disk.
+Knows nothing of tensors in memory. Reading believes nothing: sizes, products, offsets, overlaps, coverage, names of
+files and dtypes are checked before anybody allocates or reads by them, so that what it says is bounded by what lies on
+disk.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def load(state: Any, path: str | Path, *, strict: bool = True, process_group: An
     """Fill a state from a checkpoint, whatever mesh and layout it was saved from.
 
     Every process of the group calls it. Tensors are filled in place, plain objects are replaced, modules and optimizers
-    get their state; an optimizer that has not made a step yet too. If anything is wrong with the checkpoint, an error says so
-    on all ranks and nothing has changed.
+    get their state; an optimizer that has not made a step yet too. If anything is wrong with the checkpoint, an error
+    says so on all ranks and nothing has changed.
 
     Args:
         state: as given to `save`, with tensors laid out as they are wanted.
@@ -120,12 +120,12 @@ def read(path: str | Path) -> Any:
     directory = Path(path)
     index = open_index(directory)
     tensors: dict[str, torch.Tensor] = {}
-    with Progress("loading", sum(tensor.nbytes for tensor in index.tensors.values()), shown=True) as progress:
-        with FileReader(directory, index.files, progress.add) as files:
-            for stored in index.tensors.values():
-                box = whole(stored.shape)
-                tensors[stored.name], found = read_box(files, stored, box)
-                check_sums(index, [{(stored.name, box): found}])
+    total = sum(tensor.nbytes for tensor in index.tensors.values())
+    with Progress("loading", total, shown=True) as progress, FileReader(directory, index.files, progress.add) as files:
+        for stored in index.tensors.values():
+            box = whole(stored.shape)
+            tensors[stored.name], found = read_box(files, stored, box)
+            check_sums(index, [{(stored.name, box): found}])
     return rebuild(index.state, tensors)
 
 
@@ -245,7 +245,7 @@ def _stage(files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: 
             values, found = read_box(files, stored, box)
             note_sums(sums, stored, box, found)
         else:
-            values = _empty(tuple(local.shape), local.dtype)
+            _, values = _empty(tuple(local.shape), local.dtype)
             for box, within in boxes:
                 values[within], found = read_box(files, stored, box)
                 note_sums(sums, stored, box, found)
@@ -266,28 +266,29 @@ def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box
             yield local, boxes
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
+    """New memory as bytes and as a tensor."""
     data = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+    tensor = torch.from_numpy(data).view(dtype).reshape(shape) if data.size else torch.empty(shape, dtype=dtype)
+    return data, tensor
 
 
 def read_box(files: FileReader, stored: StoredTensor, box: Box) -> tuple[torch.Tensor, Found]:
     """The values of a box of a stored tensor, and the sums of what was read of each block."""
     itemsize = stored.dtype.itemsize
-    data = np.empty(box.numel * itemsize, dtype=np.uint8)
-    values = torch.from_numpy(data).view(stored.dtype).reshape(box.sizes)
+    data, values = _empty(box.sizes, stored.dtype)
     found: Found = {}
     for number, block in enumerate(stored.blocks):
         part = common(block.box, box)
         if part is None:
             continue
         dense = _dense_range(box, part, itemsize)
-        out = np.empty(part.numel * itemsize, dtype=np.uint8) if dense is None else data[dense]
+        out, piece = _empty(part.sizes, stored.dtype) if dense is None else (data[dense], None)
         where = part.inside(block.box)
         what = f"tensor {stored.name}"
         total = files.read_part(block.file, block.start, block.box.sizes, where, itemsize, out, what)
-        if dense is None:
-            values[part.inside(box)] = torch.from_numpy(out).view(stored.dtype).reshape(part.sizes)
+        if piece is not None:
+            values[part.inside(box)] = piece
         found[number] = (len(out), total)
     return values, found
 
@@ -337,8 +338,8 @@ def check_sums(index: Index, told: Sequence[Sums]) -> None:
 def _damaged(stored: StoredTensor, number: int) -> CheckpointError:
     block = stored.blocks[number]
     return CheckpointError(
-        f"tensor {stored.name}: its block at {block.box.offset} in {block.file} does not have the checksum it was saved "
-        "with; nothing was loaded",
+        f"tensor {stored.name}: its block at {block.box.offset} in {block.file} does not have the checksum it was "
+        "saved with; nothing was loaded",
         hint="the file is damaged: load an older checkpoint",
     )
 

@@ -1,4 +1,4 @@
-"""The processes that save or load together: what each has to say is told to all, errors too, so that none waits for ever.
+"""The processes that save or load together: what each has to say is told to all, errors too, so that none waits.
 
 The one place of the package that communicates. On virtual ranks there is one process, and nothing to be told.
 """

@@ -1,7 +1,7 @@
 """A nested state as named entries and back: which tensors and plain objects stand in it, and under which names.
 
-Dicts are gone into; lists and tuples are where a tensor is inside, else they are one object. Modules, optimizers and whatever
-else has `state_dict` and `load_state_dict` stand for their state dict. Reads and writes no files.
+Dicts are gone into; lists and tuples are where a tensor is inside, else they are one object. Modules, optimizers and
+whatever else has `state_dict` and `load_state_dict` stand for their state dict. Reads and writes no files.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _is_stored_dict(data: Any) -> bool:
 
 
 def filled(value: Any, objects: Mapping[Name, Any], path: Name = ()) -> Any:
-    """`value` with the plain objects at these paths in it: dicts and lists in place, tuples anew, tensors as they are."""
+    """`value` with the objects at these paths in it: dicts and lists in place, tuples anew, tensors as they are."""
     if path in objects:
         return objects[path]
     if isinstance(value, dict):

@@ -75,7 +75,7 @@ def encode(value: Any, path: Name = (), depth: int = 0) -> Any:
         return encode_items([(key, encode(item, (*path, key), depth + 1)) for key, item in value.items()], path)
     raise CheckpointError(
         f"{join(path) or 'the state'} is {_what(value)}, which a checkpoint cannot hold",
-        hint="it holds tensors, numbers, strings, None, lists, tuples and dicts of them; numpy values: .item(), .tolist()",
+        hint="it holds tensors, numbers, strings, None, lists, tuples and dicts; of numpy: .item(), .tolist()",
     )
 
 

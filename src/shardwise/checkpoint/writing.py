@@ -1,4 +1,4 @@
-"""save: each rank writes the blocks it owns to a file of its own, one writes the index, and the directory gets its name.
+"""save: each rank writes the blocks it owns to a file of its own, one writes the index, the directory gets its name.
 
 Three things are told between the processes: what the state is, what was written, that it has its name. What follows the
 first can run on a thread of its own (`async_save`).
