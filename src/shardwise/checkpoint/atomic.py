@@ -64,14 +64,14 @@ def write_flushed(path: Path, data: bytes) -> None:
 def publish(target: Path) -> None:
     """Give the temporary directory its name, in one step that either has happened or has not."""
     place = temporary(target)
-    _flush_directory(place)
+    flush_directory(place)
     if os.path.lexists(target):
         _exchange(place, target)
-        _flush_directory(target.parent)
+        flush_directory(target.parent)
         discard(target)
     else:
         os.rename(place, target)
-        _flush_directory(target.parent)
+        flush_directory(target.parent)
 
 
 def _exchange(a: Path, b: Path) -> None:
@@ -83,7 +83,7 @@ def _exchange(a: Path, b: Path) -> None:
         )
 
 
-def _flush_directory(path: Path) -> None:
+def flush_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

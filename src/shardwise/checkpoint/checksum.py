@@ -3,9 +3,9 @@
 The checksum of a block is the sum of word[i] * BASE**i modulo 2**64 over its 32-bit little-endian words, the last one
 filled up with zeros. Being a sum, it does not care who adds up which bytes: ranks that read a block in pieces, along
 any dims, each make a sum of their own, and the sums of all of them together must be the block's. BASE is odd, so a
-change inside one word is always seen; it has the largest order there is, so that no two positions within 8 GiB weigh the same
-even in the bits that count; any other damage goes unseen once in 2**32 times or less. It guards against accidents, not
-against forgery.
+change inside one word is always seen; it has the largest order there is, so that no two positions within 8 GiB weigh
+the same even in the bits that count; any other damage goes unseen once in 2**32 times or less. It guards against
+accidents, not against forgery.
 
 Arithmetic on arrays of numpy; knows nothing of files or tensors.
 """

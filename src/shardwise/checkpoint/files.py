@@ -13,7 +13,7 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,10 +154,10 @@ class FileWriter:
 # ---------------------------------------------------------------- reading
 
 
-def open_regular(path: Path, what: str) -> int:
-    """A file opened for reading that is a plain file: no link to elsewhere, no pipe that would block."""
+def open_regular(path: Path, what: str, *, links: bool = False) -> int:
+    """A file opened for reading that is a plain file: no pipe that would block, and no link unless these are allowed."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     except OSError as error:
         why = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})"
         raise CheckpointError(f"{what}: {path} {why}", hint="the checkpoint is incomplete or damaged") from None
@@ -167,9 +167,9 @@ def open_regular(path: Path, what: str) -> int:
     return fd
 
 
-def read_all(path: Path, what: str) -> bytes:
+def read_all(path: Path, what: str, *, links: bool = False) -> bytes:
     """The bytes of a small file."""
-    fd = open_regular(path, what)
+    fd = open_regular(path, what, links=links)
     with os.fdopen(fd, "rb") as file:
         return file.read()
 
@@ -177,8 +177,11 @@ def read_all(path: Path, what: str) -> bytes:
 class FileReader:
     """The files of a checkpoint, read in exact ranges; counts the bytes that are read."""
 
-    def __init__(self, directory: Path, files: Any, count: Count = lambda n: None) -> None:
+    def __init__(
+        self, directory: Path, files: Mapping[str, int], count: Count = lambda n: None, *, links: bool = False
+    ) -> None:
         self.bytes_read = 0
+        self._links = links
         self._directory = directory
         self._sizes = files
         self._count = count
@@ -196,7 +199,7 @@ class FileReader:
         """The open file, which is as long as the index says."""
         fd = self._open.pop(file, None)
         if fd is None:
-            fd = open_regular(self._directory / file, what)
+            fd = open_regular(self._directory / file, what, links=self._links)
             have, want = os.fstat(fd).st_size, self._sizes[file]
             if have != want:
                 os.close(fd)

@@ -157,7 +157,7 @@ def _agreed_fit(turn: Turn, processes: Processes, root: Any, index: Index, stric
     missing = sorted({name for _, names, _ in told for name in names})
     mismatched = {name: why for _, _, wrong in told for name, why in wrong.items()}
     if strict and (missing or fit.unexpected or mismatched):
-        raise _mismatch(tuple(missing), fit.unexpected, mismatched)
+        raise mismatch(tuple(missing), fit.unexpected, mismatched)
     return fit
 
 
@@ -199,7 +199,7 @@ def _differs(tensor: torch.Tensor, stored: StoredTensor) -> str | None:
     return "has no memory in the state: it is on the meta device" if tensor.device.type == "meta" else None
 
 
-def _mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: dict[str, str]) -> Exception:
+def mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: dict[str, str]) -> Exception:
     lines = ["the checkpoint does not fit the state:"]
     lines += [f"    missing from the checkpoint: {name}" for name in missing]
     lines += [f"    in the checkpoint, not in the state: {name}" for name in unexpected]

@@ -213,7 +213,7 @@ def _shares(
 def _item(share: Share, tensor: torch.Tensor, copied: bool) -> Item:
     """The block of a share, as it is to be written."""
     held, box = share.source, share.box
-    local = _local_of(tensor, held)
+    local = local_of(tensor, held)
     part = local[held.within][box.inside(held.box)].detach()
     key = f"{share.name}@{','.join(map(str, box.offset))}"
     if not copied:
@@ -222,7 +222,7 @@ def _item(share: Share, tensor: torch.Tensor, copied: bool) -> Item:
     return Item(key, tensor.dtype, box.sizes, lambda: kept)
 
 
-def _local_of(tensor: torch.Tensor, held: Held) -> torch.Tensor:
+def local_of(tensor: torch.Tensor, held: Held) -> torch.Tensor:
     """The local in this process that has a box of a tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
