@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint on our DTensors: the three methods of its protocol, set on the class when this is imported.
+"""torch.distributed.checkpoint on our DTensors: the three methods of its protocol, set on the class on import.
 
-A local is one chunk to it, or several where it is strided; on virtual ranks all of them are in this process. Its classes
-are loaded when it first asks.
+A local is one chunk to it, or several where it is strided; on virtual ranks all of them are in this process. Its
+classes are loaded when it first asks.
 """
 
 from __future__ import annotations

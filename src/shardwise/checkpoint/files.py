@@ -155,7 +155,7 @@ class FileWriter:
 
 
 def open_regular(path: Path, what: str, *, links: bool = False) -> int:
-    """A file opened for reading that is a plain file: no pipe that would block, and no link unless these are allowed."""
+    """A file opened for reading that is a plain file: no pipe that would block, no link unless they are allowed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     except OSError as error:

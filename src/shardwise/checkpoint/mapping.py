@@ -28,7 +28,7 @@ class Fused(NamedTuple):
         dim: the dim along which they follow each other.
         by_parts: each rank holds its share of every part, one after another, so that a head's q, k and v are on one
             rank. The tensor is sharded along `dim` by `Shard`, and the parts divide evenly. Otherwise the tensor is
-            the parts in a row, laid out as its placements say (`StridedShard(dim, n)` deals n equal parts in this way too).
+            the parts in a row, laid out as its placements say (`StridedShard(dim, n)` deals n equal parts so too).
 
     Example:
         >>> Fused(("q", "k", "v"), (8, 4, 4)).dim
@@ -65,7 +65,7 @@ def file_shapes(name: str, shape: tuple[int, ...], source: Source) -> dict[str, 
     if not sizes or not 0 <= dim < len(shape) or sum(sizes) != shape[dim] or len(names) not in (1, len(sizes)):
         raise CheckpointError(
             f"{name} has the shape {shape}, which {source} does not make up",
-            hint="give the size of each part along the dim; they add up to the tensor's, and each has a name or all one",
+            hint="give the size of each part along the dim; they add up to the tensor's; one name for each, or for all",
         )
     if len(names) == 1:
         return {names[0]: shape}
@@ -102,11 +102,9 @@ def _boxes_by_parts(
             hint="parts that are sharded one by one divide by the number of ranks, on axes that are Shard",
         )
     starts = itertools.accumulate(source.sizes, initial=0)
-    runs = [
-        Run(start + run.start, run.length)
-        for start, size in zip(starts, source.sizes, strict=False)
-        for run in runs_of(size, cuts)
-    ]
+    runs: list[Run] = []
+    for start, size in zip(starts, source.sizes, strict=False):
+        runs += [Run(start + run.start, run.length) for run in runs_of(size, cuts)]
     block = spec.block(coordinate)
     replaced = (*block.runs[:dim], tuple(runs), *block.runs[dim + 1 :])
     return boxes_of(block._replace(runs=replaced))

@@ -6,7 +6,7 @@ first can run on a thread of its own (`async_save`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,9 @@ class Job(NamedTuple):
     tensors: dict[str, Described]
     state: Any
     files: dict[int, list[tuple[Share, Item]]]
-    keep: int | None
+    keep: int | None = None
+    sums: Any = None  # what this process found out while its blocks were read from elsewhere,
+    check: Callable[[list[Any]], None] | None = None  # and who looks at that of all of them before the end
 
 
 def save(
@@ -240,7 +242,8 @@ def run_job(job: Job) -> None:
     turn, done = Turn(), Turn()
     processes = job.processes
     directory = atomic.temporary(job.target)
-    turn.says = turn.attempt(lambda: write_files(directory, job.files, shown=processes.is_first), None)
+    written = turn.attempt(lambda: write_files(directory, job.files, shown=processes.is_first), None)
+    turn.says = (written, job.sums)
     try:
         told = processes.tell(turn)
         if processes.is_first:
@@ -252,11 +255,13 @@ def run_job(job: Job) -> None:
         raise
 
 
-def finish(job: Job, told: Sequence[Written]) -> None:
+def finish(job: Job, told: Sequence[tuple[Written, Any]]) -> None:
     """What one process does once all blocks are on disk."""
+    if job.check is not None:
+        job.check([sums for _, sums in told])
     files: dict[str, int] = {}
     blocks: dict[str, list[StoredBlock]] = {name: [] for name in job.tensors}
-    for sizes, stored in told:
+    for (sizes, stored), _ in told:
         files.update(sizes)
         for name, block in stored:
             blocks[name].append(block)
