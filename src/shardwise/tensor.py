@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
+from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -197,9 +198,7 @@ class DTensor(torch.Tensor):
         elif spec is None:
             spec = _spec_from_local(local_tensor, mesh, placements, shape, stride, shard_order)
             if shape is None and shard_order is None and mesh.fabric != "virtual":
-                if len(_local_specs) >= MAX_LOCAL_SPECS:
-                    _local_specs.clear()
-                _local_specs[key] = spec
+                _local_specs.keep(key, spec)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
             return _FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements))
         return _make(spec, local_tensor)
@@ -261,9 +260,7 @@ class DTensor(torch.Tensor):
         if target is None:
             target = DTensorSpec(mesh, placements, meta, shard_order)
             if key is not None:
-                if len(_targets) >= MAX_LOCAL_SPECS:
-                    _targets.clear()
-                _targets[key] = target
+                _targets.keep(key, target)
         if target is spec and backward_dtype is None:
             return self
         if torch.is_grad_enabled() and self.requires_grad:
@@ -350,9 +347,9 @@ _NO_KWARGS: Mapping[str, Any] = {}
 _dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = _dispatcher.cache
 
-MAX_LOCAL_SPECS = 4096
-_local_specs: dict[tuple[Any, ...], DTensorSpec] = {}
-_targets: dict[tuple[Any, ...], DTensorSpec] = {}
+MAX_SPECS = 4096
+_local_specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `from_local` was given
+_targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for
 
 
 def cache_info() -> CacheInfo:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import COMMANDS, in_words, main, parse_bytes, parse_change, parse_mesh
+from shardwise.cli import COMMANDS, main
+from shardwise.cli.plan import in_words
+from shardwise.cli.words import parse_bytes, parse_change, parse_mesh
 from shardwise.errors import NotationError
 from shardwise.plan.route import DTensorRedistributePlanner, plain_route
 

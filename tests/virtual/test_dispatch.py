@@ -56,7 +56,7 @@ def test_the_type_of_a_scalar_is_in_the_key(mesh):
 
 
 def test_sizes_are_in_the_key_and_the_cache_is_bounded(mesh, monkeypatch):
-    monkeypatch.setattr("shardwise.dispatch.dispatcher.MAX_ENTRIES", entries() + 16)
+    monkeypatch.setattr(_dispatcher.cache, "limit", entries() + 16)
     for size in range(1, 60):
         x = sw.ones(size, device_mesh=mesh, placements=[sw.Shard(0)])
         assert (x + x).sum().item() == 2 * size

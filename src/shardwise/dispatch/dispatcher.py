@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
@@ -51,7 +52,7 @@ class OpDispatcher:
 
     def __init__(self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap]) -> None:
         self.wrapping = Wrapping(tensor_class, wrapper)
-        self.cache: dict[Key, Executor] = {}
+        self.cache: BoundedCache[Key, Executor] = BoundedCache(MAX_ENTRIES)
         self.misses = 0
         self._metas = ResultMetas()
 
@@ -67,11 +68,7 @@ class OpDispatcher:
         """Work out the executor of a new signature and keep it."""
         run = self.resolve(key, func, args, kwargs)
         self.misses += 1
-        if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
-            for old in list(self.cache)[: MAX_ENTRIES // 4]:
-                self.cache.pop(old, None)
-        self.cache[key] = run
-        return run
+        return self.cache.keep(key, run)
 
     def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """The executor of a call's signature."""
@@ -165,7 +162,7 @@ class OpDispatcher:
 
     def info(self) -> CacheInfo:
         """How full the cache is."""
-        return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
+        return CacheInfo(len(self.cache), self.cache.limit, self.misses, cached_routes())
 
 
 def _check_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise import modes
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
@@ -25,7 +25,6 @@ from shardwise.schema import OpInfo
 __all__ = ["executor", "general_executor", "with_written"]
 
 SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
-Coordinate = tuple[int, ...]
 Patches = Mapping[Coordinate, Mapping[str, Any]]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.key import Key
 from shardwise.dispatch.signature import Signature, sparse_result
@@ -23,7 +24,7 @@ class ResultMetas:
     """Finds results' metadata, and remembers what a new shape does not change: the dtype."""
 
     def __init__(self) -> None:
-        self._dtypes: dict[Key, torch.dtype] = {}
+        self._dtypes: BoundedCache[Key, torch.dtype] = BoundedCache(MAX_DTYPES)
 
     def find(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -39,8 +40,8 @@ class ResultMetas:
             if shape is not None:
                 return (TensorMeta(shape, None, dtype),)
         metas = _by_running(signature, args, kwargs)
-        if metas is not None and len(self._dtypes) < MAX_DTYPES:
-            self._dtypes[shapeless] = metas[0].dtype
+        if metas is not None:
+            self._dtypes.keep(shapeless, metas[0].dtype)
         return metas
 
 

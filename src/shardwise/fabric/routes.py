@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import BoundStep, fabric_of
 from shardwise.plan.cost import CostModel, current_cost_model
@@ -41,7 +42,7 @@ class BoundRoute:
         return self._begin(local)
 
 
-_bound: dict[tuple[Any, ...], BoundRoute] = {}
+_bound: BoundedCache[tuple[Any, ...], BoundRoute] = BoundedCache(MAX_ROUTES)
 
 
 def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None = None) -> BoundRoute:
@@ -50,10 +51,7 @@ def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None 
     key = (source, target, max_bytes, model)
     found = _bound.get(key)
     if found is None:
-        if len(_bound) >= MAX_ROUTES:  # the oldest quarter goes: dicts keep the order of insertion
-            for old in list(_bound)[: MAX_ROUTES // 4]:
-                _bound.pop(old, None)
-        found = _bound[key] = _bind(source, target, max_bytes, model)
+        found = _bound.keep(key, _bind(source, target, max_bytes, model))
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -27,7 +28,7 @@ __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 REPLICATE = Replicate()
 MAX_FITTING = 4096
 # Operands that lie so that nothing must be moved, of any size: how the results then lie. By mesh, factors and layouts.
-_fitting: dict[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = {}
+_fitting: BoundedCache[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = BoundedCache(MAX_FITTING)
 # Assumed, not measured: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
 GATHERED_AGAIN = 1.5
 
@@ -122,8 +123,8 @@ class ShardingPropagator:
             inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
             unfit = _unfit(factors, inputs, order)
             if not unfit:
-                if inputs == specs and not (factors.even or factors.nonempty) and len(_fitting) < MAX_FITTING:
-                    _fitting[layouts] = tuple((out.placements, out.dim_axes) for out in outputs)
+                if inputs == specs and not (factors.even or factors.nonempty):
+                    _fitting.keep(layouts, tuple((out.placements, out.dim_axes) for out in outputs))
                 # an order of axes that cannot be kept would move what is written to
                 kept = all(inputs[i] is specs[i] for i in pinned)
                 return OutputSharding(inputs, outputs, call, rule) if kept else None

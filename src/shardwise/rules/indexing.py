@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.layout import Run
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.movement import sums_masks, wrapped
@@ -46,7 +47,7 @@ def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]
     """The part of the indexed dim of the first operand that each rank holds, if it is sharded."""
 
     def localize(
-        call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+        call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
     ) -> Mapping[str, Any]:
         spec = inputs[0]
         dim = dim_of(call)
@@ -427,7 +428,7 @@ def along_dim(call: Call) -> Factors:
     return Factors((own,), (left,) * len(call.results))
 
 
-rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default, aten.kthvalue.default)(along_dim)
+rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default)(along_dim)
 
 
 def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:

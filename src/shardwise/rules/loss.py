@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Run
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.movement import names
 from shardwise.rules.normalization import as_result
@@ -22,7 +23,6 @@ from shardwise.rules.registry import Call, decomposition, rule
 aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2  # as torch numbers the reductions
-Coordinate = tuple[int, ...]
 Specs = Sequence[DTensorSpec]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Run
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.rules.notation import Dim, Factors
@@ -96,7 +97,7 @@ def local_squeeze(local: torch.Tensor, dim: Sequence[int] = ()) -> torch.Tensor:
 
 
 def squeezed_dims(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The dims that are squeezed, named."""
     return {"dim": squeezed(call)}
@@ -358,7 +359,7 @@ def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: boo
     return Factors((tuple(own),), (tuple(result),), reduce={own[dim]: "mask"}, linear=((0,),), keeps_zero=True)
 
 
-def runs_along(spec: DTensorSpec, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
+def runs_along(spec: DTensorSpec, dim: int, coordinate: Coordinate) -> tuple[Run, ...]:
     """The runs of global indices of a dim that the rank at `coordinate` holds, or one of all where it is whole."""
     return spec.block(coordinate).runs[dim]
 
@@ -374,7 +375,7 @@ def local_index(runs: Sequence[Run], index: int) -> int | None:
 
 
 def where_selected(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """Which local index is selected, if any, and whether the result is a part of it only."""
     spec = inputs[0]
@@ -410,7 +411,7 @@ def slice_range(call: Call) -> range:
 
 
 def where_sliced(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """For a slice of a sharded dim, the pieces that a rank holds of it."""
     spec = inputs[0]
@@ -471,7 +472,7 @@ def slice_(call: Call) -> Factors:
 
 
 def local_input_sizes(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The size of the tensor that was taken from, on the rank at `coordinate`."""
     return {"input_sizes": list(outputs[0].local_shape(coordinate))}
@@ -548,7 +549,7 @@ for count in (1, 2, 3):
 
 
 def where_triangle(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The diagonal seen from a rank's block; the indices themselves where the block is not one piece."""
     rows, columns = inputs[0].block(coordinate).runs[-2:]
@@ -590,7 +591,7 @@ rule(aten.triu.default, localize=where_triangle, local_op=local_triangle(aten.tr
 
 
 def whole_strides(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The strides that the whole tensor has on one device."""
     return {"held": call["self"].stride}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors
@@ -20,7 +21,6 @@ from shardwise.rules.registry import Call, decomposition, layout_rule, rule
 
 aten = torch.ops.aten
 
-Coordinate = tuple[int, ...]
 Specs = tuple[DTensorSpec, ...]
 
 

@@ -166,11 +166,11 @@ LINEAR: dict[Rule, Sequence[Any]] = {
     ),
 }  # fmt: skip
 
-# pointwise operators that torch does not tag, or only in their functional form
+# pointwise operators that torch does not tag, or only in their functional form, and of which no list above speaks
 UNTAGGED = (
-    aten.abs_, aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
-    aten.gelu_, aten.mish_, aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_,
-    aten.hardswish, aten.hardswish_, aten.polar, aten._prelu_kernel,
+    aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
+    aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_, aten.polar,
+    aten._prelu_kernel,
 )  # fmt: skip
 
 

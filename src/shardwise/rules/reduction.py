@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import intersect
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.movement import names, wrapped
@@ -22,7 +23,6 @@ aten = torch.ops.aten
 
 Sizes = tuple[int, ...] | list[int]
 Dims = int | Sizes | None
-Coordinate = tuple[int, ...]
 FIRST = ((0,),)  # linear in the first operand
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors, Pattern, factors_of, parse
 
 __all__ = ["Call", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
-
-Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,10 @@ def layout_rule(*ops: Any, localize: Localize | None = None, local_op: Callable[
     return declare
 
 
-def declare_rule(made: Rule, *ops: Any) -> None:
-    """Enter a rule for some operators."""
+def declare_rule(made: Rule, *ops: Any, replace: bool = False) -> None:
+    """Enter a rule for some operators. They have none yet, unless theirs is to be replaced."""
     for op in overloads(ops):
+        assert replace or op not in RULES, f"{op} has a rule already"
         RULES[op] = made
 
 
@@ -151,6 +151,7 @@ def decomposition(*ops: Any) -> Callable:
 
     def declare(compute: Callable[..., Any]) -> Callable:
         for op in overloads(ops):
+            assert op not in DECOMPOSITIONS, f"{op} is computed from others already"
             DECOMPOSITIONS[op] = compute
         return compute
 
