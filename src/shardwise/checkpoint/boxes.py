@@ -13,9 +13,20 @@ from typing import NamedTuple
 
 from shardwise.core.layout import Block, Run, chunk
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.pieces import distinct_blocks
 
-__all__ = ["Box", "Held", "Rows", "boxes_of", "common", "cut", "held_boxes", "overlapping", "rows_of", "whole"]
+__all__ = [
+    "Box",
+    "Held",
+    "Rows",
+    "boxes_of",
+    "common",
+    "cut",
+    "held_boxes",
+    "holders",
+    "overlapping",
+    "rows_of",
+    "whole",
+]
 
 
 class Box(NamedTuple):
@@ -108,12 +119,30 @@ def boxes_of(block: Block) -> list[tuple[Box, tuple[slice, ...]]]:
     return found
 
 
+def holders(spec: DTensorSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each different block of a layout a coordinate that holds it, and the ranks that do.
+
+    On a slice of a mesh all slices are taken to hold the same.
+    """
+    mesh = spec.mesh
+    sharding = sorted(axis for axes in spec.dim_axes for axis in axes)
+    found: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
+    for rank, coordinate in zip(mesh.grid_ranks, mesh.coordinates.tolist(), strict=True):
+        key = tuple([coordinate[axis] for axis in sharding])
+        found.setdefault(key, (tuple(coordinate), []))[1].append(rank)
+    return [(coordinate, tuple(ranks)) for coordinate, ranks in found.values()]
+
+
 @functools.lru_cache(maxsize=4096)
 def held_boxes(spec: DTensorSpec) -> tuple[Held, ...]:
-    """Every box of a tensor of this layout and which ranks hold it. On a slice of a mesh, all slices hold the same."""
-    mesh = spec.mesh
-    blocks = distinct_blocks(spec, range(mesh.grid_size), lambda position: mesh.grid_ranks[position])
-    return tuple([Held(box, within, tuple(ranks)) for block, ranks in blocks for box, within in boxes_of(block)])
+    """Every box of a tensor of this layout, and which ranks hold it."""
+    return tuple(
+        [
+            Held(box, within, ranks)
+            for coordinate, ranks in holders(spec)
+            for box, within in boxes_of(spec.block(coordinate))
+        ]
+    )
 
 
 # ---------------------------------------------------------------- checks

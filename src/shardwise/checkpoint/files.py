@@ -255,7 +255,7 @@ class FileReader:
         return sum_of_rows(rows, first, pitch)
 
     def _read(self, fd: int, out: np.ndarray, at: int, what: str) -> None:
-        view = memoryview(out)
+        view = memoryview(out.data)
         while len(view):
             got = os.preadv(fd, [view], at)
             if not got:

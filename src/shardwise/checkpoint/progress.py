@@ -39,18 +39,18 @@ class Progress:
         self.done += count
         if not self._shown:
             return
-        if self._bar is None:
-            if time.monotonic() - self._since < PATIENCE:
-                return
-            self._start()
-        self._bar.update(self._bar.task_ids[0], completed=self.done)
+        if self._bar is None and time.monotonic() - self._since > PATIENCE:
+            self._bar = self._started()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self.done)
 
-    def _start(self) -> None:
+    def _started(self) -> Any:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-        self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-        self._bar.add_task(self._title, total=self._total)
-        self._bar.start()
+        bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        bar.add_task(self._title, total=self._total)
+        bar.start()
+        return bar

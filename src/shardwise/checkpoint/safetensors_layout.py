@@ -18,7 +18,7 @@ import torch
 
 from shardwise.checkpoint import atomic
 from shardwise.checkpoint.background import finish_pending
-from shardwise.checkpoint.boxes import Held, rows_of, whole
+from shardwise.checkpoint.boxes import Held, holders, rows_of, whole
 from shardwise.checkpoint.files import FileReader, Item, as_bytes, block_header
 from shardwise.checkpoint.headers import INDEXED, SINGLE, FileTensor, find_tensors
 from shardwise.checkpoint.mapping import Source, file_shapes, pieces_of, source_of
@@ -29,7 +29,6 @@ from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.writing import describe, local_of
 from shardwise.errors import AgreementError, CheckpointError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.pieces import distinct_blocks
 from shardwise.tensor import DTensor
 
 __all__ = ["export_safetensors", "load_safetensors", "parse_size"]
@@ -312,12 +311,9 @@ def _held(name: str, tensor: torch.Tensor, source: Source, processes: Processes)
         for part, box, within in pieces_of(name, shape, source, None, ()):
             yield part, Held(box, within, processes.ranks)
         return
-    mesh = tensor.device_mesh
-    for _, ranks in distinct_blocks(tensor.spec, range(mesh.grid_size), lambda position: mesh.grid_ranks[position]):
-        coordinate = mesh.coordinate_of(ranks[0])
-        assert coordinate is not None
+    for coordinate, ranks in holders(tensor.spec):
         for part, box, within in pieces_of(name, shape, source, tensor.spec, coordinate):
-            yield part, Held(box, within, tuple(ranks))
+            yield part, Held(box, within, ranks)
 
 
 def _write_share(fd: int, share: Share, tensor: torch.Tensor, start: int, item: Item) -> int:
@@ -326,7 +322,7 @@ def _write_share(fd: int, share: Share, tensor: torch.Tensor, start: int, item: 
     at = 0
     for first, count, pitch, length in rows_of(item.sizes, box.inside(whole(item.sizes)), item.dtype.itemsize):
         for row in range(count):
-            view = memoryview(data[at : at + length])
+            view = data[at : at + length].data
             place = start + first + row * pitch
             while len(view):
                 done = os.pwrite(fd, view, place)

@@ -201,8 +201,8 @@ def reshard(
 ) -> None:
     """Write a checkpoint anew as ranks of a mesh would have saved it, so that loading there reads long ranges.
 
-    Any checkpoint loads on any mesh; this only makes it faster to do so often. Under torchrun every process calls it and
-    does its part; on a virtual mesh this process does all, one block at a time.
+    Any checkpoint loads on any mesh; this only makes it faster to do so often. Under torchrun every process calls it
+    and does its part; on a virtual mesh this process does all, one block at a time.
 
     Args:
         path: the checkpoint.
