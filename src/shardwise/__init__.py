@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise import debug, parallel
+from shardwise import checkpoint, debug, parallel
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -13,6 +13,8 @@ from shardwise.debug.explain import explain
 from shardwise.debug.guards import check_lock, comm_budget
 from shardwise.errors import (
     AgreementError,
+    CheckpointError,
+    CheckpointMismatchError,
     CommunicationError,
     ImplicitCommunicationError,
     LayoutError,
@@ -45,6 +47,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "CommunicationError",
     "CostModel",
     "DTensor",
@@ -82,6 +86,7 @@ __all__ = [
     "cache_info",
     "check_lock",
     "check_rule",
+    "checkpoint",
     "comm_budget",
     "current_cost_model",
     "distribute_module",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import shardwise
-from shardwise.cli import demo, draw, explain, plan
+from shardwise.cli import checkpoint, demo, draw, explain, plan
 from shardwise.cli.command import Command
 from shardwise.errors import ShardwiseError
 
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Command] = {
     "plan": plan.COMMAND,
     "explain": explain.COMMAND,
     "draw": draw.COMMAND,
+    "checkpoint": checkpoint.COMMAND,
     "demo": demo.COMMAND,
 }
 
