@@ -30,7 +30,7 @@ class Recipes:
         """The executor of a call, if one of other sizes has been worked out."""
         shape, pattern = _pattern(key)
         known = self._known.get(pattern) if shape else None
-        if known is None:
+        if known is None or shape is None:
             return None
         result, make = known
         meta = TensorMeta(shape, None, result.tensor_meta.dtype)
