@@ -25,6 +25,7 @@ import torch.distributed.tensor.parallel as their_parallel
 from torch import Tensor, nn
 
 import shardwise as ours
+from bench.figures import figure
 from bench.peers import start
 from examples.llama import Block, Llama
 
@@ -240,4 +241,4 @@ def main() -> None:
         (THROUGHOUT, "hand-written", 1.0),
     ):
         ratio = totals[name] / totals[peer]
-        print(f"  {'holds' if ratio <= asked else 'SHORT'}: {name} is {ratio:.2f} of {peer}, asked at most {asked}")
+        print(f"  {name}: {figure(f'a training step, {name}, to {peer}', ratio, asked)}")

@@ -14,10 +14,9 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError
-from shardwise.fabric.base import fabric_of
-from shardwise.fabric.routes import bound_route
+from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, _make, entered
 
 __all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
 
@@ -62,10 +61,10 @@ def distribute_tensor(
     source = tensor.detach().resolve_conj().resolve_neg()
     if mesh.fabric != "dry" and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
-    local = fabric_of(mesh).scatter(mesh, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
+    local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
-    made = _make(spec, local)
+    made = entered(_make(spec, local))
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made

@@ -139,12 +139,17 @@ def _name(op: Any) -> str:
     return ".".join(parts[:2])  # the operator without its overload
 
 
+def is_library_file(filename: str) -> bool:
+    """Whether code of this file is ours or torch's, or made at run time: no line of the user's."""
+    return filename.startswith((_OURS, _TORCH, "<"))
+
+
 def user_line() -> str:
     """The line of the user's own code that is running, as `file:line`."""
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith((_OURS, _TORCH, "<")):
+        if not is_library_file(filename):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "backward"  # autograd's own thread has no line of the user's

@@ -8,19 +8,20 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.core.cache import BoundedCache
+from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.dispatch import CacheInfo, OpDispatcher
-from shardwise.errors import AgreementError, LayoutError, ShardwiseError
+from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
@@ -156,6 +157,10 @@ class DTensor(torch.Tensor):
         # printing may be done by one rank alone, so that it must not communicate
         return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Like `repr`, it never communicates."""
+        return spec_html(self._spec, repr(self))
+
     # ---------------------------------------------------------------- to and from locals
 
     @staticmethod
@@ -205,8 +210,8 @@ class DTensor(torch.Tensor):
             if shape is None and shard_order is None and mesh.fabric != "virtual":
                 _local_specs.keep(key, spec)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
-            return _FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements))
-        return _make(spec, local_tensor)
+            return entered(_FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements)))
+        return entered(_make(spec, local_tensor))
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """This rank's part, as autograd sees it.
@@ -385,6 +390,55 @@ torch.serialization.add_safe_globals(
 )
 
 
+# ---------------------------------------------------------------- watching
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Whoever looks at all that happens to DTensors."""
+
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
+        """An operator is called: `run(op, args, kwargs)` carries it out."""
+        ...
+
+    def moved(self, source: DTensor, result: DTensor) -> None:
+        """A DTensor was laid out otherwise."""
+        ...
+
+    def entered(self, tensor: DTensor) -> None:
+        """A DTensor was made of what is no DTensor."""
+        ...
+
+
+_watcher: Watcher | None = None
+_ordinary = DTensor.__dict__["__torch_dispatch__"]
+
+
+def _watched_dispatch(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    if _watcher is None:  # it has gone since, while another thread came here
+        return _dispatcher.dispatch(func, args, kwargs or _NO_KWARGS)
+    return _watcher.operator(func, args, kwargs or _NO_KWARGS, _dispatcher.dispatch)
+
+
+def watch(watcher: Watcher | None) -> None:
+    """From now on let `watcher` look, in every thread; None: nobody. Operators pay nothing while nobody does."""
+    global _watcher
+    if watcher is not None and _watcher is not None:
+        raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
+    _watcher = watcher
+    dispatch: Any = _ordinary if watcher is None else classmethod(_watched_dispatch)
+    DTensor.__torch_dispatch__ = dispatch
+
+
+def entered(tensor: DTensor) -> DTensor:
+    """`tensor`, of which whoever watches is told that it was made of what is no DTensor."""
+    if _watcher is not None:
+        _watcher.entered(tensor)
+    return tensor
+
+
 # ---------------------------------------------------------------- checks of from_local
 
 
@@ -502,10 +556,14 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
         modes.check_decomposing(bound.route)
     meta = source.tensor_meta.dense()
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
-        return _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
-    if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
+        made = _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
+    elif async_op and bound.communicates and fabric_of(source.mesh).asynchronous and _watcher is None:
         return _pending(tensor._local_tensor, bound, target)
-    return _make(target, bound.run(tensor._local_tensor))
+    else:
+        made = _make(target, bound.run(tensor._local_tensor))
+    if _watcher is not None:
+        _watcher.moved(tensor, made)
+    return made
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:

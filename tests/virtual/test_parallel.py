@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -24,11 +23,9 @@ from shardwise.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from tests.virtual.training import Step, assert_same_steps, make_model, train, train_under, whole
+from tests.virtual.training import MESHES, NAMES, Step, assert_same_steps, make_model, train, train_under, whole
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
-NAMES = ("dp", "tp")
-MESHES = ((2,), (4,), (2, 2), (2, 4))
 
 
 def mesh_of(*shape: int) -> sw.DeviceMesh:
@@ -56,8 +53,8 @@ def assert_same_gradients(got: nn.Module, want: nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[torch.dtype, float], list[Step]]:
-    kinds = ((torch.float64, 0.0), (torch.float64, 0.1), (torch.float32, 0.0))
-    return {kind: train(make_model(*kind), 10) for kind in kinds}
+    kinds = ((torch.float64, 0.1, 10), (torch.float32, 0.0, 10), (torch.float64, 0.0, 1))
+    return {(dtype, dropout): train(make_model(dtype, dropout), steps) for dtype, dropout, steps in kinds}
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -68,12 +65,11 @@ def test_ten_steps_with_dropout(plan: str, shape: tuple[int, ...], expected: Any
     assert_same_steps(got, expected[kind], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 4)])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_ten_steps(plan: str, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, expected: Any) -> None:
-    got = train_under(PLANS[plan], mesh_of(*shape), make_model(dtype, 0.0), 10)
-    assert_same_steps(got, expected[dtype, 0.0], rtol=tolerance, atol=tolerance)
+def test_ten_steps_to_rounding(plan: str, expected: Any) -> None:
+    kind = (torch.float32, 0.0)
+    got = train_under(PLANS[plan], mesh_of(2, 2), make_model(*kind), 10)
+    assert_same_steps(got, expected[kind], rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_matters(expected: Any) -> None:
@@ -248,7 +244,7 @@ def test_a_key_that_matches_nothing_is_a_warning_with_the_nearest_names() -> Non
 
 
 UNFIT: dict[str, tuple[nn.Module, Any, str]] = {
-    "rows of a norm": (nn.LayerNorm(4), RowwiseParallel(), r"'bad' \(LayerNorm\), RowwiseParallel.*nn.Linear"),
+    "rows of a norm": (nn.LayerNorm(4), RowwiseParallel(), r"'bad' \(LayerNorm\), RowwiseParallel: it fits nn.Linear"),
     "columns of a convolution": (nn.Conv2d(2, 2, 1), ColwiseParallel(), r"'bad' \(Conv2d\), ColwiseParallel"),
     "computed weights": (
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), ColwiseParallel(), "computed from others",
@@ -386,9 +382,9 @@ def test_outputs_of_all_kinds() -> None:
     result, extra, nothing = model(x, None, (x, x), 3, extra="word")
     assert [tensor.tolist() for tensor in result.tensors] == [[0.0, 3.0], [6.0, 9.0]]
     assert (extra, nothing) == ("word", None)
-    wrong = parallelize_module(nn.Identity(), mesh, PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=(R, R)))  # fmt: skip
+    wrong = PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=(R, R))
     with pytest.raises(sw.LayoutError, match="1 outputs"):
-        wrong(x)
+        parallelize_module(nn.Identity(), mesh, wrong)(x)
 
 
 def test_layers_called_by_keyword() -> None:
@@ -536,11 +532,3 @@ def test_cross_entropy_moves_only_numbers_of_rows(name: str, shape: tuple[int, .
     assert spread.grad.placements == (S1,)
     numbers = ROWS * 8
     assert comm.received_bytes <= 8 * numbers, f"{comm.received_bytes} bytes, {comm.get_comm_counts()}"
-
-
-def test_no_warnings_of_whole_tensors() -> None:
-    """Nothing in the plans of the example falls back to running on whole tensors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sw.ReplicationWarning)
-        for plan in PLANS.values():
-            train_under(plan, mesh_of(2, 4), make_model(torch.float32, 0.0), 1)

@@ -1,4 +1,9 @@
-"""Ten steps of the example's transformer: losses and all gradients, on one device and under a plan."""
+"""Ten steps of the example's transformer: losses and all gradients, on one device and under a plan.
+
+    python -m tests.virtual.training
+
+compares every plan on every mesh, with two blocks, in both dtypes, with and without dropout. The tests do some of it.
+"""
 
 import copy
 from collections.abc import Callable
@@ -9,16 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from examples.llama import Llama
+from examples.llama import PLANS, Llama
 
 VOCABULARY = 48
+MESHES = ((2,), (4,), (2, 2), (2, 4))
+NAMES = ("dp", "tp")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Step = tuple[Tensor, dict[str, Tensor]]  # the loss, and the gradient of each parameter
 
 
-def make_model(dtype: torch.dtype, dropout: float) -> Llama:
+def make_model(dtype: torch.dtype, dropout: float, blocks: int = 1) -> Llama:
     """Always the same one: uneven nowhere, eight heads of queries on four of keys."""
     torch.manual_seed(1)
-    model = Llama(VOCABULARY, dim=32, blocks=2, heads=8, kv_heads=4, hidden=40, longest=16, dropout=dropout)
+    model = Llama(VOCABULARY, dim=32, blocks=blocks, heads=8, kv_heads=4, hidden=40, longest=16, dropout=dropout)
     return model.to(dtype)
 
 
@@ -71,3 +79,30 @@ def assert_same_steps(got: list[Step], expected: list[Step], **tolerance: float)
         assert gradients.keys() == want.keys()
         for name in want:
             torch.testing.assert_close(gradients[name], want[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def largest_difference(got: list[Step], expected: list[Step]) -> float:
+    """Of all numbers, in units of the largest of their tensor."""
+    pairs = [(loss, want) for (loss, _), (want, _) in zip(got, expected, strict=True)]
+    for (_, gradients), (_, want) in zip(got, expected, strict=True):
+        pairs += [(gradients[name], want[name]) for name in want]
+    return max(((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
+
+
+def main() -> None:
+    """The whole sweep, a line for each run."""
+    for dtype, tolerance in TOLERANCE.items():
+        for dropout in (0.0, 0.1):
+            model = make_model(dtype, dropout, blocks=2)
+            expected = train(copy.deepcopy(model), 10)
+            for name, plan in PLANS.items():
+                for shape in MESHES:
+                    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+                    got = train_under(plan, mesh, model, 10)
+                    assert_same_steps(got, expected, rtol=tolerance, atol=tolerance)
+                    off = largest_difference(got, expected)
+                    print(f"{dtype}, dropout {dropout}, {name} on {shape}: largest difference {off:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.dispatch.decision import Decision, decided, listening
 from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
@@ -71,10 +72,23 @@ class OpDispatcher:
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """Work out the executor of a new signature and keep it."""
         run = self._recipes.find(key)
-        if run is None:
-            run = self.resolve(key, func, args, kwargs)
+        return self._keep(key, self.resolve(key, func, args, kwargs) if run is None else run)
+
+    def _keep(self, key: Key, run: Executor) -> Executor:
         self.misses += 1
         return self.cache.keep(key, run)
+
+    def key(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
+        """The signature of a call."""
+        return key_of(self.wrapping.tensor_class, func, args, kwargs)
+
+    def explain(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision:
+        """How a call is run, warm or not."""
+        with listening() as heard:
+            run = self.resolve(key, func, args, kwargs)
+        if key not in self.cache:
+            self._keep(key, run)
+        return heard[-1]
 
     def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """The executor of a call's signature."""
@@ -84,6 +98,7 @@ class OpDispatcher:
         laid_out = [tensor._spec.mesh for _, tensor in found if isinstance(tensor, tensor_class)]
         mesh = laid_out[0]
         if any(other is not mesh for other in laid_out):
+            decided("mesh by mesh")
             return on_one_mesh(self.wrapping, info, found)
         if len(laid_out) < len(found):
             self._check_plain(info, found, key)
@@ -107,8 +122,10 @@ class OpDispatcher:
         compute = DECOMPOSITIONS.get(info.op)
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None
         if drawn is not None and compute is None:
+            decided("random", signature)
             return drawing(signature, drawn)
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
+            decided("rule", signature, sharding)
             return self._laid_out(signature, key, sharding)
 
         def directly() -> Executor:
@@ -118,6 +135,7 @@ class OpDispatcher:
 
         if compute is None and all(0 not in spec.shape for spec in signature.specs):  # torch's divide by sizes
             compute = torch_decomposition(info.op)
+        decided("decomposed" if compute is not None else "whole tensors", signature, sharding)
         run = directly() if compute is None else decomposed(signature, compute, directly, metas)
         return watched(self.wrapping, info, run)
 
@@ -134,13 +152,16 @@ class OpDispatcher:
         """An operator that writes to some of its arguments."""
         info = signature.info
         if fills(info.op) and not into_plain:
+            decided("random", signature)
             return watched(self.wrapping, info, filling(signature))
         functional = functional_of(info.op) if None not in info.returned else None
         compute = DECOMPOSITIONS.get(info.op)
         if functional is not None:
             if info.outs or (into_plain and compute is None):
+                decided("by a new tensor", signature)
                 return watched(self.wrapping, info, through_functional(signature, functional))
             if torch.Tag.inplace_view in info.op.tags:
+                decided("view in place", signature)
                 return watched(self.wrapping, info, reshaping_in_place(signature, functional))
         metas = self._metas.find(signature, key, args, kwargs)
         sharding = _sharding(signature, metas)
@@ -149,9 +170,12 @@ class OpDispatcher:
             def directly() -> Executor:
                 return through_copies(signature) if sharding is None else executor(signature, sharding)
 
+            decided("decomposed", signature, sharding)
             return watched(self.wrapping, info, decomposed(signature, compute, directly))
         if sharding is not None:
+            decided("rule", signature, sharding)
             return executor(signature, sharding)
+        decided("by copies" if functional is None else "by a new tensor", signature)
         run = through_copies(signature) if functional is None else through_functional(signature, functional)
         return watched(self.wrapping, info, run)
 

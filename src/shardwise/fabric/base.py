@@ -72,6 +72,9 @@ class Fabric(ABC):
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
         """What each rank of the mesh says, in the order of the grid; the same list on every rank."""
 
+    def resized(self, tensor: torch.Tensor) -> None:  # noqa: B027  # most need not know
+        """The memory behind a local was given back or taken again; who counts memory must know."""
+
     def start(self, step: Step) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         """Like `bind`, but the callable returns at once with a function that waits. Only if `asynchronous`."""
         raise UnsupportedError(f"the {self.name} fabric has no asynchronous steps")

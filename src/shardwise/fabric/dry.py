@@ -75,6 +75,15 @@ class DryRun:
         entry[0] += 1
         weakref.finalize(tensor, self._release, key)
 
+    def resized(self, tensor: torch.Tensor) -> None:
+        """The storage of `tensor` has another size now."""
+        storage = tensor.untyped_storage()
+        entry = self._storages.get(storage._cdata)
+        if entry is not None:
+            self.live_bytes += storage.nbytes() - entry[1]
+            entry[1] = storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
     def _release(self, key: int) -> None:
         entry = self._storages[key]
         entry[0] -= 1
@@ -126,6 +135,10 @@ class DryFabric(Fabric):
         for run in self.runs:
             run.hold(tensor)
         return tensor
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        for run in self.runs:
+            run.resized(tensor)
 
     def bind_route(self, route: Route) -> BoundStep:
         run = super().bind_route(route)

@@ -41,7 +41,7 @@ class _LayerStyle(ParallelStyle):
                 return recipe
         fitting = " and ".join(f"nn.{kind.__name__}" for kind in self.layers)
         raise LayoutError(
-            f"{who}: {type(self).__name__} fits {fitting}, not this module",
+            f"{who}: it fits {fitting}, not this module",
             hint="norms and dropout take SequenceParallel(); for other modules shard the parameters with "
             "distribute_module(module, mesh, partition_fn), or subclass ParallelStyle",
         )

@@ -158,7 +158,7 @@ class ShardingPropagator:
             best = next((row for row in rows if row.inputs == given), None)
             if best is None:
                 held = held or [spec.local_bytes for spec in specs]
-                costs = [self._row_cost(specs, axis, held, given, row) for row in rows]
+                costs = [self.row_cost(specs, axis, held, given, row) for row in rows]
                 cheapest = min(costs)
                 if math.isinf(cheapest[0]):
                     return None
@@ -166,7 +166,7 @@ class ShardingPropagator:
             chosen.append(best)
         return chosen
 
-    def _row_cost(
+    def row_cost(
         self,
         specs: Sequence[DTensorSpec],
         axis: int,

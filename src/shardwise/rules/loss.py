@@ -208,7 +208,9 @@ def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index
         return as_result(losses, scores.dtype), torch.zeros((), dtype=scores.dtype, device=scores.device)
     if reduction == SUM:
         return as_result(losses.sum(), scores.dtype), as_result(weights.sum(), scores.dtype)
-    total = reduced(weights.sum())
+    # without weights the targets alone say how many count: no rank needs to be asked which of them it has
+    counted = (target != ignore_index).to(weights.dtype) if weight is None else weights
+    total = reduced(counted.sum())
     loss = losses.sum() / total
     return as_result(loss, scores.dtype), as_result(total, scores.dtype)
 

@@ -52,10 +52,8 @@ def local_vector_norm(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The norm of a shard that may be empty."""
-    if local.numel():
-        return aten.linalg_vector_norm.default(local, ord, dim, keepdim, dtype=dtype)
     dims = reduced_dims(dim, local.dim())
-    if all(local.shape[d] for d in dims):
+    if local.numel() or all(local.shape[d] for d in dims):
         return aten.linalg_vector_norm.default(local, ord, dims, keepdim, dtype=dtype)
     nothing = aten.linalg_vector_norm.default(local, 0, dims, keepdim, dtype=dtype)
     return nothing if ord >= 0 else nothing.fill_(math.inf)
