@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.layout import Run
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.layout import whole_block
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError
+from shardwise.fabric.pieces import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import DTensor, _make, entered
 
 __all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
-
-Coordinate = tuple[int, ...]
 
 
 def distribute_tensor(
@@ -56,7 +55,7 @@ def distribute_tensor(
             raise LayoutError(f"the tensor is a DTensor already: {tensor._spec}", hint="use redistribute(...)")
         return tensor
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
-    spec = DTensorSpec(mesh, placements, TensorMeta(tensor.shape, _dense(tensor), tensor.dtype), shard_order)
+    spec = DTensorSpec(mesh, placements, TensorMeta.of(tensor).dense(), shard_order)
     whole = spec.reduced()
     source = tensor.detach().resolve_conj().resolve_neg()
     if mesh.fabric != "dry" and source.device.type != mesh.device_type and source.device.type != "meta":
@@ -70,17 +69,9 @@ def distribute_tensor(
     return made
 
 
-def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty_like(tensor, device="meta").stride()
-
-
 def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
     """A copy of the block that the rank at `coordinate` holds of a whole tensor."""
-    for dim, runs in enumerate(spec.block(coordinate).runs):
-        if runs != (Run(0, spec.shape[dim]),):
-            parts = [tensor.narrow(dim, min(run.start, spec.shape[dim]), run.length) for run in runs]
-            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return tensor.clone()
+    return slicer(whole_block(spec.shape), spec.block(coordinate))(tensor)
 
 
 def mesh_or_error(device_mesh: Any) -> DeviceMesh:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +26,14 @@ from shardwise.checkpoint.progress import Progress
 from shardwise.checkpoint.reading import Loaded, mismatch
 from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.writing import describe, local_of
-from shardwise.errors import AgreementError, CheckpointError
+from shardwise.errors import AgreementError, CheckpointError, NotationError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
+from shardwise.text import parse_bytes
 
 __all__ = ["export_safetensors", "load_safetensors", "parse_size"]
 
 Mapped = Mapping[str, Source] | None
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def load_safetensors(
@@ -238,11 +237,10 @@ def parse_size(size: int | str) -> int:
     """
     if isinstance(size, int) and size > 0:
         return size
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if match is None:
-        raise CheckpointError(f"{size!r} is not a size", hint='give bytes, or as in "5GB", "200MiB"')
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    try:
+        return parse_bytes(size if isinstance(size, str) else "")
+    except NotationError:
+        raise CheckpointError(f"{size!r} is not a size", hint='give bytes, or as in "5GB", "200MiB"') from None
 
 
 def _plan(tensors: Mapping[str, torch.Tensor], mapping: Mapped, most: int) -> list[Planned]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 from shardwise.core.intern import Interned
 from shardwise.errors import LayoutError
@@ -18,7 +18,6 @@ __all__ = [
     "norm_order",
 ]  # fmt: skip
 
-ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "min", "max", "product")
 NORM = "norm"  # with the order behind it: "norm2"
 

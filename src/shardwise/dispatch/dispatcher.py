@@ -24,6 +24,7 @@ from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, ro
 from shardwise.dispatch.views import watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
+from shardwise.fabric.base import on_new_world
 from shardwise.fabric.routes import cached_routes
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.rules.registry import DECOMPOSITIONS, RULES
@@ -58,6 +59,7 @@ class OpDispatcher:
         self.misses = 0
         self._metas = ResultMetas()
         self._recipes = Recipes()
+        on_new_world.append(self.forget)  # executors know which ranks are here
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `func`; the entry for every call that the tensor class's own short cut does not take."""

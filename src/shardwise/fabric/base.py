@@ -20,7 +20,7 @@ from shardwise.errors import MeshError, UnsupportedError
 from shardwise.plan.route import Route
 from shardwise.plan.step import Step
 
-__all__ = ["BoundStep", "Fabric", "choosing", "fabric_of", "fabrics"]
+__all__ = ["BoundStep", "Fabric", "choosing", "device_of", "fabric_of", "fabrics", "on_new_world"]
 
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
 
@@ -119,6 +119,17 @@ def check_source(mesh: DeviceMesh, source: int | None) -> None:
     """Refuse a source of data that is no rank of the mesh."""
     if source is not None and not 0 <= source < mesh.size():
         raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
+
+
+# Called where the ranks here are of another world than before: forget what was worked out for those of the former one.
+on_new_world: list[Callable[[], object]] = []
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device that this process uses for a mesh."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 AnyFabric = TypeVar("AnyFabric", bound=Fabric)

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import MeshError
-from shardwise.fabric.base import BoundStep, Fabric, check_source, register
+from shardwise.fabric.base import BoundStep, Fabric, check_source, device_of, on_new_world, register
 from shardwise.fabric.collectives import (
     Line,
     Start,
@@ -61,10 +61,10 @@ class C10dFabric(Fabric):
                 "no process group is up, so this process has no rank",
                 hint="start the program with torchrun, or call torch.distributed.init_process_group first",
             )
-        self._world, self._rank = dist.group.WORLD, dist.get_rank()
-        self._groups.clear()  # they are gone with the former world
-        self._lines.clear()
-        self._coordinates.clear()
+        former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
+        if former is not None:
+            for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+                forget()
         return self._rank
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
@@ -255,13 +255,6 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this process uses for a mesh."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
 
 
 def _of_this_world(make: Callable[[], Callable[[torch.Tensor], T]]) -> Callable[[torch.Tensor], T]:
