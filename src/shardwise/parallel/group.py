@@ -156,8 +156,7 @@ class ParameterGroup:
         self._shows_leaves = True
         with torch.inference_mode(False):
             for index, parameter in enumerate(self.parameters):
-                hook = functools.partial(self._gradient_came, index, compute_mesh)
-                parameter.register(parameter.leaf(compute_mesh, hook))
+                parameter.register(parameter.leaf(compute_mesh, self._gradient_came, index))
 
     def show_stored(self) -> None:
         """Let the modules, and whoever looks, see the stored parameters."""
@@ -177,17 +176,17 @@ class ParameterGroup:
 
     # ---------------------------------------------------------------- gradients
 
-    def _gradient_came(self, index: int, compute_mesh: DeviceMesh | None) -> None:
+    def _gradient_came(self, compute_mesh: DeviceMesh | None, index: int) -> None:
         bucket = self._bucket_of[index]
         bucket.arrived.add(index)
         if all(i in bucket.arrived for i in bucket.indices if self.parameters[i].stored.requires_grad):
             bucket.arrived.clear()
             self._on_complete(self, bucket, compute_mesh)
 
-    def compute_meshes(self) -> set[DeviceMesh | None]:
-        """Where leaves have gradients that are not reduced yet."""
-        waiting = {mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None}
-        return waiting | {mesh for mesh, _ in self._accumulated}
+    def compute_meshes(self) -> list[DeviceMesh | None]:
+        """Where leaves have gradients that are not reduced yet; in an order that is the same on all ranks."""
+        waiting = [mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None]
+        return list(dict.fromkeys([*waiting, *(mesh for mesh, _ in self._accumulated)]))
 
     @torch.no_grad()
     def accumulate(self) -> None:

@@ -132,8 +132,13 @@ class ManagedParameter:
             )
             self.leaves.clear()
 
-    def leaf(self, compute_mesh: DeviceMesh | None, on_gradient: Callable[[], None]) -> nn.Parameter:
-        """The leaf that computes: on `compute_mesh`, or with None as the parameter was before it was stored."""
+    def leaf(
+        self, compute_mesh: DeviceMesh | None, came: Callable[[DeviceMesh | None, int], None], index: int
+    ) -> nn.Parameter:
+        """The leaf that computes: on `compute_mesh`, or with None as the parameter was before it was stored.
+
+        `came(compute_mesh, index)` is called when it has got a gradient.
+        """
         found = self.leaves.get(compute_mesh)
         if found is None:
             found = self._make_leaf(compute_mesh)
@@ -141,7 +146,7 @@ class ManagedParameter:
         if found.requires_grad is not self.stored.requires_grad:
             found.requires_grad_(self.stored.requires_grad)
         if found.requires_grad and not found._post_accumulate_grad_hooks:  # pyright: ignore[reportAttributeAccessIssue]
-            found.register_post_accumulate_grad_hook(lambda _: on_gradient())
+            found.register_post_accumulate_grad_hook(lambda _: came(compute_mesh, index))
         return found
 
     def _make_leaf(self, compute_mesh: DeviceMesh | None) -> nn.Parameter:
