@@ -18,10 +18,10 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.flat import FlatLayout
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
+from shardwise.parallel.sums import parts_of_sums
 from shardwise.tensor import DTensor, _make
 
 __all__ = ["Bucket", "Finish", "ParameterGroup", "by_dtype"]
@@ -257,7 +257,9 @@ class ParameterGroup:
         self, indices: tuple[int, ...], layout: FlatLayout, mesh: DeviceMesh | None, part: Partial
     ) -> DTensor:
         """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
-        locals_ = [self._part_of_sum(self._take_gradient(index, mesh), index, mesh) for index in indices]
+        leaves = [self.parameters[index].leaves[mesh] for index in indices]
+        grads = [self._take_gradient(index, mesh) for index in indices]
+        locals_ = parts_of_sums(grads, leaves, self.data_mesh)
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
@@ -273,21 +275,6 @@ class ParameterGroup:
         size, dtype = spec.shape, spec.tensor_meta.dtype
         fabric = fabric_of(self.data_mesh)
         return fabric.map(self.data_mesh, lambda _, tensor: make(size, dtype=dtype, device=tensor.device), like)
-
-    def _part_of_sum(self, grad: Any, index: int, compute_mesh: DeviceMesh | None) -> torch.Tensor:
-        """What each rank adds to the gradient of what it computed with; nothing is counted twice."""
-        parameter = self.parameters[index]
-        if not isinstance(grad, DTensor):
-            if parameter.spec.mesh.fabric == "virtual" and not isinstance(grad, RankTensor):
-                return RankTensor([grad] * parameter.spec.mesh.grid_size)
-            return grad
-        leaf: Any = parameter.leaves[compute_mesh]
-        data = () if compute_mesh is None else tuple(compute_mesh.axes.index(grid) for grid in self.data_mesh.axes)
-        for make_goal in (_made_whole, _made_partial):
-            goal = make_goal(grad._spec, leaf._spec, data)
-            if goal is not grad._spec:
-                grad = grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
-        return grad._local_tensor
 
     def _give(self, row: torch.Tensor, indices: tuple[int, ...], layout: FlatLayout) -> None:
         """Add each stored parameter's part of a reduced buffer to its gradient."""
@@ -324,24 +311,6 @@ def _matched(
 
 def _local(parameter: Any) -> torch.Tensor:
     return parameter._local_tensor
-
-
-def _made_whole(have: DTensorSpec, leaf: DTensorSpec, data: tuple[int, ...]) -> DTensorSpec:
-    """As the leaf lies, but sums over data axes are left for the reduction of the bucket."""
-    placements = [
-        placement if axis in data and placement.is_partial("sum") else wanted
-        for axis, (placement, wanted) in enumerate(zip(have.placements, leaf.placements, strict=True))
-    ]
-    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, leaf.dim_axes)
-
-
-def _made_partial(have: DTensorSpec, leaf: DTensorSpec, data: tuple[int, ...]) -> DTensorSpec:
-    """A sum over every data axis: of what is replicated there, one rank keeps the value and the others zeros."""
-    placements = [
-        Partial() if axis in data and not placement.is_partial("sum") else placement
-        for axis, placement in enumerate(have.placements)
-    ]
-    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, have.dim_axes)
 
 
 def _resize(parameter: ManagedParameter, *, filled: bool) -> None:
