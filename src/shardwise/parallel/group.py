@@ -8,7 +8,7 @@ modules run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class ParameterGroup:
         self.parameters, self.data_mesh, self.policy = tuple(parameters), data_mesh, policy
         for parameter in self.parameters:
             parameter.install()
+        self._all = tuple(range(len(self.parameters)))
         self.buckets = [Bucket(indices) for indices in buckets]
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
         self._on_complete = arrived
@@ -108,7 +109,7 @@ class ParameterGroup:
         if not self.is_sharded:
             return
         self._check_dtypes()
-        layout = self._layout(tuple(range(len(self.parameters))))
+        layout = self._layout(self._all)
         locals_ = [_local(parameter.stored) for parameter in self.parameters]
         row = fabric_of(self.data_mesh).map(
             self.data_mesh, lambda _, *tensors: layout.joined(tensors, self.dtype), *locals_
@@ -132,14 +133,29 @@ class ParameterGroup:
         self.is_gathered = True
 
     def _spread(self, gathered: torch.Tensor) -> None:
-        layout = self._layout(tuple(range(len(self.parameters))))
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, parameter in enumerate(self.parameters):
-            assert parameter.whole is not None
-            _resize(parameter, filled=True)
-            pairs += _matched(layout, index, parameter.spec.mesh, gathered, parameter.whole)
-        if pairs:
-            torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
+        layout = self._layout(self._all)
+        self._resize(filled=True)
+        wholes = [parameter.whole for parameter in self.parameters]
+        for buffer, coordinates, tensors in self._rank_by_rank(gathered, self._all, wholes):
+            layout.spread(buffer, coordinates, tensors)
+
+    def _rank_by_rank(
+        self, buffer: torch.Tensor, indices: tuple[int, ...], locals_: Sequence[Any]
+    ) -> Iterator[tuple[torch.Tensor, list[tuple[int, ...]], list[torch.Tensor]]]:
+        """For each rank here its buffer, and of each parameter its coordinate and its tensor."""
+        meshes = [self.parameters[index].spec.mesh for index in indices]
+        columns = [fabric_of(mesh).parts(mesh, local) for mesh, local in zip(meshes, locals_, strict=True)]
+        buffers = fabric_of(self.data_mesh).parts(self.data_mesh, buffer)
+        for (_, flat), *row in zip(buffers, *columns, strict=True):
+            yield flat, [coordinate for coordinate, _ in row], [tensor for _, tensor in row]
+
+    def _resize(self, *, filled: bool) -> None:
+        """Take or give back the memory of the gathered parameters, behind every tensor that looks at it."""
+        fabric = fabric_of(self.data_mesh)
+        for parameter in self.parameters:
+            for storage, size, tensor in parameter.storages:
+                storage.resize_(size if filled else 0)
+                fabric.resized(tensor)
 
     def free(self) -> None:
         """Give back the memory of the gathered parameters. What autograd has saved of them stays, empty."""
@@ -147,8 +163,7 @@ class ParameterGroup:
             _ = self._gathering._local_tensor  # a collective in flight is finished before its buffer goes
             self._gathering = None
         if self.is_gathered and self.is_sharded:
-            for parameter in self.parameters:
-                _resize(parameter, filled=False)
+            self._resize(filled=False)
         self.is_gathered = False
 
     def show_leaves(self, compute_mesh: DeviceMesh | None) -> None:
@@ -263,11 +278,8 @@ class ParameterGroup:
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for at, index in enumerate(indices):
-            pairs += _matched(layout, at, self.parameters[index].spec.mesh, buffer, locals_[at])
-        if pairs:
-            torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
+        for flat, coordinates, tensors in self._rank_by_rank(buffer, indices, locals_):
+            layout.fill(flat, coordinates, tensors)
         return _make(spec, buffer)
 
     def _empty(self, like: torch.Tensor, spec: DTensorSpec, is_even: bool) -> torch.Tensor:
@@ -282,8 +294,8 @@ class ParameterGroup:
             parameter = self.parameters[index]
             stored: Any = parameter.stored
             mesh = parameter.spec.mesh
-            local = fabric_of(mesh).map(mesh, functools.partial(_block, layout, at), row).to(stored.dtype)
-            grad = _make(stored._spec, local)
+            local = fabric_of(mesh).map(mesh, functools.partial(_block, layout, at), row)
+            grad = _make(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
             with torch.no_grad():
                 stored.grad = grad if stored.grad is None else stored.grad + grad
 
@@ -300,26 +312,5 @@ def _block(layout: FlatLayout, at: int, coordinate: tuple[int, ...], row: torch.
     return layout.block(row, at, coordinate)
 
 
-def _matched(
-    layout: FlatLayout, index: int, mesh: DeviceMesh, buffer: torch.Tensor, whole: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each rank here the views of its buffer and of its tensor that belong together."""
-    fabric = fabric_of(mesh)
-    ranks = zip(fabric.parts(mesh, buffer), fabric.parts(mesh, whole), strict=True)
-    return [pair for (coordinate, flat), (_, one) in ranks for pair in layout.matched(flat, index, coordinate, one)]
-
-
 def _local(parameter: Any) -> torch.Tensor:
     return parameter._local_tensor
-
-
-def _resize(parameter: ManagedParameter, *, filled: bool) -> None:
-    """Take or give back the memory of a gathered parameter, behind every tensor that looks at it."""
-    if not parameter.is_sharded or parameter.whole is None:
-        return
-    mesh = parameter.spec.mesh
-    fabric = fabric_of(mesh)
-    for _, tensor in fabric.parts(mesh, parameter.whole):
-        storage = tensor.untyped_storage()
-        storage.resize_(tensor.numel() * tensor.element_size() if filled else 0)
-        fabric.resized(tensor)

@@ -54,6 +54,7 @@ class ManagedParameter:
         self.stored = self._store(parameter)
         self._given = parameter
         self.whole: torch.Tensor | None = None  # the memory of the leaves
+        self.storages: list[tuple[torch.UntypedStorage, int, torch.Tensor]] = []  # those that come and go, how large
         self.leaves: dict[DeviceMesh | None, nn.Parameter] = {}
 
     @property
@@ -130,6 +131,8 @@ class ManagedParameter:
                 mesh,
                 lambda coordinate: torch.empty(self.slot.whole_shape(coordinate), dtype=dtype, device=device),
             )
+            tensors = [tensor for _, tensor in fabric_of(mesh).parts(mesh, self.whole)]
+            self.storages = [(t.untyped_storage(), t.numel() * t.element_size(), t) for t in tensors]
             self.leaves.clear()
 
     def leaf(
