@@ -11,17 +11,28 @@ from typing import TYPE_CHECKING, Any
 from shardwise.debug.comm import CommDebugMode
 
 if TYPE_CHECKING:
+    from shardwise.debug.agreement import check_ranks
     from shardwise.debug.compare import parity
     from shardwise.debug.drawing import Drawing, draw
     from shardwise.debug.parity_report import Difference, ParityReport
     from shardwise.debug.visualize import visualize_sharding
 
-__all__ = ["CommDebugMode", "Difference", "Drawing", "ParityReport", "draw", "parity", "visualize_sharding"]
+__all__ = [
+    "CommDebugMode",
+    "Difference",
+    "Drawing",
+    "ParityReport",
+    "check_ranks",
+    "draw",
+    "parity",
+    "visualize_sharding",
+]
 
 LAZY = {
     "Difference": "parity_report",
     "Drawing": "drawing",
     "ParityReport": "parity_report",
+    "check_ranks": "agreement",
     "draw": "drawing",
     "parity": "compare",
     "visualize_sharding": "visualize",

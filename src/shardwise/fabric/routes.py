@@ -74,6 +74,11 @@ def _notify(route: Route) -> None:
         observer(route)
 
 
+def forget_routes() -> None:
+    """Drop every bound route: fabrics bind otherwise from now on."""
+    _bound.clear()
+
+
 def cached_routes() -> int:
     """How many routes are kept bound."""
     return len(_bound)
