@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise import parallel
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -30,6 +32,9 @@ from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_mo
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.tensor import DTensor, cache_info
+
+if TYPE_CHECKING:
+    from shardwise import parallel
 
 __version__ = "0.1.0"
 
@@ -93,3 +98,10 @@ __all__ = [
     "virtual",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is read on first use: not every program shards modules, and each pays for what is imported."""
+    if name == "parallel":
+        return importlib.import_module("shardwise.parallel")
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
