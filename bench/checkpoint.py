@@ -1,8 +1,8 @@
 """Saving and loading 1 GiB on 4 gloo processes beside torch.distributed.checkpoint: times as ratios, bytes read.
 
-Both write to the same disk and flush it. Rounds alternate who goes first; the time is that of the slowest rank. Loads are
-timed twice: from disk (the pages of the files are dropped from the cache before) and from the page cache. Bytes read are
-what the kernel counts for each process during a load onto another layout, over the bytes that its shards have.
+Both write to the same disk and flush it. Rounds alternate who goes first; the time is that of the slowest rank. Loads
+are timed twice: from disk (the pages of the files are dropped from the cache before) and from the page cache. Bytes
+read are what the kernel counts for each process during a load onto another layout, over the bytes of its shards.
 """
 
 import gc

@@ -15,7 +15,11 @@ from bench.peers import Peer, peers, start
 from bench.timing import compare
 
 PARAMETERS, LOCAL = 38, (64, 64)  # as many as a transformer of four blocks has
-WAYS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one by one": {"foreach": False}}
+WAYS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "one by one": {"foreach": False},
+}
 
 
 def parameters(peer: Peer | None) -> list[nn.Parameter]:

@@ -213,9 +213,8 @@ def report_least(moved: dict[Pair, tuple[Moved, Moved]]) -> None:
         routes = [DTensorRedistributePlanner().plan(*specs(pair)) for pair in large]
         least = sum(least_bytes(*specs(pair)) for pair in large)
         ratio = sum(route.received for route in routes) / least
-        print(
-            f"  ours   {ratio:7.3f}  of {len(large)} pairs of 64 MiB, as planned; {figure('bytes to the least that must move', ratio, 1.1)}"
-        )
+        verdict = figure("bytes to the least that must move", ratio, 1.1)
+        print(f"  ours   of {len(large)} pairs of 64 MiB, as planned: {verdict}")
 
 
 # ---------------------------------------------------------------- time in this process

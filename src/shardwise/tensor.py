@@ -41,6 +41,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the gradient of a tensor of this spec lies."""
     if not spec.partial_axes:

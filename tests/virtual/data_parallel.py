@@ -59,7 +59,7 @@ def plans() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main() -> int:
-    failures = 0
+    failures = number = 0
     for number, (name, arguments) in enumerate(plans(), 1):
         start = time.perf_counter()
         try:

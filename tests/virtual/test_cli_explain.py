@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ sys.exit(3 if "--exit" in sys.argv else 0)
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
+def script(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "beside.py").write_text("def double(x):\n    return x * 2\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     yield str(tmp_path / "script.py")

@@ -291,7 +291,7 @@ def test_a_module_that_fails_is_left(mesh: sw.DeviceMesh) -> None:
 def test_advice_names_a_change_with_which_nothing_moves(mesh: sw.DeviceMesh) -> None:
     a, b = put(torch.randn(8, 8), mesh, S1), put(torch.randn(8, 8), mesh, S1)
     with sw.explain() as report:
-        a @ b
+        _ = a @ b
     (record,) = report.records
     best, *others = report.changes(record)
     assert (best.operand, best.spec.layout, [str(o.layout) for o in best.outputs]) == (1, "tp:S0", ["tp:P"])
@@ -309,7 +309,7 @@ def test_advice_names_a_change_with_which_nothing_moves(mesh: sw.DeviceMesh) -> 
 def test_candidates_with_their_costs(mesh: sw.DeviceMesh) -> None:
     a, b = put(torch.randn(8, 8), mesh, S1), put(torch.randn(8, 8), mesh, S1)
     with sw.explain(candidates=True) as report:
-        a @ b
+        _ = a @ b
     found = report.to_json()["records"][0]["candidates"]
     rows = {tuple(candidate["inputs"]): candidate for candidate in found}
     assert set(rows) == {("S0", "R"), ("S1", "S0"), ("R", "S1"), ("P", "R"), ("R", "P"), ("R", "R")}

@@ -140,6 +140,21 @@ def test_the_dim_to_shard_can_be_chosen_and_may_be_short(dim: int) -> None:
     assert_same(layer, reference, lambda parameter: parameter.grad, 1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 2), (2, 1)])
+def test_axes_of_one_rank_and_empty_parameters(shape: tuple[int, ...]) -> None:
+    mesh = plane(*shape, names=("replicas", "dp")[-len(shape) :])
+    reference = nn.Linear(3, 5)
+    reference.nothing = nn.Parameter(torch.zeros(0, 3))
+    layer = copy.deepcopy(reference)
+    sw.fully_shard(layer, mesh)
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        (reference(x).pow(2).sum() + reference.nothing.sum()).backward()
+        layer(sw.distribute_tensor(x, mesh, [S0] * mesh.ndim)).pow(2).sum().backward()
+    layer.nothing.grad = torch.zeros_like(layer.nothing)
+    assert_same(layer, reference, lambda parameter: parameter.grad, 1e-4)
+
+
 def test_gradients_that_are_no_sums_are_counted_once() -> None:
     """A loss that does not depend on the batch has a replicated gradient, one that looks rows up a sharded one."""
     mesh = line(2)
@@ -470,7 +485,7 @@ class Hidden:
         return self._out
 
 
-USES: dict[str, Callable[[Any, Any], None]] = {
+USES: dict[str, Callable[[Any, Any], Any]] = {
     "two forwards, one backward": lambda m, x: (summed(m(x)) + summed(m(x * 2))).backward(),
     "two forwards, two backwards": lambda m, x: [loss.backward() for loss in [summed(m(x)), summed(m(x * 2))]],
     "backward twice": lambda m, x: [loss.backward(retain_graph=True) for loss in [summed(m(x))] * 2],
@@ -671,6 +686,7 @@ def test_errors_say_what_to_do() -> None:
         ),
         (lambda: copy.deepcopy(done), sw.UnsupportedError, "copied"),
         (lambda: half(sw.ones(2, 2, device_mesh=hybrid["dp"])), sw.MeshError, "every data axis"),
+        (lambda: half(sw.ones(2, 2, device_mesh=hybrid.flatten())), sw.MeshError, "every data axis"),
     ]
     for call, kind, text in cases:
         with pytest.raises(kind, match=text):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import shardwise as sw
@@ -21,11 +22,11 @@ from shardwise.parallel import (
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
-    parallelize_module,
 )
 from tests.virtual.training import MESHES, NAMES, Step, assert_same_steps, make_model, train, train_under, whole
 
-R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
+parallelize_module: Any = sw.parallel.parallelize_module  # what comes back is indexed
+R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
 
 
 def mesh_of(*shape: int) -> sw.DeviceMesh:
@@ -437,6 +438,112 @@ def test_sequence_parallel_where_the_norm_needs_the_sequence() -> None:
     spread = parallelize_module(copy.deepcopy(one), mesh, SequenceParallel())
     x = torch.randn(2, 8, 6, dtype=torch.float64)
     torch.testing.assert_close(whole(spread(sw.distribute_tensor(x, mesh, [S1]))), one(x))
+
+
+def norm_and_mlp() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+
+
+SEQUENCE_PLAN = {
+    "0": SequenceParallel(),
+    "1": ColwiseParallel(use_local_output=False),
+    "3": RowwiseParallel(output_layouts=S1, use_local_output=False),
+}
+
+
+def test_gradients_of_norms_are_added_up_in_one_collective() -> None:
+    mesh = mesh_of(4)
+    one = nn.Sequential(*(norm_and_mlp() for _ in range(3)))
+    spread = parallelize_module(copy.deepcopy(one), mesh, {"*": SEQUENCE_PLAN})
+    for step in range(2):  # the second is added to the first
+        x = torch.randn(2, 8, 8, dtype=torch.float64)
+        one(x).square().sum().backward()
+        loss = spread(sw.distribute_tensor(x, mesh, [S1])).square().sum()
+        with CommDebugMode() as comm:
+            loss.backward()
+        assert comm.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1, step
+        assert spread[0][0].weight.grad.spec.placements == spread[0][3].bias.grad.spec.placements == (R,)
+        assert_same_gradients(spread, one)
+
+
+def test_a_backward_that_fails_does_not_disturb_the_next() -> None:
+    mesh = mesh_of(2)
+    one = norm_and_mlp()
+    spread = parallelize_module(copy.deepcopy(one), mesh, SEQUENCE_PLAN)
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    batch = sw.distribute_tensor(x, mesh, [S1]).requires_grad_()
+
+    def fail(gradient: Any) -> None:
+        raise ValueError("on purpose")
+
+    handle = batch.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        spread(batch).sum().backward()
+    handle.remove()
+    spread.zero_grad()
+    spread(batch).square().sum().backward()
+    one(x).square().sum().backward()
+    assert_same_gradients(spread, one)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    mesh = mesh_of(2)
+    one = norm_and_mlp()
+    spread = parallelize_module(copy.deepcopy(one), mesh, SEQUENCE_PLAN)
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    batch = sw.distribute_tensor(x, mesh, [S1]).requires_grad_()
+    torch.utils.checkpoint.checkpoint(spread, batch, use_reentrant=reentrant).square().sum().backward()
+    one(x).square().sum().backward()
+    assert_same_gradients(spread, one)
+
+
+def test_without_gradients_and_in_another_precision() -> None:
+    mesh = mesh_of(2)
+    one = norm_and_mlp().float()
+    spread = parallelize_module(copy.deepcopy(one), mesh, SEQUENCE_PLAN)
+    x = torch.randn(2, 4, 8)
+    batch = sw.distribute_tensor(x, mesh, [S1])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(whole(spread(batch)), one(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = spread(batch), one(x)
+    assert got.dtype is want.dtype is torch.bfloat16
+    torch.testing.assert_close(whole(got), want, rtol=2e-2, atol=2e-2)
+    got.float().square().sum().backward()
+    assert spread[1].weight.grad.dtype is torch.float32
+
+
+def test_the_same_on_locals_and_on_dtensors() -> None:
+    """A subclass with a forward of its own is not known to be a linear layer, and goes by DTensors."""
+
+    class Own(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            assert isinstance(self.weight, sw.DTensor)
+            return super().forward(input)
+
+    class Seen(nn.GELU):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            assert isinstance(input, sw.DTensor)
+            return super().forward(input)
+
+    mesh = mesh_of(2)
+    torch.manual_seed(4)
+    known = norm_and_mlp()
+    own = nn.Sequential(nn.LayerNorm(8), Own(8, 16), Seen(), Own(16, 8)).double()
+    own.load_state_dict(known.state_dict())
+    x, outcomes = torch.randn(2, 4, 8, dtype=torch.float64), []
+    for model in (known, own):
+        parallelize_module(model, mesh, SEQUENCE_PLAN)
+        with CommDebugMode() as comm:
+            out = model(sw.distribute_tensor(x, mesh, [S1]))
+            out.square().sum().backward()
+        outcomes.append((out, comm.get_comm_counts(), comm.received_bytes))
+    assert outcomes[0][1:] == outcomes[1][1:]
+    torch.testing.assert_close(whole(outcomes[0][0]), whole(outcomes[1][0]))
+    for a, b in zip(known.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(whole(a.grad), whole(b.grad))
 
 
 def test_a_style_of_ones_own() -> None:

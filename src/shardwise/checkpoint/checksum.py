@@ -66,6 +66,10 @@ def sum_of_rows(rows: np.ndarray, start: int, pitch: int) -> int:
 
 def _sum_of_words(words: np.ndarray, start: int, pitch: int) -> int:
     count, length = words.shape
+    if count == 1 and length > TABLE:  # one long row is many that follow each other
+        cut = length // TABLE * TABLE
+        total = _sum_of_words(words[:, :cut].reshape(-1, TABLE), start, TABLE)
+        return (total + _sum_of_words(words[:, cut:], start + cut, 0)) % MODULUS if cut < length else total
     total = np.zeros(count, dtype=np.uint64)
     powers = _powers()
     for first in range(0, length, TABLE):

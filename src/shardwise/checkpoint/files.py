@@ -1,8 +1,8 @@
-"""Block files: safetensors files written once from front to back, and read in exact ranges.
+"""Block files: safetensors files written once from front to back, past the page cache.
 
 The format (8 bytes of length, a JSON header, the data) is written and read here and not by the safetensors package:
-blocks go to disk past the page cache without a copy of the state, with checksums made on the way, and readers must
-know that a range lies in the file before anything is allocated for it. Files are the same to any safetensors reader.
+blocks go to disk without a copy of the state, with checksums made on the way, and readers (ranges.py) must know that a
+range lies in the file before anything is allocated for it. Files are the same to any safetensors reader.
 """
 
 from __future__ import annotations
@@ -12,26 +12,21 @@ import fcntl
 import json
 import mmap
 import os
-import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from shardwise.checkpoint.boxes import rows_of
-from shardwise.checkpoint.checksum import MODULUS, checksum, sum_of_rows
+from shardwise.checkpoint.checksum import MODULUS, checksum
 from shardwise.checkpoint.dtypes import stored_as
-from shardwise.errors import CheckpointError
 
-__all__ = ["FileReader", "FileWriter", "Item", "as_bytes", "block_header", "read_all", "write_blocks"]
+__all__ = ["FileWriter", "Item", "as_bytes", "block_header", "write_blocks"]
 
 PAGE = 4096
 BUFFER = 8 << 20  # bytes that go to disk at a time
-STRIDE = 1 << 20  # bytes that are read or summed at a time, so that they are still in the cache
-SECTOR = 512  # runs shorter than this are read with what lies between them: a disk has nothing smaller
-MOST_OPEN = 64
+STRIDE = 1 << 20  # bytes that are summed at a time, so that they are still in the cache
 Count = Callable[[int], None]
 
 
@@ -149,117 +144,3 @@ class FileWriter:
         except OSError:  # a file system without them
             return False
         return bool(flag) and bool(before & flag) != on
-
-
-# ---------------------------------------------------------------- reading
-
-
-def open_regular(path: Path, what: str, *, links: bool = False) -> int:
-    """A file opened for reading that is a plain file: no pipe that would block, no link unless they are allowed."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
-    except OSError as error:
-        why = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})"
-        raise CheckpointError(f"{what}: {path} {why}", hint="the checkpoint is incomplete or damaged") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{what}: {path} is not a plain file", hint="the checkpoint is damaged")
-    return fd
-
-
-def read_all(path: Path, what: str, *, links: bool = False) -> bytes:
-    """The bytes of a small file."""
-    fd = open_regular(path, what, links=links)
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
-
-
-class FileReader:
-    """The files of a checkpoint, read in exact ranges; counts the bytes that are read."""
-
-    def __init__(
-        self, directory: Path, files: Mapping[str, int], count: Count = lambda n: None, *, links: bool = False
-    ) -> None:
-        self.bytes_read = 0
-        self._links = links
-        self._directory = directory
-        self._sizes = files
-        self._count = count
-        self._open: dict[str, int] = {}
-
-    def __enter__(self) -> FileReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for fd in self._open.values():
-            os.close(fd)
-        self._open.clear()
-
-    def descriptor(self, file: str, what: str) -> int:
-        """The open file, which is as long as the index says."""
-        fd = self._open.pop(file, None)
-        if fd is None:
-            fd = open_regular(self._directory / file, what, links=self._links)
-            have, want = os.fstat(fd).st_size, self._sizes[file]
-            if have != want:
-                os.close(fd)
-                raise CheckpointError(
-                    f"{what}: {file} has {have:,} bytes instead of {want:,}", hint="the file is truncated or damaged"
-                )
-            if len(self._open) >= MOST_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-        self._open[file] = fd  # the last of the dict is the latest used
-        return fd
-
-    def read_part(
-        self,
-        file: str,
-        start: int,
-        sizes: Sequence[int],
-        part: Sequence[slice],
-        itemsize: int,
-        out: np.ndarray,
-        what: str,
-    ) -> int:
-        """Read a part of the block that starts at byte `start` into `out`, dense; its share of the block's checksum."""
-        fd = self.descriptor(file, what)
-        total, at = 0, 0
-        for first, count, pitch, length in rows_of(sizes, part, itemsize):
-            if count == 1 or length >= SECTOR:
-                step = max(1, STRIDE // length)
-            else:
-                step = max(1, STRIDE // pitch)
-            for row in range(0, count, step):
-                rows = out[at : at + min(step, count - row) * length].reshape(-1, length)
-                total += self._rows(fd, start, first + row * pitch, pitch, rows, f"{what}: {file}")
-                at += rows.size
-        return total % MODULUS
-
-    def _rows(self, fd: int, start: int, first: int, pitch: int, rows: np.ndarray, what: str) -> int:
-        """Read rows of a block; the sum of them."""
-        count, length = rows.shape
-        if count == 1:
-            total = 0
-            for at in range(0, length, STRIDE):
-                part = rows[0, at : at + STRIDE]
-                self._read(fd, part, start + first + at, what)
-                total += checksum(part, first + at)
-            return total
-        if length >= SECTOR:
-            for i in range(count):
-                self._read(fd, rows[i], start + first + i * pitch, what)
-        else:
-            span = np.empty((count - 1) * pitch + length, dtype=np.uint8)
-            self._read(fd, span, start + first, what)
-            rows[:] = np.lib.stride_tricks.as_strided(span, rows.shape, (pitch, 1))
-        return sum_of_rows(rows, first, pitch)
-
-    def _read(self, fd: int, out: np.ndarray, at: int, what: str) -> None:
-        view = memoryview(out.data)
-        while len(view):
-            got = os.preadv(fd, [view], at)
-            if not got:
-                raise CheckpointError(f"{what} ends at byte {at:,}, before its blocks do", hint="the file is truncated")
-            view, at = view[got:], at + got
-        self.bytes_read += len(out)
-        self._count(len(out))

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.checkpoint.boxes import whole
 from shardwise.checkpoint.dtypes import SAFETENSORS
-from shardwise.checkpoint.files import open_regular, read_all
+from shardwise.checkpoint.ranges import open_regular, read_all
 from shardwise.errors import CheckpointError
 
 __all__ = ["FileTensor", "find_tensors", "read_header"]

@@ -19,10 +19,10 @@ import torch
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.boxes import Box, boxes_of, common, rows_of, whole
 from shardwise.checkpoint.checksum import MODULUS
-from shardwise.checkpoint.files import FileReader, read_all
 from shardwise.checkpoint.index import INDEX, Index, StoredTensor, parse_index
 from shardwise.checkpoint.optimizers import optimizer_state
 from shardwise.checkpoint.progress import Progress
+from shardwise.checkpoint.ranges import FileReader, read_all
 from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.tree import Expanded, entries, expand, filled, rebuild, stored_entries, tensor_name
 from shardwise.checkpoint.values import Name, decode, join
@@ -225,11 +225,12 @@ def _read_and_verify(
 
     def read_mine() -> int:
         total = sum(local.nbytes for tensor, _ in fit.tensors for local, _ in _locals(tensor))
-        with Progress("loading", total, shown=processes.is_first) as progress:
-            with FileReader(directory, index.files, progress.add) as files:
-                for tensor, stored in fit.tensors:
-                    staged.extend(_stage(files, tensor, stored, sums))
-            return files.bytes_read
+        memory = Memory(total)
+        progress = Progress("loading", total, shown=processes.is_first)
+        with progress, FileReader(directory, index.files, progress.add) as files:
+            for tensor, stored in fit.tensors:
+                staged.extend(_stage(files, tensor, stored, sums, memory))
+        return files.bytes_read
 
     read_bytes = turn.attempt(read_mine, 0)
     turn.says = sums
@@ -237,15 +238,17 @@ def _read_and_verify(
     return staged, read_bytes
 
 
-def _stage(files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums) -> Iterator[Staged]:
+def _stage(
+    files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: Memory
+) -> Iterator[Staged]:
     """Read what the locals of a tensor are to get, and add up the sums of it."""
     for local, boxes in _locals(tensor):
         if len(boxes) == 1:
             box = boxes[0][0]
-            values, found = read_box(files, stored, box)
+            values, found = read_box(files, stored, box, memory)
             note_sums(sums, stored, box, found)
         else:
-            _, values = _empty(tuple(local.shape), local.dtype)
+            _, values = memory.take(tuple(local.shape), local.dtype)
             for box, within in boxes:
                 values[within], found = read_box(files, stored, box)
                 note_sums(sums, stored, box, found)
@@ -266,24 +269,40 @@ def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box
             yield local, boxes
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
-    """New memory as bytes and as a tensor."""
-    data = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    tensor = torch.from_numpy(data).view(dtype).reshape(shape) if data.size else torch.empty(shape, dtype=dtype)
-    return data, tensor
+class Memory:
+    """Host memory in one piece, handed out bit by bit: large pages, which many small pieces would not get."""
+
+    def __init__(self, size: int) -> None:
+        self._data = np.empty(size, dtype=np.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
+        """Memory as bytes and as a tensor; new where there is not enough left that is aligned."""
+        size = math.prod(shape) * dtype.itemsize
+        start = -(-self._used // 16) * 16  # as wide as the widest dtype
+        data = self._data[start : start + size]
+        if len(data) == size:
+            self._used = start + size
+        else:
+            data = np.empty(size, dtype=np.uint8)
+        tensor = torch.from_numpy(data).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        return data, tensor
 
 
-def read_box(files: FileReader, stored: StoredTensor, box: Box) -> tuple[torch.Tensor, Found]:
+_none = Memory(0)
+
+
+def read_box(files: FileReader, stored: StoredTensor, box: Box, memory: Memory = _none) -> tuple[torch.Tensor, Found]:
     """The values of a box of a stored tensor, and the sums of what was read of each block."""
     itemsize = stored.dtype.itemsize
-    data, values = _empty(box.sizes, stored.dtype)
+    data, values = memory.take(box.sizes, stored.dtype)
     found: Found = {}
     for number, block in enumerate(stored.blocks):
         part = common(block.box, box)
         if part is None:
             continue
         dense = _dense_range(box, part, itemsize)
-        out, piece = _empty(part.sizes, stored.dtype) if dense is None else (data[dense], None)
+        out, piece = _none.take(part.sizes, stored.dtype) if dense is None else (data[dense], None)
         where = part.inside(block.box)
         what = f"tensor {stored.name}"
         total = files.read_part(block.file, block.start, block.box.sizes, where, itemsize, out, what)

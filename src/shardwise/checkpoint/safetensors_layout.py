@@ -18,11 +18,12 @@ import torch
 from shardwise.checkpoint import atomic
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.boxes import Held, holders, rows_of, whole
-from shardwise.checkpoint.files import FileReader, Item, as_bytes, block_header
+from shardwise.checkpoint.files import Item, as_bytes, block_header
 from shardwise.checkpoint.headers import INDEXED, SINGLE, FileTensor, find_tensors
 from shardwise.checkpoint.mapping import Source, file_shapes, pieces_of, source_of
 from shardwise.checkpoint.owners import Share, Shared, share_out
 from shardwise.checkpoint.progress import Progress
+from shardwise.checkpoint.ranges import FileReader
 from shardwise.checkpoint.reading import Loaded, mismatch
 from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.writing import describe, local_of

@@ -15,11 +15,12 @@ from shardwise.checkpoint import atomic
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.boxes import held_boxes
 from shardwise.checkpoint.dtypes import NAMES
-from shardwise.checkpoint.files import FileReader, Item, as_bytes
+from shardwise.checkpoint.files import Item, as_bytes
 from shardwise.checkpoint.headers import read_header
 from shardwise.checkpoint.index import Index, StoredTensor
 from shardwise.checkpoint.owners import Share, Shared, share_out
 from shardwise.checkpoint.progress import Progress
+from shardwise.checkpoint.ranges import FileReader
 from shardwise.checkpoint.reading import Sums, check_sums, open_index, read_box
 from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.tree import stored_entries, tensor_name

@@ -15,20 +15,22 @@ from shardwise.debug.report import Report
 from shardwise.debug.summary import Total
 
 if TYPE_CHECKING:
+    from shardwise.debug.agreement import check_ranks
     from shardwise.debug.compare import parity
     from shardwise.debug.drawing import Drawing, draw
     from shardwise.debug.parity_report import Difference, ParityReport
     from shardwise.debug.visualize import visualize_sharding
 
 __all__ = [
-    "Budget", "CommDebugMode", "Difference", "Drawing", "ParityReport", "Report", "Total", "check_lock", "comm_budget",
-    "draw", "explain", "parity", "visualize_sharding",
+    "Budget", "CommDebugMode", "Difference", "Drawing", "ParityReport", "Report", "Total", "check_lock", "check_ranks",
+    "comm_budget", "draw", "explain", "parity", "visualize_sharding",
 ]  # fmt: skip
 
 LAZY = {
     "Difference": "parity_report",
     "Drawing": "drawing",
     "ParityReport": "parity_report",
+    "check_ranks": "agreement",
     "draw": "drawing",
     "parity": "compare",
     "visualize_sharding": "visualize",

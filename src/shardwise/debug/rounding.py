@@ -55,6 +55,9 @@ class Call(NamedTuple):
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
 
 
+Outputs = Callable[[Call, Any], list[torch.Tensor]]  # of a call and what it returned: all that it gave
+
+
 class Gap(NamedTuple):
     """The worst place of a result: how far it is from the exact value there, and how far it might be."""
 
@@ -89,14 +92,16 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
-def exact_results(call: Call, outputs: Callable[[Call, Any], list[torch.Tensor]]) -> list[torch.Tensor] | None:
+def exact_results(call: Call, outputs: Outputs) -> list[torch.Tensor] | None:
     """The results in double precision, None where the operator does not exist in it."""
-    wide = call.mapped(widened)
+    return _results(call.mapped(widened), outputs)
+
+
+def _results(call: Call, outputs: Outputs) -> list[torch.Tensor] | None:
     try:
-        results = outputs(wide, wide.run())
+        return [widened(result) for result in outputs(call, call.run())]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
-    return [widened(result) for result in results]
 
 
 def tolerances(
@@ -104,15 +109,19 @@ def tolerances(
     exact: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype],
     ranks: int,
-    outputs: Callable[[Call, Any], list[torch.Tensor]],
+    outputs: Outputs,
     rtol: float | None,
+    addends: float = 0.0,
 ) -> list[torch.Tensor]:
-    """For each result how far each of its elements may lie from the exact value."""
+    """For each result how far each of its elements may lie from the exact value.
+
+    `addends` is the largest number that ranks add up on the way to it, which the sum may be small against.
+    """
     scales = _scales(call, exact, outputs)
     found = []
     for value, scale, dtype in zip(exact, scales, dtypes, strict=True):
         factor = rtol if rtol is not None else _factor(call, value, dtype, ranks)
-        found.append(factor * scale + _smallest(dtype))
+        found.append(factor * scale + SAFETY * _eps(dtype) * ranks * addends + _smallest(dtype))
     return found
 
 
@@ -128,15 +137,13 @@ def _length(call: Call, result: torch.Tensor) -> float:
     return float(max(lengths, default=1))
 
 
-def _scales(
-    call: Call, exact: Sequence[torch.Tensor], outputs: Callable[[Call, Any], list[torch.Tensor]]
-) -> list[torch.Tensor]:
+def _scales(call: Call, exact: Sequence[torch.Tensor], outputs: Outputs) -> list[torch.Tensor]:
     """What roundings are in proportion to: the size of the result, and of what was added up for it."""
     largest = [value.abs().amax() if value.numel() else value.abs() for value in map(_finite, exact)]
     packet = getattr(call.op, "overloadpacket", None)
     if packet not in _SUMS:
         return [torch.broadcast_to(size, value.shape) for size, value in zip(largest, exact, strict=True)]
-    squared = exact_results(call.mapped(lambda t: widened(t).abs().square() if is_inexact(t) else t), outputs)
+    squared = exact_results(call.mapped(lambda t: widened(t).abs().square() if is_inexact(t) else t.clone()), outputs)
     if squared is None:
         return [torch.broadcast_to(size, value.shape) for size, value in zip(largest, exact, strict=True)]
     return [value.abs() + square.abs().sqrt() for value, square in zip(exact, squared, strict=True)]
@@ -147,23 +154,42 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def magnified(
-    call: Call, exact: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], outputs: Callable[[Call, Any], Any]
+    call: Call, exact: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], outputs: Outputs
 ) -> list[torch.Tensor]:
-    """How far the results move when the operands do by their own rounding: tried out, with the largest move for all."""
-    generator = torch.Generator().manual_seed(0)
-    eps = max([_eps(dtype) for dtype in (*dtypes, *(t.dtype for t in call.tensors if is_inexact(t)))], default=0.0)
+    """What an operator makes of roundings on its way, tried out: operands moved a little, and all of it in float32."""
+    found = [torch.zeros_like(value.abs()) for value in exact]
+    kinds = [*dtypes, *(tensor.dtype for tensor in call.tensors)]
+    eps = max([_eps(dtype) for dtype in kinds], default=0.0)
+    tried = [
+        (_results(call.mapped(_shaken(eps)), outputs), 1.0),
+        (_results(call.mapped(_narrowed), outputs), eps / _eps(torch.float32)),
+    ]
+    for near, share in tried:
+        if near is None or [a.shape for a in near] != [b.shape for b in exact]:
+            continue
+        for number, (a, b) in enumerate(zip(near, exact, strict=True)):
+            moves = _finite(a - b).abs()
+            found[number] = found[number] + (SAFETY * share * moves.amax() if moves.numel() else 0.0)
+    return found
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+
+def _shaken(eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Every number a little larger or smaller, at random but always the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shake(tensor: torch.Tensor) -> torch.Tensor:
         if not is_inexact(tensor):
             return tensor.clone()
         signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
         return widened(tensor) * (1 + eps * signs)
 
-    near = exact_results(call.mapped(moved), outputs)
-    if near is None:
-        return [torch.zeros_like(value.abs()) for value in exact]
-    moves = [_finite(a - b).abs() for a, b in zip(near, exact, strict=True)]
-    return [torch.broadcast_to(SAFETY * m.amax() if m.numel() else m, m.shape) for m in moves]
+    return shake
+
+
+def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex64, copy=True)
+    return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -21,7 +21,7 @@ from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.debug.backward_lines import BackwardLines
 from shardwise.debug.parity_report import Difference, ParityReport
-from shardwise.debug.rounding import Call, exact_results, magnified, tolerances, widened
+from shardwise.debug.rounding import Call, exact_results, is_inexact, magnified, tolerances, widened
 from shardwise.debug.verdict import EQUAL, ROUNDING, WRONG, Output, Verdict, all_same, dtensors, outputs_of, worst
 from shardwise.debug.whole import whole_of_parts
 from shardwise.errors import ParityError
@@ -88,6 +88,12 @@ class Ran:
 
         is_leaf = lambda leaf: isinstance(leaf, torch.Tensor)  # noqa: E731
         return Call(self.info.op, *tree_map(change, (self.args, dict(self.kwargs)), is_leaf=is_leaf))
+
+    def addends(self) -> float:
+        """The largest number that is added up for what is Partial; all ranks must ask."""
+        given = [self.before.written.get(id(t), (t,))[0] for t in self.operands]
+        held = [whole_of_parts(tensor).largest for tensor in given if tensor._spec.partial_axes]
+        return max([*held, *(output.largest for output in self.outputs)], default=0.0)
 
     def results(self, call: Call, result: Any) -> list[torch.Tensor]:
         """What a plain call of the same operator gives."""
@@ -240,7 +246,7 @@ class Shadows:
         if exact is None or [e.shape for e in exact] != [p.shape for p in plain]:
             exact = [widened(result) for result in plain]
         dtypes = [output.tensor.dtype for output in ran.outputs]
-        allowed = tolerances(call, exact, dtypes, ran.mesh.size(), ran.results, self._rtol)
+        allowed = tolerances(call, exact, dtypes, ran.mesh.size(), ran.results, self._rtol, ran.addends())
         verdict = worst(ran.outputs, plain, exact, allowed)
         if verdict.level == WRONG and self._rtol is None and not ran.info.draws:
             more = magnified(call, exact, dtypes, ran.results)
@@ -278,12 +284,9 @@ class Shadows:
     def _moving(self, source: DTensor, actual: torch.Tensor) -> torch.Tensor:
         """How far a value may be off after a move: not at all, but for sums of what the ranks hold."""
         nothing = torch.zeros_like(actual, dtype=torch.float64)
-        if not source._spec.partial_axes or not actual.is_floating_point():
+        if not source._spec.partial_axes or not is_inexact(actual):
             return nothing
-        largest = max([float(part.abs().amax()) for _, part in Output.of(actual).parts if part.numel()], default=0.0)
-        mine = source._local_tensor
-        held = mine.tensors if isinstance(mine, RankTensor) else (mine,)
-        largest = max([largest, *(float(part.detach().abs().amax()) for part in held if part.numel())])
+        largest = whole_of_parts(source).largest
         return nothing + 8 * torch.finfo(actual.dtype).eps * source._spec.mesh.size() * largest
 
     # ---------------------------------------------------------------- what was found

@@ -32,6 +32,7 @@ class Output:
 
     tensor: torch.Tensor
     parts: tuple[tuple[Coordinate | None, torch.Tensor], ...]
+    largest: float = 0.0  # of the numbers that a Partial one is made of
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Output:
@@ -40,10 +41,9 @@ class Output:
             return cls(tensor, ((None, tensor),))
         if not tensor._spec.partial_axes:
             return cls(tensor, tuple((coordinate, part.detach()) for coordinate, part in parts_of(tensor)))
-        whole = whole_of_parts(tensor).value
-        return cls(
-            tensor, tuple((None, part) for part in (whole.tensors if isinstance(whole, RankTensor) else [whole]))
-        )
+        whole, _, largest = whole_of_parts(tensor)
+        parts = whole.tensors if isinstance(whole, RankTensor) else [whole]
+        return cls(tensor, tuple((None, part) for part in parts), largest)
 
     @property
     def spec(self) -> DTensorSpec | None:

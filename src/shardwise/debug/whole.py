@@ -26,10 +26,11 @@ Part = tuple[Coordinate, torch.Tensor]
 
 
 class Whole(NamedTuple):
-    """A tensor as one device has it, and the coordinates of ranks whose copy of a block is not that of the first."""
+    """A tensor as one device has it, and what was seen of its parts on the way."""
 
     value: torch.Tensor
-    odd: tuple[Coordinate, ...]
+    odd: tuple[Coordinate, ...]  # whose copy of a block is not that of the first rank
+    largest: float  # number that any rank holds: what is Partial may be a small sum of large ones
 
 
 def parts_of(tensor: DTensor) -> list[Part]:
@@ -49,12 +50,13 @@ def whole_of_parts(tensor: DTensor) -> Whole:
             return wholes[0]
         by_position = {position: whole.value for row, whole in zip(rows, wholes, strict=True) for position in row}
         odd = tuple(coordinate for whole in wholes for coordinate in whole.odd)
-        return Whole(RankTensor([by_position[i] for i in range(mesh.grid_size)]), odd)
+        largest = max(whole.largest for whole in wholes)
+        return Whole(RankTensor([by_position[i] for i in range(mesh.grid_size)]), odd, largest)
     device = tensor._local_tensor.device
     mine = [(coordinate, part.detach().cpu()) for coordinate, part in parts]
     said = fabric_of(mesh).agree(mesh, mine, tensor._local_tensor)
     whole = _assembled(spec, [part for of_rank in said for part in of_rank])
-    return Whole(whole.value.to(device), whole.odd)
+    return Whole(whole.value.to(device), whole.odd, whole.largest)
 
 
 def _assembled(spec: DTensorSpec, parts: Sequence[Part]) -> Whole:
@@ -74,7 +76,8 @@ def _assembled(spec: DTensorSpec, parts: Sequence[Part]) -> Whole:
         for axis, index in zip(split, place, strict=True):
             coordinate[axis] = index
         _put(value, _reduced(spec, list(addends.values())), spec, tuple(coordinate))
-    return Whole(value, tuple(odd))
+    largest = max([float(part.abs().amax()) for _, part in parts if part.numel() and is_inexact(part)], default=0.0)
+    return Whole(value, tuple(odd), largest)
 
 
 def _reduced(spec: DTensorSpec, addends: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -29,8 +29,8 @@ class Recipes:
     def find(self, key: Key) -> Executor | None:
         """The executor of a call, if one of other sizes has been worked out."""
         shape, pattern = _pattern(key)
-        known = self._known.get(pattern) if shape else None
-        if known is None or shape is None:
+        known = self._known.get(pattern)
+        if not shape or known is None:
             return None
         result, make = known
         meta = TensorMeta(shape, None, result.tensor_meta.dtype)

@@ -5,7 +5,9 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import MeshError
+from shardwise.fabric.agreement import CheckedGroup, RankCheck
 from shardwise.fabric.base import BoundStep, Fabric, check_source, device_of, on_new_world, register
 from shardwise.fabric.collectives import (
     Line,
@@ -50,6 +53,10 @@ class C10dFabric(Fabric):
         self._groups: dict[tuple[int, ...], Any] = {}
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
+        self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
+        self._checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
+        self._check: RankCheck | None = None
+        self._checked = 0  # how often it was begun, on every rank alike
 
     # ---------------------------------------------------------------- who am I
 
@@ -65,6 +72,7 @@ class C10dFabric(Fabric):
         if former is not None:
             for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
                 forget()
+        self.check_ranks(self._checks, self._interval)
         return self._rank
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
@@ -94,7 +102,7 @@ class C10dFabric(Fabric):
             self._lines[mesh, axes] = found
         return found
 
-    def group_of(self, ranks: Sequence[int]) -> Any:
+    def group_of(self, ranks: Sequence[int], use: str = "a program's own use") -> Any:
         """The process group of these ranks; made on first use, by its members alone."""
         self.rank()  # forgets the groups of a former world
         key = tuple(sorted(ranks))
@@ -102,10 +110,40 @@ class C10dFabric(Fabric):
         if found is None:
             if key == tuple(range(dist.get_world_size())):
                 found = dist.group.WORLD
+            elif self._check is not None:
+                found = self._check.run(lambda: _new_group(key), key, f"a group is made for {use}")
             else:
                 found = _new_group(key)
             self._groups[key] = found
         return found
+
+    def check_ranks(self, on: bool, interval: float) -> None:
+        """Compare the collectives that ranks issue, or no longer. Routes that are bound stay as they are."""
+        self._checks, self._interval = on, interval
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+        if on and dist.is_initialized() and dist.get_backend() != "fake":
+            self._checked += 1
+            prefix = f"shardwise_check_{self._checked}"
+            store = dist.PrefixStore(prefix, distributed_c10d._get_default_store().clone())
+            self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), interval, self._leave_groups)
+
+    def _leave_groups(self) -> None:
+        """Let the process end although collectives are in flight: groups wait for these when they are taken down."""
+        for group in (dist.group.WORLD, *self._groups.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # so they are never taken down
+
+    def _carrier(self, ranks: Sequence[int], step: Step) -> Any:
+        """What carries a step among these ranks out: their group, which tells the others where that is asked for."""
+        if self._check is None:
+            return self.group_of(ranks)
+        text = f"{step.describe()} of {step.before}"
+        return CheckedGroup(self._check, self.group_of(ranks, text), tuple(sorted(ranks)), text)
+
+    def _together(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
+        """What ranks do together outside of steps."""
+        return function() if self._check is None else self._check.run(function, tuple(sorted(ranks)), text)
 
     def adopt(self, group: Any) -> None:
         """Use an existing process group for its ranks instead of making one."""
@@ -142,18 +180,17 @@ class C10dFabric(Fabric):
         sender = ranks[source]
         if len(ranks) == 1:
             return own
+        text = f"scatter from rank {sender} over {mesh}"
         if self.rank() == sender:
             others = [
                 (rank, blocks(at).contiguous()) for rank, at in zip(ranks, coordinates, strict=True) if rank != sender
             ]
             sends = [dist.P2POp(dist.isend, as_carried(block), rank, group) for rank, block in others if block.numel()]
-            for work in dist.batch_isend_irecv(sends) if sends else ():
-                work.wait()
+            self._together(ranks, text, lambda: _finish(sends))
             return own
         received = torch.empty_like(own)
-        if received.numel():
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, as_carried(received), sender, group)]):
-                work.wait()
+        receives = [dist.P2POp(dist.irecv, as_carried(received), sender, group)] if received.numel() else []
+        self._together(ranks, text, lambda: _finish(receives))
         return received
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
@@ -163,7 +200,8 @@ class C10dFabric(Fabric):
         if dist.get_backend(group) == "fake":  # where nobody else is there to answer
             return [facts] * mesh.size()
         said: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(said, facts, group=group)
+        ranks = self._line(mesh, tuple(range(mesh.ndim))).ranks
+        self._together(ranks, "ranks compare", lambda: dist.all_gather_object(said, facts, group=group))
         return said
 
     # ---------------------------------------------------------------- steps
@@ -193,7 +231,8 @@ class C10dFabric(Fabric):
         coordinate = self.coordinate(step.before.mesh)
         if coordinate is None:
             return lambda local: lambda: local
-        line, group = self._line(step.before.mesh, step.axes), self.group(step.before.mesh, step.axes)
+        line = self._line(step.before.mesh, step.axes)
+        group = self._carrier(line.ranks, step)
         match step:
             case AllGather():
                 return all_gather(step, line, group, coordinate)
@@ -230,7 +269,13 @@ class C10dFabric(Fabric):
             return lambda local: lambda: local
         me = ranks.index(self.rank())
         moved = traffic(before, after, ranks, me, having, wanting)
-        return exchange(step, self.group_of(ranks), me, moved, having[me], wanting[me])
+        return exchange(step, self._carrier(ranks, step), me, moved, having[me], wanting[me])
+
+
+def _finish(operations: list[dist.P2POp]) -> None:
+    """Send and receive."""
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
 
 
 def _is_product(step: AllReduce | ReduceScatter) -> bool:

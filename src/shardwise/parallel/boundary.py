@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from shardwise import modes
 from shardwise.core.spec import DTensorSpec
-from shardwise.tensor import DTensor, _make, _moved, _redistributed, gradient_spec
+from shardwise.fabric.routes import bound_route
+from shardwise.tensor import DTensor, _make, _redistributed, gradient_spec
 
 __all__ = ["from_layer", "to_layer"]
 
@@ -28,18 +30,28 @@ def to_layer(targets: Specs, gradients: Specs, tensors: Sequence[Any]) -> Sequen
     return [_local(tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
 
 
+def _local(tensor: DTensor, target: DTensorSpec) -> torch.Tensor:
+    return _moved(tensor._local_tensor, tensor._spec, target)
+
+
 def from_layer(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *, to_local: bool) -> torch.Tensor:
     """What a layer has computed, which lies as `source`, moved to `target`: a DTensor, or the local of one."""
     if to_local and source is target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
         return _FromLayer.apply(local, source, target, to_local)
-    made = _moved(_make(source, local), target, False, None)
-    return made._local_tensor if to_local else made
+    moved = _moved(local, source, target)
+    return moved if to_local else _make(target, moved)
 
 
-def _local(tensor: DTensor, target: DTensorSpec) -> torch.Tensor:
-    return tensor._local_tensor if tensor._spec is target else _moved(tensor, target, False, None)._local_tensor
+def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """A local that lies as `source`, moved; itself where there is no way to go."""
+    if source is target:
+        return local
+    bound = bound_route(source, target)
+    if bound.communicates:
+        modes.check_decomposing(bound.route)
+    return bound.run(local)
 
 
 def _wrapped(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -71,11 +83,15 @@ class _FromLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, to_local: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.source, ctx.target, ctx.to_local = source, target, to_local
-        made = _moved(_make(source, local.detach()), target, False, None)
-        return made._local_tensor if to_local else made
+        moved = _moved(local, source, target)
+        if to_local:
+            return moved
+        return _make(target, local.detach() if moved is local else moved)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.to_local:
-            grad = _wrapped(grad, gradient_spec(ctx.target))
-        return _redistributed(grad, gradient_spec(ctx.source))._local_tensor, None, None, None
+        source, target = gradient_spec(ctx.source), gradient_spec(ctx.target)
+        if ctx.to_local and grad.dtype is target.tensor_meta.dtype:
+            return _moved(grad, target, source), None, None, None
+        given = _wrapped(grad, target) if ctx.to_local else grad
+        return _redistributed(given, source)._local_tensor, None, None, None

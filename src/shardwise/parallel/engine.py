@@ -7,24 +7,21 @@ backward leaves the modules usable. How things are moved is the group's business
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import MeshError
 from shardwise.parallel.group import Bucket, Finish, ParameterGroup
 from shardwise.parallel.precision import MixedPrecisionPolicy, cast_floats
+from shardwise.parallel.tree import STATE, states_under, tensors_in
 from shardwise.tensor import DTensor
 
-__all__ = ["ModuleState", "states_under"]
-
-STATE = "_shardwise_data_parallel"
+__all__ = ["ModuleState"]
 
 
 def in_backward() -> bool:
@@ -86,11 +83,11 @@ class Context:
 
     def next_in_backward(self, state: ModuleState) -> ModuleState | None:
         """Which module backward will come to after this one."""
-        while self.left:
-            last = self.left.pop()
-            if last is state:
+        for at in reversed(range(len(self.left))):
+            if self.left[at] is state:
+                del self.left[at:]
                 return self.left[-1] if self.left else None
-        return None
+        return None  # another output of a module that backward has come to already
 
     def reduce(self, group: ParameterGroup, bucket: Bucket, mesh: DeviceMesh | None, state: ModuleState) -> None:
         """Begin a reduction; of sharded groups one is in flight at a time, so that few buffers are alive."""
@@ -222,7 +219,7 @@ class ModuleState:
         """Be told when backward reaches this module; whether it may. Into some objects one cannot look."""
         if not torch.is_grad_enabled():
             return False
-        found, opaque = _tensors_in(output)
+        found, opaque = tensors_in(output)
         hook = functools.partial(self._before_backward, self.context.compute_mesh)
         for tensor in found:
             if tensor.requires_grad:
@@ -234,7 +231,7 @@ class ModuleState:
         """Be told when backward is through, where gradients of the parameters do not tell: some get none."""
         if not torch.is_grad_enabled() or not any(group.has_frozen and group.is_sharded for group in self.groups):
             return
-        found = [tensor for tensor in _tensors_in(inputs)[0] if tensor.requires_grad]
+        found = [tensor for tensor in tensors_in(inputs)[0] if tensor.requires_grad]
         if found:
             torch.autograd.graph.register_multi_grad_hook(found, lambda _: self._after_backward())
 
@@ -300,43 +297,16 @@ class ModuleState:
         self.context.states = found
 
 
-def _tensors_in(tree: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors in containers and dataclasses, and whether there is an object that may hide some."""
-    tensors: list[torch.Tensor] = []
-    opaque = False
-    leaves = tree_leaves(tree)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves.extend(tree_leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)]))
-        elif leaf is not None and not isinstance(leaf, bool | int | float | complex | str | bytes):
-            opaque = True
-    return tensors, opaque
-
-
-def states_under(*modules: nn.Module, recurse: bool = True) -> Iterator[ModuleState]:
-    """The states of these modules and of all below them, each once."""
-    seen: dict[int, ModuleState] = {}
-    for root in modules:
-        for module in root.modules() if recurse else (root,):
-            state = getattr(module, STATE, None)
-            if state is not None and id(state) not in seen:
-                seen[id(state)] = state
-                yield state
-
-
 def _compute_mesh(states: Iterable[ModuleState], inputs: Any) -> DeviceMesh | None:
     """The mesh of the inputs, where they are DTensors over the data axes; None where each rank computes on its own."""
-    meshes = {tensor._spec.mesh for tensor in _tensors_in(inputs)[0] if isinstance(tensor, DTensor)}
+    meshes = {tensor._spec.mesh for tensor in tensors_in(inputs)[0] if isinstance(tensor, DTensor)}
     data = {group.data_mesh for state in states for group in state.groups}
     found: DeviceMesh | None = None
     for mesh in meshes:
         for axes in data:
-            inside = [grid in mesh.axes for grid in axes.axes] if mesh.root is axes.root else [False]
-            if not any(inside):
+            if mesh.root is not axes.root or not _grid_axes(mesh) & _grid_axes(axes):
                 continue
-            if not all(inside) or (found is not None and found is not mesh):
+            if not set(axes.axes) <= set(mesh.axes) or (found is not None and found is not mesh):
                 raise MeshError(
                     f"the inputs lie on {mesh}, the parameters are shared out over {axes}",
                     hint="give all inputs on one mesh that has every data axis, or each rank its own plain tensors",
@@ -345,42 +315,5 @@ def _compute_mesh(states: Iterable[ModuleState], inputs: Any) -> DeviceMesh | No
     return found
 
 
-def managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules whose parameters belong to these roots: all below them but those that have a state of their own."""
-    found: dict[nn.Module, str] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
-        if module in found or (hasattr(module, STATE) and module not in roots):
-            return
-        found[module] = name
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
-
-    for root in roots:
-        visit(root, "")
-    return [(name, module) for module, name in found.items()]
-
-
-def owned_parameters(
-    roots: Sequence[nn.Module], ignored: Iterable[nn.Parameter]
-) -> list[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """The parameters of these modules with a name and all their owners, each once."""
-    skipped = {id(parameter) for parameter in ignored}
-    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-    for prefix, module in managed_modules(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in skipped:
-                continue
-            full = f"{prefix}.{name}" if prefix else name
-            found.setdefault(id(parameter), (full, parameter, []))[2].append((module, name))
-    return list(found.values())
-
-
-def subclass_with(module: nn.Module, mixin: type, prefix: str) -> None:
-    """Give a module the methods of `mixin`, by a class made for it."""
-    module.__class__ = _subclass(module.__class__, mixin, prefix)
-
-
-@functools.lru_cache(maxsize=1024)
-def _subclass(kind: type, mixin: type, prefix: str) -> type:
-    return type(f"{prefix}{kind.__name__}", (mixin, kind), {"__module__": kind.__module__})
+def _grid_axes(mesh: DeviceMesh) -> set[int]:
+    return {axis for joined in mesh.axes for axis in joined}

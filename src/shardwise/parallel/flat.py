@@ -7,6 +7,7 @@ largest block of it that any rank holds. Works on the tensors of single ranks; c
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,12 +97,9 @@ class FlatLayout:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
-        self.offsets: list[int] = []
-        total = 0
-        for slot in self.slots:
-            self.offsets.append(total)
-            total += slot.size
-        self.total = total
+        self.sizes = [slot.size for slot in self.slots]
+        self.offsets = [0, *itertools.accumulate(self.sizes)]
+        self.total = self.offsets.pop()
 
     def joined(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """One row: the blocks that a rank stores, each filled up to its slot."""
@@ -120,13 +118,39 @@ class FlatLayout:
         shape = slot.spec.local_shape(coordinate)
         return row.narrow(0, self.offsets[index], math.prod(shape)).view(shape)
 
-    def matched(
+    def spread(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
+        """Fill what a rank computes with from the rows of a gathered buffer; a coordinate for each slot's own mesh."""
+        if self.is_simple:
+            rows = self._ranks
+            targets = [whole.view(rows, -1) for whole in wholes]
+            torch.split_with_sizes_copy(buffer.view(rows, -1), self.sizes, dim=1, out=targets)
+        elif pairs := self._pairs(buffer, coordinates, wholes):
+            torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
+
+    def fill(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
+        """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
+        if self.is_simple and all(whole.dtype is buffer.dtype for whole in wholes):
+            rows = self._ranks
+            torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
+        elif pairs := self._pairs(buffer, coordinates, wholes):
+            torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
+
+    @property
+    def _ranks(self) -> int:
+        """How many rows a buffer has."""
+        slot = self.slots[0]
+        return 1 if slot.axis is None else slot.spec.mesh.shape[slot.axis]
+
+    def _pairs(
+        self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        each = enumerate(zip(coordinates, wholes, strict=True))
+        return [pair for index, (coordinate, whole) in each for pair in self._matched(buffer, index, coordinate, whole)]
+
+    def _matched(
         self, buffer: torch.Tensor, index: int, coordinate: Coordinate, whole: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of a buffer of all rows, and of what the rank at `coordinate` computes with, of the same elements.
-
-        One pair where all pieces are alike. Copying one way spreads what was gathered, the other way fills the buffer.
-        """
+        """Views of the buffer and of `whole` that hold the same elements: one pair where all pieces are alike."""
         slot, offset = self.slots[index], self.offsets[index]
         pieces = slot.pieces(coordinate)
         rows = buffer.view(len(pieces), self.total)
@@ -145,7 +169,12 @@ class FlatLayout:
             if math.prod(piece.shape)
         ]
 
-    @property
+    @functools.cached_property
     def is_even(self) -> bool:
         """Whether the slots leave no gap on any row."""
         return all(slot.is_even for slot in self.slots)
+
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether a row holds even blocks of rows of the tensors: then single calls of torch copy all of them."""
+        return self.is_even and all(slot.axis is not None and slot.dim == 0 for slot in self.slots)

@@ -18,10 +18,11 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Shard, as_placement
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.world import init_device_mesh
-from shardwise.parallel.engine import STATE, ModuleState, owned_parameters, states_under, subclass_with
+from shardwise.parallel.engine import ModuleState
 from shardwise.parallel.group import ParameterGroup, by_dtype
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.tree import STATE, owned_parameters, states_under, subclass_with
 
 __all__ = ["FSDPModule", "UnshardHandle", "fully_shard"]
 

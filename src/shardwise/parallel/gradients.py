@@ -6,7 +6,9 @@ optimizer would add them up one by one, and each time that it reads one.
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +17,7 @@ from torch.autograd import Variable
 
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, _make
 
 __all__ = ["add_up", "add_up_after_backward"]
 
@@ -28,8 +30,20 @@ def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
     """From now on a backward ends with whole gradients of these parameters."""
     for parameter in parameters:
         if parameter.requires_grad and not hasattr(parameter, _WATCHED):
+            parameter.register_hook(functools.partial(_about_to_reach, weakref.ref(parameter)))
             parameter.register_post_accumulate_grad_hook(_reached)
             setattr(parameter, _WATCHED, True)
+
+
+@torch.no_grad()
+def _about_to_reach(reference: weakref.ref[nn.Parameter], gradient: torch.Tensor) -> None:
+    """What an earlier backward has made whole becomes a sum again, which costs nothing: then sums are added locally."""
+    parameter = reference()
+    earlier = None if parameter is None else parameter.grad
+    if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
+        return
+    if _is_plain_sum(gradient._spec) and earlier._spec is gradient._spec.reduced():
+        parameter.grad = earlier.redistribute(placements=gradient._spec.placements)
 
 
 def _reached(parameter: torch.Tensor) -> None:
@@ -78,7 +92,4 @@ def _add_up_together(parameters: list[torch.Tensor]) -> None:
     total = DTensor.from_local(parts, mesh, placements).redistribute(placements=whole)._local_tensor
     pieces = total.split([gradient.numel() for gradient in gradients])
     for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
-        meta = gradient._spec.tensor_meta
-        parameter.grad = DTensor.from_local(
-            piece.view(gradient.shape), mesh, whole, shape=meta.shape, stride=meta.stride
-        )
+        parameter.grad = _make(gradient._spec.reduced(), piece.view(gradient.shape))

@@ -8,7 +8,7 @@ modules run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.flat import FlatLayout
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
+from shardwise.parallel.sums import parts_of_sums
 from shardwise.tensor import DTensor, _make
 
 __all__ = ["Bucket", "Finish", "ParameterGroup", "by_dtype"]
@@ -62,6 +62,7 @@ class ParameterGroup:
         self.parameters, self.data_mesh, self.policy = tuple(parameters), data_mesh, policy
         for parameter in self.parameters:
             parameter.install()
+        self._all = tuple(range(len(self.parameters)))
         self.buckets = [Bucket(indices) for indices in buckets]
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
         self._on_complete = arrived
@@ -108,7 +109,7 @@ class ParameterGroup:
         if not self.is_sharded:
             return
         self._check_dtypes()
-        layout = self._layout(tuple(range(len(self.parameters))))
+        layout = self._layout(self._all)
         locals_ = [_local(parameter.stored) for parameter in self.parameters]
         row = fabric_of(self.data_mesh).map(
             self.data_mesh, lambda _, *tensors: layout.joined(tensors, self.dtype), *locals_
@@ -132,14 +133,29 @@ class ParameterGroup:
         self.is_gathered = True
 
     def _spread(self, gathered: torch.Tensor) -> None:
-        layout = self._layout(tuple(range(len(self.parameters))))
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, parameter in enumerate(self.parameters):
-            assert parameter.whole is not None
-            _resize(parameter, filled=True)
-            pairs += _matched(layout, index, parameter.spec.mesh, gathered, parameter.whole)
-        if pairs:
-            torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
+        layout = self._layout(self._all)
+        self._resize(filled=True)
+        wholes = [parameter.whole for parameter in self.parameters]
+        for buffer, coordinates, tensors in self._rank_by_rank(gathered, self._all, wholes):
+            layout.spread(buffer, coordinates, tensors)
+
+    def _rank_by_rank(
+        self, buffer: torch.Tensor, indices: tuple[int, ...], locals_: Sequence[Any]
+    ) -> Iterator[tuple[torch.Tensor, list[tuple[int, ...]], list[torch.Tensor]]]:
+        """For each rank here its buffer, and of each parameter its coordinate and its tensor."""
+        meshes = [self.parameters[index].spec.mesh for index in indices]
+        columns = [fabric_of(mesh).parts(mesh, local) for mesh, local in zip(meshes, locals_, strict=True)]
+        buffers = fabric_of(self.data_mesh).parts(self.data_mesh, buffer)
+        for (_, flat), *row in zip(buffers, *columns, strict=True):
+            yield flat, [coordinate for coordinate, _ in row], [tensor for _, tensor in row]
+
+    def _resize(self, *, filled: bool) -> None:
+        """Take or give back the memory of the gathered parameters, behind every tensor that looks at it."""
+        fabric = fabric_of(self.data_mesh)
+        for parameter in self.parameters:
+            for storage, size, tensor in parameter.storages:
+                storage.resize_(size if filled else 0)
+                fabric.resized(tensor)
 
     def free(self) -> None:
         """Give back the memory of the gathered parameters. What autograd has saved of them stays, empty."""
@@ -147,8 +163,7 @@ class ParameterGroup:
             _ = self._gathering._local_tensor  # a collective in flight is finished before its buffer goes
             self._gathering = None
         if self.is_gathered and self.is_sharded:
-            for parameter in self.parameters:
-                _resize(parameter, filled=False)
+            self._resize(filled=False)
         self.is_gathered = False
 
     def show_leaves(self, compute_mesh: DeviceMesh | None) -> None:
@@ -156,8 +171,7 @@ class ParameterGroup:
         self._shows_leaves = True
         with torch.inference_mode(False):
             for index, parameter in enumerate(self.parameters):
-                hook = functools.partial(self._gradient_came, index, compute_mesh)
-                parameter.register(parameter.leaf(compute_mesh, hook))
+                parameter.register(parameter.leaf(compute_mesh, self._gradient_came, index))
 
     def show_stored(self) -> None:
         """Let the modules, and whoever looks, see the stored parameters."""
@@ -177,17 +191,17 @@ class ParameterGroup:
 
     # ---------------------------------------------------------------- gradients
 
-    def _gradient_came(self, index: int, compute_mesh: DeviceMesh | None) -> None:
+    def _gradient_came(self, compute_mesh: DeviceMesh | None, index: int) -> None:
         bucket = self._bucket_of[index]
         bucket.arrived.add(index)
         if all(i in bucket.arrived for i in bucket.indices if self.parameters[i].stored.requires_grad):
             bucket.arrived.clear()
             self._on_complete(self, bucket, compute_mesh)
 
-    def compute_meshes(self) -> set[DeviceMesh | None]:
-        """Where leaves have gradients that are not reduced yet."""
-        waiting = {mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None}
-        return waiting | {mesh for mesh, _ in self._accumulated}
+    def compute_meshes(self) -> list[DeviceMesh | None]:
+        """Where leaves have gradients that are not reduced yet; in an order that is the same on all ranks."""
+        waiting = [mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None]
+        return list(dict.fromkeys([*waiting, *(mesh for mesh, _ in self._accumulated)]))
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -258,15 +272,14 @@ class ParameterGroup:
         self, indices: tuple[int, ...], layout: FlatLayout, mesh: DeviceMesh | None, part: Partial
     ) -> DTensor:
         """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
-        locals_ = [self._part_of_sum(self._take_gradient(index, mesh), index, mesh) for index in indices]
+        leaves = [self.parameters[index].leaves[mesh] for index in indices]
+        grads = [self._take_gradient(index, mesh) for index in indices]
+        locals_ = parts_of_sums(grads, leaves, self.data_mesh)
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for at, index in enumerate(indices):
-            pairs += _matched(layout, at, self.parameters[index].spec.mesh, buffer, locals_[at])
-        if pairs:
-            torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
+        for flat, coordinates, tensors in self._rank_by_rank(buffer, indices, locals_):
+            layout.fill(flat, coordinates, tensors)
         return _make(spec, buffer)
 
     def _empty(self, like: torch.Tensor, spec: DTensorSpec, is_even: bool) -> torch.Tensor:
@@ -275,29 +288,14 @@ class ParameterGroup:
         fabric = fabric_of(self.data_mesh)
         return fabric.map(self.data_mesh, lambda _, tensor: make(size, dtype=dtype, device=tensor.device), like)
 
-    def _part_of_sum(self, grad: Any, index: int, compute_mesh: DeviceMesh | None) -> torch.Tensor:
-        """What each rank adds to the gradient of what it computed with; nothing is counted twice."""
-        parameter = self.parameters[index]
-        if not isinstance(grad, DTensor):
-            if parameter.spec.mesh.fabric == "virtual" and not isinstance(grad, RankTensor):
-                return RankTensor([grad] * parameter.spec.mesh.grid_size)
-            return grad
-        leaf: Any = parameter.leaves[compute_mesh]
-        data = () if compute_mesh is None else tuple(compute_mesh.axes.index(grid) for grid in self.data_mesh.axes)
-        for make_goal in (_made_whole, _made_partial):
-            goal = make_goal(grad._spec, leaf._spec, data)
-            if goal is not grad._spec:
-                grad = grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
-        return grad._local_tensor
-
     def _give(self, row: torch.Tensor, indices: tuple[int, ...], layout: FlatLayout) -> None:
         """Add each stored parameter's part of a reduced buffer to its gradient."""
         for at, index in enumerate(indices):
             parameter = self.parameters[index]
             stored: Any = parameter.stored
             mesh = parameter.spec.mesh
-            local = fabric_of(mesh).map(mesh, functools.partial(_block, layout, at), row).to(stored.dtype)
-            grad = _make(stored._spec, local)
+            local = fabric_of(mesh).map(mesh, functools.partial(_block, layout, at), row)
+            grad = _make(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
             with torch.no_grad():
                 stored.grad = grad if stored.grad is None else stored.grad + grad
 
@@ -314,44 +312,5 @@ def _block(layout: FlatLayout, at: int, coordinate: tuple[int, ...], row: torch.
     return layout.block(row, at, coordinate)
 
 
-def _matched(
-    layout: FlatLayout, index: int, mesh: DeviceMesh, buffer: torch.Tensor, whole: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each rank here the views of its buffer and of its tensor that belong together."""
-    fabric = fabric_of(mesh)
-    ranks = zip(fabric.parts(mesh, buffer), fabric.parts(mesh, whole), strict=True)
-    return [pair for (coordinate, flat), (_, one) in ranks for pair in layout.matched(flat, index, coordinate, one)]
-
-
 def _local(parameter: Any) -> torch.Tensor:
     return parameter._local_tensor
-
-
-def _made_whole(have: DTensorSpec, leaf: DTensorSpec, data: tuple[int, ...]) -> DTensorSpec:
-    """As the leaf lies, but sums over data axes are left for the reduction of the bucket."""
-    placements = [
-        placement if axis in data and placement.is_partial("sum") else wanted
-        for axis, (placement, wanted) in enumerate(zip(have.placements, leaf.placements, strict=True))
-    ]
-    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, leaf.dim_axes)
-
-
-def _made_partial(have: DTensorSpec, leaf: DTensorSpec, data: tuple[int, ...]) -> DTensorSpec:
-    """A sum over every data axis: of what is replicated there, one rank keeps the value and the others zeros."""
-    placements = [
-        Partial() if axis in data and not placement.is_partial("sum") else placement
-        for axis, placement in enumerate(have.placements)
-    ]
-    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, have.dim_axes)
-
-
-def _resize(parameter: ManagedParameter, *, filled: bool) -> None:
-    """Take or give back the memory of a gathered parameter, behind every tensor that looks at it."""
-    if not parameter.is_sharded or parameter.whole is None:
-        return
-    mesh = parameter.spec.mesh
-    fabric = fabric_of(mesh)
-    for _, tensor in fabric.parts(mesh, parameter.whole):
-        storage = tensor.untyped_storage()
-        storage.resize_(tensor.numel() * tensor.element_size() if filled else 0)
-        fabric.resized(tensor)

@@ -42,7 +42,8 @@ class Recipe:
         input_gradient: what the ranks' gradients of the input are together, where they do not lie as the input does.
         gradients: the same of parameters.
         features: a parameter, and its dim that is as long as the input's last: where that is sharded, how long it is.
-        added: a parameter that is added to the result once its parts are.
+        inside: how parameters lie that a layer computes with in another layout than they have; what is added to a sum
+            is to be a sum too.
         exact: the forward functions that can run on locals.
         looks_up: whether the input are indices of rows, of which each rank has some.
     """
@@ -53,7 +54,7 @@ class Recipe:
     input_gradient: Placement | None = None
     gradients: Mapping[str, Placement] = field(default_factory=dict)
     features: tuple[str, int] | None = None
-    added: str | None = None
+    inside: Mapping[str, Placement] = field(default_factory=dict)
     exact: tuple[Any, ...] = ()
     looks_up: bool = False
 
@@ -110,7 +111,7 @@ class Layer:
             module._parameters.update(own)
             if result is None:
                 return None
-            return self._left(module, program, result if elsewhere is None else zero_elsewhere(result, elsewhere))
+            return self._left(program, result if elsewhere is None else zero_elsewhere(result, elsewhere))
         unsee(module)
         if self.output is not None:
             result = in_layout(result, self.mesh, self.output, self.output, async_op=True)
@@ -181,8 +182,8 @@ class Layer:
             return None
         if recipe.looks_up and not is_plain_table(module, given["weight"]):
             return None
-        names = tuple(name for name in given if name != recipe.added)
-        targets = [given[name] for name in names]
+        names = tuple(given)
+        targets = [target_of(given[n], mesh, recipe.inside.get(n, recipe.parameters[n])) for n in names]
         gradients = [target_of(given[n], mesh, recipe.gradients.get(n, recipe.parameters[n])) for n in names]
         if entered is not None:
             targets.append(target_of(entered, mesh, recipe.input))
@@ -214,11 +215,9 @@ class Layer:
         module.__dict__[_RUNNING] = (program, own, elsewhere)
         for name, local in zip(program.names, found, strict=False):
             parameters[name] = local  # pyright: ignore[reportArgumentType]
-        if self.recipe.added is not None:
-            parameters[self.recipe.added] = None
         return inside
 
-    def _left(self, module: nn.Module, program: Program, result: torch.Tensor) -> Any:
+    def _left(self, program: Program, result: torch.Tensor) -> Any:
         """What has been computed on locals, in the layout that was asked for."""
         key = (program.size, result.shape, result.stride(), result.dtype)
         specs = self.results.get(key)
@@ -226,13 +225,7 @@ class Layer:
             if len(self.results) >= MAX_KEPT:
                 self.results.clear()
             specs = self.results[key] = self._specs_of_result(result, program.size)
-        added = None if self.recipe.added is None else module._parameters.get(self.recipe.added)
-        if added is None:
-            return from_layer(result, *specs, to_local=self.to_local)
-        total = from_layer(result, *specs, to_local=False) + added
-        if self.output is not None:
-            total = in_layout(total, self.mesh, self.output, self.output)
-        return local_of(total, self.mesh) if self.to_local else total
+        return from_layer(result, *specs, to_local=self.to_local)
 
     def _specs_of_result(self, result: torch.Tensor, size: int | None) -> tuple[DTensorSpec, DTensorSpec]:
         """How a result lies as it is computed, and as it was asked for."""

@@ -54,6 +54,7 @@ class ManagedParameter:
         self.stored = self._store(parameter)
         self._given = parameter
         self.whole: torch.Tensor | None = None  # the memory of the leaves
+        self.storages: list[tuple[torch.UntypedStorage, int, torch.Tensor]] = []  # those that come and go, how large
         self.leaves: dict[DeviceMesh | None, nn.Parameter] = {}
 
     @property
@@ -130,10 +131,17 @@ class ManagedParameter:
                 mesh,
                 lambda coordinate: torch.empty(self.slot.whole_shape(coordinate), dtype=dtype, device=device),
             )
+            tensors = [tensor for _, tensor in fabric_of(mesh).parts(mesh, self.whole)]
+            self.storages = [(t.untyped_storage(), t.numel() * t.element_size(), t) for t in tensors]
             self.leaves.clear()
 
-    def leaf(self, compute_mesh: DeviceMesh | None, on_gradient: Callable[[], None]) -> nn.Parameter:
-        """The leaf that computes: on `compute_mesh`, or with None as the parameter was before it was stored."""
+    def leaf(
+        self, compute_mesh: DeviceMesh | None, came: Callable[[DeviceMesh | None, int], None], index: int
+    ) -> nn.Parameter:
+        """The leaf that computes: on `compute_mesh`, or with None as the parameter was before it was stored.
+
+        `came(compute_mesh, index)` is called when it has got a gradient.
+        """
         found = self.leaves.get(compute_mesh)
         if found is None:
             found = self._make_leaf(compute_mesh)
@@ -141,7 +149,7 @@ class ManagedParameter:
         if found.requires_grad is not self.stored.requires_grad:
             found.requires_grad_(self.stored.requires_grad)
         if found.requires_grad and not found._post_accumulate_grad_hooks:  # pyright: ignore[reportAttributeAccessIssue]
-            found.register_post_accumulate_grad_hook(lambda _: on_gradient())
+            found.register_post_accumulate_grad_hook(lambda _: came(compute_mesh, index))
         return found
 
     def _make_leaf(self, compute_mesh: DeviceMesh | None) -> nn.Parameter:

@@ -18,11 +18,12 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.parallel.engine import STATE, ModuleState, owned_parameters, states_under, subclass_with
+from shardwise.parallel.engine import ModuleState
 from shardwise.parallel.flat import FlatLayout
 from shardwise.parallel.group import ParameterGroup, by_dtype
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
+from shardwise.parallel.tree import STATE, owned_parameters, states_under, subclass_with
 from shardwise.tensor import _make
 
 __all__ = ["ReplicateModule", "replicate"]

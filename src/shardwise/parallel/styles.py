@@ -136,7 +136,7 @@ class RowwiseParallel(_LayerStyle):
             input=Shard(-1),
             result=Partial(),
             features=("weight", 1),
-            added="bias",
+            inside={"bias": Partial()},
             exact=(nn.Linear.forward,),
         ),
         nn.Embedding: Recipe(
