@@ -169,6 +169,19 @@ def test_moves_that_were_asked_for(mesh: sw.DeviceMesh) -> None:
     assert {record.where.function for record in report.records} == {"test_moves_that_were_asked_for"}
 
 
+def test_routes_have_their_local_steps_too() -> None:
+    two = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = put(torch.randn(8, 8), two, S0, R)
+    with sw.explain() as report:
+        x.redistribute(placements=[R, S0])
+    (record,) = report.records
+    (route,) = record.routes
+    assert (str(route.source), route.target.layout) == ("f32[8,8] dp:S0 tp:R", "dp:R tp:S0")
+    (shown,) = report.to_json()["records"][0]["routes"]
+    assert [step["words"] for step in shown["steps"]] == [step.describe() for step in route.steps]
+    assert sum(step["received_bytes"] for step in shown["steps"]) == record.received
+
+
 def test_the_way_back_of_a_redistribute_is_recorded(mesh: sw.DeviceMesh) -> None:
     x = put(torch.randn(8, 4), mesh, S0).requires_grad_()
     with sw.explain() as report:

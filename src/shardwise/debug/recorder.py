@@ -259,14 +259,14 @@ def _remember_node(state: _State, record: Record) -> None:
 
 def _routed(route: Route) -> None:
     """Its collectives belong to the innermost record; outside of all, as in the backward of a move, to a new one."""
-    _moved(moves_of_route(route), "redistribute", route.source, route.target)
+    _moved(moves_of_route(route), "redistribute", route.source, route.target).routes.append(route)
 
 
 def _scattered(spec: DTensorSpec) -> None:
     _moved((scatter_move(spec),), "distribute_tensor", None, spec)
 
 
-def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, target: DTensorSpec) -> None:
+def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, target: DTensorSpec) -> Record:
     state = _state
     running = state.open
     if running:
@@ -281,3 +281,4 @@ def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, targe
         record.moves.append(move)
         for outer in running[:-1]:
             outer.received_inside += move.received
+    return record
