@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.api import distribute_tensor
+from typing import TYPE_CHECKING, Any
+
+from shardwise import checkpoint, debug, parallel
+from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
@@ -10,12 +13,15 @@ from shardwise.debug.explain import explain
 from shardwise.debug.guards import check_lock, comm_budget
 from shardwise.errors import (
     AgreementError,
+    CheckpointError,
+    CheckpointMismatchError,
     CommunicationError,
     ImplicitCommunicationError,
     LayoutError,
     MemoryBoundError,
     MeshError,
     NotationError,
+    ParityError,
     PlainTensorError,
     RuleError,
     ShardwiseError,
@@ -28,21 +34,28 @@ from shardwise.fabric.world import init_device_mesh, virtual
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.interop import from_torch, to_torch
 from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
+from shardwise.parallel import fully_shard, replicate
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.tensor import DTensor, cache_info
 
+if TYPE_CHECKING:
+    from shardwise.debug import Drawing, draw, parity
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "CommunicationError",
     "CostModel",
     "DTensor",
     "DTensorRedistributePlanner",
     "DTensorSpec",
     "DeviceMesh",
+    "Drawing",
     "DryRun",
     "ImplicitCommunicationError",
     "LayoutError",
@@ -52,6 +65,7 @@ __all__ = [
     "MeshError",
     "NotationError",
     "OffsetBasedRNGTracker",
+    "ParityError",
     "Partial",
     "Placement",
     "PlainTensorError",
@@ -72,24 +86,31 @@ __all__ = [
     "cache_info",
     "check_lock",
     "check_rule",
+    "checkpoint",
     "comm_budget",
     "current_cost_model",
+    "distribute_module",
     "distribute_tensor",
+    "draw",
     "dry_run",
     "empty",
     "explain",
     "from_torch",
     "full",
+    "fully_shard",
     "implicit_replication",
     "init_device_mesh",
     "local_map",
     "manual_seed",
     "ones",
+    "parallel",
+    "parity",
     "rand",
     "randint",
     "randn",
     "randperm",
     "register_sharding",
+    "replicate",
     "set_cost_model",
     "strict",
     "to_torch",
@@ -97,3 +118,10 @@ __all__ = [
     "virtual",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What `debug` loads when it is first asked for."""
+    if name in debug.LAZY and name in __all__:
+        return getattr(debug, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

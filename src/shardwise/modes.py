@@ -6,6 +6,7 @@ Plain process-wide state, so that it holds in backward, which runs on other thre
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import sys
@@ -171,9 +172,9 @@ def made_by_torch(tensor: torch.Tensor) -> bool:
         frame = frame.f_back
     if outermost is None:
         return False
-    code = outermost.f_code
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
-    given = [outermost.f_locals.get(name) for name in code.co_varnames[:count]]
+    arguments = inspect.getargvalues(outermost)
+    named = [*arguments.args, *filter(None, (arguments.varargs, arguments.keywords))]
+    given = [arguments.locals.get(name) for name in named]
     return not any(map(_holds_plain, tree_leaves(given, is_leaf=lambda leaf: isinstance(leaf, torch.nn.Module))))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -18,10 +18,10 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.dispatch import CacheInfo, OpDispatcher
-from shardwise.errors import AgreementError, LayoutError, ShardwiseError
+from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
@@ -41,6 +41,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the gradient of a tensor of this spec lies."""
     if not spec.partial_axes:
@@ -68,6 +69,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
     _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
+    _settled: Any = None  # what it came to, where it is Partial and has been reduced
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -100,6 +102,10 @@ class DTensor(torch.Tensor):
                 kind = args[1].__class__  # no variable for the argument itself: who holds it tells whose it is
                 if kind is DTensor:
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
+                    if run is not None:
+                        return run(args, kwargs)
+                elif kind is float:  # by its type alone: where a rule reads the number, there is no such key
+                    run = _cache.get((id(func), args[0]._spec, float))
                     if run is not None:
                         return run(args, kwargs)
                 elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
@@ -205,8 +211,8 @@ class DTensor(torch.Tensor):
             if shape is None and shard_order is None and mesh.fabric != "virtual":
                 _local_specs.keep(key, spec)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
-            return _FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements))
-        return _make(spec, local_tensor)
+            return entered(_FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements)))
+        return entered(_make(spec, local_tensor))
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """This rank's part, as autograd sees it.
@@ -316,8 +322,8 @@ class DTensor(torch.Tensor):
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
 
     def _kept_attributes(self) -> dict[str, Any]:
-        """What users and nn.Parameter have set on it; how a view came about does not outlive the process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_copied_view"}
+        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -383,6 +389,55 @@ def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attrib
 torch.serialization.add_safe_globals(
     [_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, Shard, StridedShard, Replicate, Partial, MaskPartial]
 )
+
+
+# ---------------------------------------------------------------- watching
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Whoever looks at all that happens to DTensors."""
+
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
+        """An operator is called: `run(op, args, kwargs)` carries it out."""
+        ...
+
+    def moved(self, source: DTensor, result: DTensor) -> None:
+        """A DTensor was laid out otherwise."""
+        ...
+
+    def entered(self, tensor: DTensor) -> None:
+        """A DTensor was made of what is no DTensor."""
+        ...
+
+
+_watcher: Watcher | None = None
+_ordinary = DTensor.__dict__["__torch_dispatch__"]
+
+
+def _watched_dispatch(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    if _watcher is None:  # it has gone since, while another thread came here
+        return _dispatcher.dispatch(func, args, kwargs or _NO_KWARGS)
+    return _watcher.operator(func, args, kwargs or _NO_KWARGS, _dispatcher.dispatch)
+
+
+def watch(watcher: Watcher | None) -> None:
+    """From now on let `watcher` look, in every thread; None: nobody. Operators pay nothing while nobody does."""
+    global _watcher
+    if watcher is not None and _watcher is not None:
+        raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
+    _watcher = watcher
+    dispatch: Any = _ordinary if watcher is None else classmethod(_watched_dispatch)
+    DTensor.__torch_dispatch__ = dispatch
+
+
+def entered(tensor: DTensor) -> DTensor:
+    """`tensor`, of which whoever watches is told that it was made of what is no DTensor."""
+    if _watcher is not None:
+        _watcher.entered(tensor)
+    return tensor
 
 
 # ---------------------------------------------------------------- checks of from_local
@@ -502,10 +557,14 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
         modes.check_decomposing(bound.route)
     meta = source.tensor_meta.dense()
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
-        return _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
-    if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
+        made = _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
+    elif async_op and bound.communicates and fabric_of(source.mesh).asynchronous and _watcher is None:
         return _pending(tensor._local_tensor, bound, target)
-    return _make(target, bound.run(tensor._local_tensor))
+    else:
+        made = _make(target, bound.run(tensor._local_tensor))
+    if _watcher is not None:
+        _watcher.moved(tensor, made)
+    return made
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
@@ -611,6 +670,10 @@ def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Te
         return gradient * chosen / _summed(chosen, spec)
     if "product" in ops:
         return gradient * _product_of_others(part, spec)
+    order = norm_order(next(iter(ops)))
+    if order is not None:
+        norm = bound_route(spec, spec.reduced()).run(part)
+        return torch.where(norm == 0, torch.zeros_like(norm), gradient * (part / norm).pow(order - 1))
     return gradient
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import shardwise
-from shardwise.cli import demo, explain, plan
+from shardwise.cli import checkpoint, demo, draw, explain, plan
 from shardwise.cli.command import Command
 from shardwise.errors import ShardwiseError
 
@@ -20,6 +20,8 @@ __all__ = ["COMMANDS", "main", "make_parser"]
 COMMANDS: dict[str, Command] = {
     "plan": plan.COMMAND,
     "explain": explain.COMMAND,
+    "draw": draw.COMMAND,
+    "checkpoint": checkpoint.COMMAND,
     "demo": demo.COMMAND,
 }
 
@@ -49,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line, made from `COMMANDS`."""
-    parser = argparse.ArgumentParser(prog="shardwise", description="Distributed tensors for PyTorch: plans and a tour.")
+    parser = argparse.ArgumentParser(
+        prog="shardwise", description="Distributed tensors for PyTorch: plans, pictures and a tour."
+    )
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():

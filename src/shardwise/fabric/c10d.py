@@ -5,7 +5,9 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import MeshError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
+from shardwise.fabric.agreement import CheckedGroup, RankCheck
+from shardwise.fabric.base import BoundStep, Fabric, check_source, device_of, on_new_world, register
 from shardwise.fabric.collectives import (
     Line,
     Start,
@@ -50,6 +53,10 @@ class C10dFabric(Fabric):
         self._groups: dict[tuple[int, ...], Any] = {}
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
+        self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
+        self._checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
+        self._check: RankCheck | None = None
+        self._checked = 0  # how often it was begun, on every rank alike
 
     # ---------------------------------------------------------------- who am I
 
@@ -61,10 +68,11 @@ class C10dFabric(Fabric):
                 "no process group is up, so this process has no rank",
                 hint="start the program with torchrun, or call torch.distributed.init_process_group first",
             )
-        self._world, self._rank = dist.group.WORLD, dist.get_rank()
-        self._groups.clear()  # they are gone with the former world
-        self._lines.clear()
-        self._coordinates.clear()
+        former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
+        if former is not None:
+            for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+                forget()
+        self.check_ranks(self._checks, self._interval)
         return self._rank
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
@@ -94,7 +102,7 @@ class C10dFabric(Fabric):
             self._lines[mesh, axes] = found
         return found
 
-    def group_of(self, ranks: Sequence[int]) -> Any:
+    def group_of(self, ranks: Sequence[int], use: str = "a program's own use") -> Any:
         """The process group of these ranks; made on first use, by its members alone."""
         self.rank()  # forgets the groups of a former world
         key = tuple(sorted(ranks))
@@ -102,10 +110,40 @@ class C10dFabric(Fabric):
         if found is None:
             if key == tuple(range(dist.get_world_size())):
                 found = dist.group.WORLD
+            elif self._check is not None:
+                found = self._check.run(lambda: _new_group(key), key, f"a group is made for {use}")
             else:
                 found = _new_group(key)
             self._groups[key] = found
         return found
+
+    def check_ranks(self, on: bool, interval: float) -> None:
+        """Compare the collectives that ranks issue, or no longer. Routes that are bound stay as they are."""
+        self._checks, self._interval = on, interval
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+        if on and dist.is_initialized() and dist.get_backend() != "fake":
+            self._checked += 1
+            prefix = f"shardwise_check_{self._checked}"
+            store = dist.PrefixStore(prefix, distributed_c10d._get_default_store().clone())
+            self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), interval, self._leave_groups)
+
+    def _leave_groups(self) -> None:
+        """Let the process end although collectives are in flight: groups wait for these when they are taken down."""
+        for group in (dist.group.WORLD, *self._groups.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # so they are never taken down
+
+    def _carrier(self, ranks: Sequence[int], step: Step) -> Any:
+        """What carries a step among these ranks out: their group, which tells the others where that is asked for."""
+        if self._check is None:
+            return self.group_of(ranks)
+        text = f"{step.describe()} of {step.before}"
+        return CheckedGroup(self._check, self.group_of(ranks, text), tuple(sorted(ranks)), text)
+
+    def _together(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
+        """What ranks do together outside of steps."""
+        return function() if self._check is None else self._check.run(function, tuple(sorted(ranks)), text)
 
     def adopt(self, group: Any) -> None:
         """Use an existing process group for its ranks instead of making one."""
@@ -113,6 +151,10 @@ class C10dFabric(Fabric):
         self._groups.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
 
     # ---------------------------------------------------------------- values of this rank
+
+    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
+        coordinate = self.coordinate(mesh)
+        return [] if coordinate is None else [coordinate]
 
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         coordinate = self.coordinate(mesh)
@@ -123,8 +165,7 @@ class C10dFabric(Fabric):
         return locals_[0] if coordinate is None else fn(coordinate, *locals_)
 
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
-        coordinate = self.coordinate(mesh)
-        return [] if coordinate is None else [(coordinate, local)]
+        return [(coordinate, local) for coordinate in self.coordinates(mesh)]
 
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
@@ -134,24 +175,22 @@ class C10dFabric(Fabric):
             return self.build(mesh, blocks)
         ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
         group = self.group_of(ranks)
-        if not 0 <= source < len(ranks):
-            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(ranks) - 1}")
+        check_source(mesh, source)
         own = blocks(coordinate).contiguous()
         sender = ranks[source]
         if len(ranks) == 1:
             return own
+        text = f"scatter from rank {sender} over {mesh}"
         if self.rank() == sender:
             others = [
                 (rank, blocks(at).contiguous()) for rank, at in zip(ranks, coordinates, strict=True) if rank != sender
             ]
             sends = [dist.P2POp(dist.isend, as_carried(block), rank, group) for rank, block in others if block.numel()]
-            for work in dist.batch_isend_irecv(sends) if sends else ():
-                work.wait()
+            self._together(ranks, text, lambda: _finish(sends))
             return own
         received = torch.empty_like(own)
-        if received.numel():
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, as_carried(received), sender, group)]):
-                work.wait()
+        receives = [dist.P2POp(dist.irecv, as_carried(received), sender, group)] if received.numel() else []
+        self._together(ranks, text, lambda: _finish(receives))
         return received
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
@@ -161,7 +200,8 @@ class C10dFabric(Fabric):
         if dist.get_backend(group) == "fake":  # where nobody else is there to answer
             return [facts] * mesh.size()
         said: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(said, facts, group=group)
+        ranks = self._line(mesh, tuple(range(mesh.ndim))).ranks
+        self._together(ranks, "ranks compare", lambda: dist.all_gather_object(said, facts, group=group))
         return said
 
     # ---------------------------------------------------------------- steps
@@ -191,7 +231,8 @@ class C10dFabric(Fabric):
         coordinate = self.coordinate(step.before.mesh)
         if coordinate is None:
             return lambda local: lambda: local
-        line, group = self._line(step.before.mesh, step.axes), self.group(step.before.mesh, step.axes)
+        line = self._line(step.before.mesh, step.axes)
+        group = self._carrier(line.ranks, step)
         match step:
             case AllGather():
                 return all_gather(step, line, group, coordinate)
@@ -228,7 +269,13 @@ class C10dFabric(Fabric):
             return lambda local: lambda: local
         me = ranks.index(self.rank())
         moved = traffic(before, after, ranks, me, having, wanting)
-        return exchange(step, self.group_of(ranks), me, moved, having[me], wanting[me])
+        return exchange(step, self._carrier(ranks, step), me, moved, having[me], wanting[me])
+
+
+def _finish(operations: list[dist.P2POp]) -> None:
+    """Send and receive."""
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
 
 
 def _is_product(step: AllReduce | ReduceScatter) -> bool:
@@ -253,13 +300,6 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this process uses for a mesh."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
 
 
 def _of_this_world(make: Callable[[], Callable[[torch.Tensor], T]]) -> Callable[[torch.Tensor], T]:

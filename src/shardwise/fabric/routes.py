@@ -84,6 +84,11 @@ def scatter(spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor]
     return fabric_of(spec.mesh).scatter(spec.mesh, blocks, source)
 
 
+def forget_routes() -> None:
+    """Drop every bound route: fabrics bind otherwise from now on."""
+    _bound.clear()
+
+
 def cached_routes() -> int:
     """How many routes are kept bound."""
     return len(_bound)

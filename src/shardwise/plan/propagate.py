@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.rules.notation import Factors, Row, candidates
@@ -240,6 +240,8 @@ def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
     """Bytes that a rank receives when one axis of an operand changes."""
+    if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want:
+        return math.inf  # a norm has no sign, so that nothing else can be seen as one
     if (
         n == 1
         or have is want
