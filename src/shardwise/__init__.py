@@ -9,8 +9,6 @@ from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
-from shardwise.debug.explain import explain
-from shardwise.debug.guards import check_lock, comm_budget
 from shardwise.errors import (
     AgreementError,
     CheckpointError,
@@ -41,7 +39,7 @@ from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
-    from shardwise.debug import Drawing, draw, parity
+    from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
 
 __version__ = "0.1.0"
 

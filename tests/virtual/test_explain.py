@@ -145,6 +145,23 @@ def test_reports_nest(mesh: sw.DeviceMesh) -> None:
     assert inner.to_json()["records"][0]["index"] == 0
 
 
+def test_it_goes_together_with_parity(mesh: sw.DeviceMesh) -> None:
+    x = put(torch.randn(4, 4), mesh, S0)
+    ordinary = DTensor.__dict__["__torch_dispatch__"]
+    with sw.explain() as around:
+        with sw.parity() as found:
+            _ = x + x
+        _ = x * x
+    with sw.parity() as other:
+        with sw.explain() as inside:
+            _ = x - x
+        _ = x / 2
+    assert names(around) == ["aten.add.Tensor", "aten.mul.Tensor"]
+    assert names(inside) == ["aten.sub.Tensor"]
+    assert (sum(found.counts.values()), sum(other.counts.values())) == (1, 2)
+    assert DTensor.__dict__["__torch_dispatch__"] is ordinary
+
+
 def test_moves_that_were_asked_for(mesh: sw.DeviceMesh) -> None:
     with sw.explain() as report:
         x = sw.distribute_tensor(torch.randn(8, 4), mesh, [S0])
