@@ -109,8 +109,8 @@ def local_part(model: Blocks) -> Blocks:
     for name, layer in local.named_modules():
         kind = name.rpartition(".")[2]
         if kind in COLUMNS + ROWS:
-            weight = layer.weight  # pyright: ignore[reportAttributeAccessIssue]
-            layer.weight = nn.Parameter(weight.detach().chunk(WORLD, int(kind in ROWS))[0].clone())
+            weight: Any = layer.weight
+            layer.register_parameter("weight", nn.Parameter(weight.detach().chunk(WORLD, int(kind in ROWS))[0].clone()))
     return local
 
 

@@ -190,7 +190,7 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="A transformer on one device and under a plan, side by side.")
     parser.add_argument("--plan", choices=PLANS, default="tp")
     parser.add_argument("--mesh", type=int, nargs="+", help="sizes of dp (left out: 1) and tp; all ranks by default")
     parser.add_argument("--steps", type=int, default=10)

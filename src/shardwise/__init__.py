@@ -1,10 +1,10 @@
-"""Shardwise: a distributed tensor library for PyTorch. The public names, nothing else."""
+"""Shardwise: a distributed tensor library for PyTorch. The public names; the larger parts are loaded when asked for."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise import checkpoint, debug, parallel
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -32,14 +32,15 @@ from shardwise.fabric.world import init_device_mesh, virtual
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.interop import from_torch, to_torch
 from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
-from shardwise.parallel import fully_shard, replicate
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
+    from shardwise import checkpoint, debug, parallel
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
+    from shardwise.parallel import fully_shard, replicate
 
 __version__ = "0.1.0"
 
@@ -87,6 +88,7 @@ __all__ = [
     "checkpoint",
     "comm_budget",
     "current_cost_model",
+    "debug",
     "distribute_module",
     "distribute_tensor",
     "draw",
@@ -118,8 +120,30 @@ __all__ = [
 ]
 
 
+_PACKAGES = ("checkpoint", "debug", "parallel")
+_DCP = "shardwise.checkpoint.dcp"
+_LATER = {
+    **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
+    **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    """What `debug` loads when it is first asked for."""
-    if name in debug.LAZY and name in __all__:
-        return getattr(debug, name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"shardwise.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(f"shardwise.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _by_dcp(name: str) -> Any:
+    """A method of DTensor by which torch.distributed.checkpoint asks for its parts."""
+    return lambda *args: getattr(importlib.import_module(_DCP), name)(*args)
+
+
+for _method, _function in (
+    ("__create_write_items__", "write_items"),
+    ("__create_chunk_list__", "chunk_list"),
+    ("__get_tensor_shard__", "tensor_shard"),
+):
+    setattr(DTensor, _method, _by_dcp(_function))

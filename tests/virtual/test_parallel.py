@@ -573,7 +573,7 @@ def test_distribute_module() -> None:
             weight = sw.distribute_tensor(module.weight.detach(), given, [R, S0])
             module.register_parameter("weight", nn.Parameter(weight))
 
-    spread = sw.distribute_module(
+    spread: Any = sw.distribute_module(
         copy.deepcopy(one), mesh, partition,
         lambda module, inputs, mesh: sw.distribute_tensor(inputs[0], mesh, [S0, R]),
         lambda module, output, mesh: output.full_tensor(),

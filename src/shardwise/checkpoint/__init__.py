@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.checkpoint import dcp  # noqa: F401  # makes DTensors known to torch.distributed.checkpoint
 from shardwise.checkpoint.background import Saving
 from shardwise.checkpoint.mapping import Fused
 from shardwise.checkpoint.reading import Loaded, load, read

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on our DTensors: the three methods of its protocol, set on the class on import.
+"""torch.distributed.checkpoint on our DTensors: the three methods of its protocol.
 
 A local is one chunk to it, or several where it is strided; on virtual ranks all of them are in this process. Its
 classes are loaded when it first asks.
@@ -71,9 +71,3 @@ def tensor_shard(self: DTensor, index: Any) -> torch.Tensor:
         if offset in (None, box.offset):
             return local
     raise CheckpointError(f"{index.fqn}: no part of {self.spec} in this process begins at {offset}")
-
-
-_methods: Any = DTensor
-_methods.__create_write_items__ = write_items
-_methods.__create_chunk_list__ = chunk_list
-_methods.__get_tensor_shard__ = tensor_shard
