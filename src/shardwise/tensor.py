@@ -429,7 +429,31 @@ def watch(watcher: Watcher | None) -> None:
     if watcher is not None and _watcher is not None:
         raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
     _watcher = watcher
-    dispatch: Any = _ordinary if watcher is None else classmethod(_watched_dispatch)
+    _put_dispatch()
+
+
+_recorder: Callable[..., Any] | None = None
+
+
+def record(recorder: Callable[..., Any] | None) -> None:
+    """From now on operators go to `recorder(cls, func, types, args, kwargs)`, in every thread; None: as they did.
+
+    It stands before whoever watches, and runs them by `unrecorded`.
+    """
+    global _recorder
+    _recorder = recorder
+    _put_dispatch()
+
+
+def unrecorded(func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    """Run an operator as if nobody recorded."""
+    below = _ordinary.__func__ if _watcher is None else _watched_dispatch
+    return below(DTensor, func, types, args, kwargs)
+
+
+def _put_dispatch() -> None:
+    above = _recorder or (None if _watcher is None else _watched_dispatch)
+    dispatch: Any = _ordinary if above is None else classmethod(above)
     DTensor.__torch_dispatch__ = dispatch
 
 

@@ -145,6 +145,23 @@ def test_reports_nest(mesh: sw.DeviceMesh) -> None:
     assert inner.to_json()["records"][0]["index"] == 0
 
 
+def test_it_goes_together_with_parity(mesh: sw.DeviceMesh) -> None:
+    x = put(torch.randn(4, 4), mesh, S0)
+    ordinary = DTensor.__dict__["__torch_dispatch__"]
+    with sw.explain() as around:
+        with sw.parity() as found:
+            _ = x + x
+        _ = x * x
+    with sw.parity() as other:
+        with sw.explain() as inside:
+            _ = x - x
+        _ = x / 2
+    assert names(around) == ["aten.add.Tensor", "aten.mul.Tensor"]
+    assert names(inside) == ["aten.sub.Tensor"]
+    assert (sum(found.counts.values()), sum(other.counts.values())) == (1, 2)
+    assert DTensor.__dict__["__torch_dispatch__"] is ordinary
+
+
 def test_moves_that_were_asked_for(mesh: sw.DeviceMesh) -> None:
     with sw.explain() as report:
         x = sw.distribute_tensor(torch.randn(8, 4), mesh, [S0])
@@ -167,6 +184,19 @@ def test_moves_that_were_asked_for(mesh: sw.DeviceMesh) -> None:
     assert report.records[1].received == 3 / 4 * 2 * 4 * 4
     assert report.records[2].received == 3 * 8 * 4
     assert {record.where.function for record in report.records} == {"test_moves_that_were_asked_for"}
+
+
+def test_routes_have_their_local_steps_too() -> None:
+    two = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = put(torch.randn(8, 8), two, S0, R)
+    with sw.explain() as report:
+        x.redistribute(placements=[R, S0])
+    (record,) = report.records
+    (route,) = record.routes
+    assert (str(route.source), route.target.layout) == ("f32[8,8] dp:S0 tp:R", "dp:R tp:S0")
+    (shown,) = report.to_json()["records"][0]["routes"]
+    assert [step["words"] for step in shown["steps"]] == [step.describe() for step in route.steps]
+    assert sum(step["received_bytes"] for step in shown["steps"]) == record.received
 
 
 def test_the_way_back_of_a_redistribute_is_recorded(mesh: sw.DeviceMesh) -> None:

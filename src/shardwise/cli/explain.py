@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from shardwise.cli.command import Command
-from shardwise.debug.explain import explain
+from shardwise.debug.explaining import explain
 from shardwise.debug.report import Report
 from shardwise.errors import LayoutError
 from shardwise.fabric.world import virtual

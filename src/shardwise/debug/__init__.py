@@ -8,17 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise.debug.comm import CommDebugMode
-from shardwise.debug.explain import explain
-from shardwise.debug.guards import Budget, check_lock, comm_budget
-from shardwise.debug.report import Report
-from shardwise.debug.summary import Total
-
 if TYPE_CHECKING:
     from shardwise.debug.agreement import check_ranks
+    from shardwise.debug.comm import CommDebugMode
     from shardwise.debug.compare import parity
     from shardwise.debug.drawing import Drawing, draw
+    from shardwise.debug.explaining import explain
+    from shardwise.debug.guards import Budget, check_lock, comm_budget
     from shardwise.debug.parity_report import Difference, ParityReport
+    from shardwise.debug.report import Report
+    from shardwise.debug.summary import Total
     from shardwise.debug.visualize import visualize_sharding
 
 __all__ = [
@@ -27,11 +26,18 @@ __all__ = [
 ]  # fmt: skip
 
 LAZY = {
+    "Budget": "guards",
+    "CommDebugMode": "comm",
     "Difference": "parity_report",
     "Drawing": "drawing",
     "ParityReport": "parity_report",
+    "Report": "report",
+    "Total": "summary",
+    "check_lock": "guards",
     "check_ranks": "agreement",
+    "comm_budget": "guards",
     "draw": "drawing",
+    "explain": "explaining",
     "parity": "compare",
     "visualize_sharding": "visualize",
 }

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from shardwise.debug.explain import explain
+from shardwise.debug.explaining import explain
 from shardwise.debug.lock import compare
 from shardwise.debug.recorder import Listener, listen, unlisten
 from shardwise.debug.records import Move, Record

@@ -26,7 +26,8 @@ from shardwise.fabric import routes
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route
 from shardwise.schema import op_info, tensor_slots
-from shardwise.tensor import DTensor, _dispatcher
+from shardwise.tensor import DTensor, _dispatcher, unrecorded
+from shardwise.tensor import record as record_operators
 
 __all__ = ["Listener", "listen", "modules", "unlisten"]
 
@@ -91,8 +92,8 @@ def _switch_on() -> None:
     global _state
     _state = _State()
     assert _state.open == []
-    _originals.update({name: DTensor.__dict__[name] for name in ("__torch_dispatch__", *EXPLICIT)})
-    DTensor.__torch_dispatch__ = classmethod(_dispatch)  # pyright: ignore[reportAttributeAccessIssue]
+    record_operators(_dispatch)
+    _originals.update({name: DTensor.__dict__[name] for name in EXPLICIT})
     for name in EXPLICIT:
         recording = _explicit(name, _originals[name])
         setattr(DTensor, name, staticmethod(recording) if name == "from_local" else recording)
@@ -103,6 +104,7 @@ def _switch_on() -> None:
 
 def _switch_off() -> None:
     global _state
+    record_operators(None)
     for name, original in _originals.items():
         setattr(DTensor, name, original)
     routes.observers.remove(_routed)
@@ -118,12 +120,12 @@ def _dispatch(
     cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     if _is_traced():
-        return _originals["__torch_dispatch__"].__func__(cls, func, types, args, kwargs)
+        return unrecorded(func, types, args, kwargs)
     state = _state
     record = _begin(state, str(func), "operator", *_described(state, func, args, kwargs or {}))
     record.directly = modes.is_decomposing(func)
     _remember_node(state, record)
-    return _run(state, record, lambda: _originals["__torch_dispatch__"].__func__(cls, func, types, args, kwargs))
+    return _run(state, record, lambda: unrecorded(func, types, args, kwargs))
 
 
 def _is_traced() -> bool:
@@ -259,14 +261,15 @@ def _remember_node(state: _State, record: Record) -> None:
 
 def _routed(route: Route) -> None:
     """Its collectives belong to the innermost record; outside of all, as in the backward of a move, to a new one."""
-    _moved(moves_of_route(route), "redistribute", route.source, route.target)
+    if not _is_traced():
+        _moved(moves_of_route(route), "redistribute", route.source, route.target).routes.append(route)
 
 
 def _scattered(spec: DTensorSpec) -> None:
     _moved((scatter_move(spec),), "distribute_tensor", None, spec)
 
 
-def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, target: DTensorSpec) -> None:
+def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, target: DTensorSpec) -> Record:
     state = _state
     running = state.open
     if running:
@@ -281,3 +284,4 @@ def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, targe
         record.moves.append(move)
         for outer in running[:-1]:
             outer.received_inside += move.received
+    return record

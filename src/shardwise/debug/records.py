@@ -130,6 +130,7 @@ class Record:
     directly: bool = False  # inside its own decomposition
     outputs: tuple[DTensorSpec, ...] = ()
     moves: list[Move] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)  # which the moves are of, with the local steps between them
     children: list[int] = field(default_factory=list)
     received_inside: float = 0.0  # by those that it is computed from
     error: str = ""

@@ -10,6 +10,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.debug.records import Move, Operand, Record
 from shardwise.debug.summary import Summary, Total
 from shardwise.plan.alternatives import Candidate, Change
+from shardwise.plan.route import Route
 
 __all__ = ["as_json"]
 
@@ -73,6 +74,7 @@ def _record(report: Summary, record: Record, places: dict[int, int]) -> dict[str
         "way": record.way,
         "rule": record.rule,
         "moves": [_move(move) for move in record.moves],
+        "routes": [_route(route) for route in record.routes],
         "received_bytes": record.received,
         "received_inside_bytes": record.received_inside,
         "seconds": record.seconds,
@@ -111,6 +113,20 @@ def _move(move: Move) -> dict[str, Any]:
         "received_bytes": move.received,
         "seconds": move.seconds,
     }
+
+
+def _route(route: Route) -> dict[str, Any]:
+    """A whole route, the steps that move nothing included."""
+    steps = [
+        {
+            "words": step.describe(),
+            "layout": step.after.layout,
+            "received_bytes": cost.received,
+            "seconds": cost.seconds,
+        }
+        for step, cost in zip(route.steps, route.costs, strict=True)
+    ]
+    return {"before": str(route.source), "after": route.target.layout, "steps": steps}
 
 
 def _change(record: Record, change: Change) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,8 @@ from shardwise.text import human_bytes, human_seconds, slim_table
 __all__ = ["renderables", "table"]
 
 MOST_ADVICE = 5
+MOST_LINES = 60
+MOST_SUMS = 12
 
 
 def table(report: Summary, *, width: int, color: bool) -> str:
@@ -58,21 +62,32 @@ def renderables(report: Summary) -> Iterator[Any]:
 
 @dataclass
 class _Row:
-    """Records of one line that moved the same: their number, and one of them."""
+    """Records of one line that moved the same, in one module or in several of a list: their number, and one of them."""
 
     record: Record
     moves: tuple[Move, ...]
+    modules: set[str] = field(default_factory=set)
     count: int = 0
-    received: float = field(default=0.0)
+    received: float = 0.0
+
+    @property
+    def module(self) -> str:
+        """The module; of several that are alike, `layers.*.up`."""
+        return next(iter(self.modules)) if len(self.modules) == 1 else _alike(self.record.module)
+
+
+def _alike(module: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
 
 
 def _rows(report: Summary) -> list[_Row]:
     rows: dict[Any, _Row] = {}
     for record in report.records:
         if record.moves:
-            words = tuple((move.collective, move.axis, move.before, move.after) for move in record.moves)
-            key = (record.phase, record.where, record.module, record.name, words)
+            moved = tuple((move.collective, move.axis, move.before, move.after) for move in record.moves)
+            key = (record.phase, record.where, _alike(record.module), report.operator(record), moved)
             row = rows.setdefault(key, _Row(record, tuple(record.moves)))
+            row.modules.add(record.module)
             row.count += 1
             row.received += record.received
     return list(rows.values())
@@ -83,22 +98,28 @@ def _lines_table(report: Summary) -> Any:
 
     made = slim_table(expand=True)
     made.add_column("line", max_width=18, overflow="fold")
-    made.add_column("module", overflow="fold", ratio=1)
-    made.add_column("operator", max_width=16, overflow="fold")
-    made.add_column("moved", max_width=24)
+    made.add_column("module", min_width=11, overflow="fold", ratio=1)
+    made.add_column("operator", max_width=15, overflow="ellipsis", no_wrap=True)
+    made.add_column("moved", no_wrap=True)
     made.add_column("x", justify="right", no_wrap=True)
     made.add_column("received", justify="right", no_wrap=True)
+    rows = _rows(report)
+    roots = {row.module.partition(".")[0] for row in rows if row.module}
     phase = ""
-    for row in _rows(report):
+    for row in rows[:MOST_LINES]:
         if row.record.phase != phase:
             phase = row.record.phase
             made.add_row(Text(phase, "bold magenta" if phase == "backward" else "bold cyan"))
-        record = row.record
-        moved = "\n".join(f"{move.collective} {move.axis}" for move in row.moves)
+        module = row.module.partition(".")[2] or row.module if len(roots) == 1 else row.module
+        operator = operator_text(report.whole(row.record).name).removeprefix("aten.")
+        moved = Counter(f"{move.collective} {move.axis}" for move in row.moves)
+        collectives = "\n".join(text if times == 1 else f"{times} {text}" for text, times in moved.items())
         made.add_row(
-            Text(record.where.short, "cyan"), record.module, report.operator(record), Text(moved, "yellow"),
+            Text(row.record.where.short, "cyan"), module, operator, Text(collectives, "yellow"),
             str(row.count), human_bytes(row.received),
         )  # fmt: skip
+    if len(rows) > MOST_LINES:
+        made.add_row(Text(f"and {len(rows) - MOST_LINES} more", "bold"))
     return made
 
 
@@ -107,10 +128,13 @@ def _sums_table(title: str, sums: dict[str, Total]) -> Any:
     made.add_column(f"by {title}", ratio=1, overflow="fold")
     for heading in ("collectives", "received", "time"):
         made.add_column(heading, justify="right", no_wrap=True)
-    for name, total in sorted(sums.items(), key=lambda item: -item[1].received):
+    ordered = sorted(sums.items(), key=lambda item: -item[1].received)
+    for name, total in ordered[:MOST_SUMS]:
         made.add_row(
             name or f"(no {title})", str(total.collectives), human_bytes(total.received), human_seconds(total.seconds)
         )
+    if len(ordered) > MOST_SUMS:
+        made.add_row(f"and {len(ordered) - MOST_SUMS} more")
     return made
 
 
@@ -139,10 +163,12 @@ def _candidates(report: Summary) -> Iterator[Any]:
     """What each operator that communicated could have done on each axis."""
     from rich.text import Text
 
+    shown: set[int] = set()
     for row in _rows(report):
         candidates = report.alternatives(row.record)
-        if not candidates:
+        if not candidates or id(candidates) in shown:  # of one signature, once
             continue
+        shown.add(id(candidates))
         yield Text(f"\n{row.record.where.short} {operator_text(row.record.name)}: candidates", "bold")
         made = slim_table(expand=True)
         for heading in ("axis", "operands", "results"):

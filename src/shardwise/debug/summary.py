@@ -35,6 +35,7 @@ class Summary:
 
     records: list[Record] = field(default_factory=list)
     candidates: bool = False
+    _numbered: dict[int, Record] = field(default_factory=dict, init=False, repr=False)
 
     # ---------------------------------------------------------------- sums
 
@@ -87,12 +88,9 @@ class Summary:
 
     def record_at(self, index: int | None) -> Record | None:
         """The record of a number, None where it is not in this report."""
-        if index is None or not self.records:
-            return None
-        at = index - self.records[0].index  # as a rule they are numbered without gaps
-        if 0 <= at < len(self.records) and self.records[at].index == index:
-            return self.records[at]
-        return next((record for record in self.records if record.index == index), None)
+        if len(self._numbered) != len(self.records):
+            self._numbered.update((record.index, record) for record in self.records[len(self._numbered) :])
+        return None if index is None else self._numbered.get(index)
 
     def whole(self, record: Record) -> Record:
         """The operator that the user called, of which a record is a part."""

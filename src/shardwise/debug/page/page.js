@@ -246,7 +246,10 @@ function detail(record) {
     `${input.name}: ${input.tensor} ${input.layout}${record.wanted[i] && record.wanted[i] !== input.layout ? ` → ${record.wanted[i]}` : ""}${input.parameter ? ` (${input.parameter})` : ""}${makers(input)}`)));
   add("results", ...record.outputs.slice(0, 40).map((spec) => code(`${spec.tensor} ${spec.layout}`)));
   add("how", record.way, record.rule ? make("span", { class: "code" }, `  ${record.rule}`) : "", (record.error ? `, raised ${record.error}` : ""));
-  if (record.moves.length) add("route", ...record.moves.map((move) => code(`${move.words} (${move.group} ranks): ${move.tensor} ${move.before} → ${move.after}, ${bytes(move.received_bytes)}, ${seconds(move.seconds)}`)));
+  for (const route of record.routes) {
+    const steps = route.steps.map((step) => code(`${step.words} → ${step.layout}${step.received_bytes ? `, ${bytes(step.received_bytes)}, ${seconds(step.seconds)}` : ", nothing is moved"}`));
+    add("route", code(`${route.before} → ${route.after}`), ...steps);
+  }
   if (record.advice) add("advice", record.advice);
   const parts = report.records.filter((other) => other.parent === record.index);
   if (parts.length) add("computed from", parts.map((part) => operator(part.operator)).join(", "));
