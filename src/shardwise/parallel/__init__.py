@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from shardwise.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.replicate import ReplicateModule, replicate
 
@@ -14,5 +14,6 @@ __all__ = [
     "ReplicateModule",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
     "replicate",
 ]
