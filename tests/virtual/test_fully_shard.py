@@ -83,7 +83,7 @@ def test_batches_of_ranks_train_on_the_mean_of_their_losses(shape: tuple[int, ..
     mesh = plane(*shape, names=("replicas", "dp")[-len(shape) :])
     place = lambda tensor: ranks_batch(tensor, mesh)  # noqa: E731
     assert_trains_as_one_device(
-        lambda model: shard_all(model, mesh), place, dropout=0.0, steps=10 if shape == (4,) else 3
+        lambda model: shard_all(model, mesh), place, dropout=0.0, steps=5 if shape == (4,) else 3
     )
 
 
@@ -94,7 +94,7 @@ def test_with_tensor_parallelism_and_a_global_batch(shape: tuple[int, int]) -> N
         lambda model: shard_all(model, world["dp"]),
         lambda tensor: sw.distribute_tensor(tensor, world, [S0, R]),
         dropout=0.2,
-        steps=10 if shape == (2, 2) else 2,
+        steps=5 if shape == (2, 2) else 2,
         prepare=lambda model: tensor_parallel(model, world["tp"]),
     )
 
