@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.parallel import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.parallel import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
 from tests.transformer import (
     WIDTH,
     Transformer,
@@ -82,7 +83,7 @@ def test_batches_of_ranks_train_on_the_mean_of_their_losses(shape: tuple[int, ..
     mesh = plane(*shape, names=("replicas", "dp")[-len(shape) :])
     place = lambda tensor: ranks_batch(tensor, mesh)  # noqa: E731
     assert_trains_as_one_device(
-        lambda model: shard_all(model, mesh), place, dropout=0.0, steps=10 if shape == (4,) else 3
+        lambda model: shard_all(model, mesh), place, dropout=0.0, steps=5 if shape == (4,) else 3
     )
 
 
@@ -93,7 +94,7 @@ def test_with_tensor_parallelism_and_a_global_batch(shape: tuple[int, int]) -> N
         lambda model: shard_all(model, world["dp"]),
         lambda tensor: sw.distribute_tensor(tensor, world, [S0, R]),
         dropout=0.2,
-        steps=10 if shape == (2, 2) else 2,
+        steps=5 if shape == (2, 2) else 2,
         prepare=lambda model: tensor_parallel(model, world["tp"]),
     )
 
@@ -411,9 +412,20 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.run = run
+        self.is_inside = False
 
     def forward(self, x: Any) -> Any:
         return self.run(self, x)
+
+
+def calling_itself(model: Any, x: Any) -> Any:
+    if model.is_inside:
+        return model.first(x)
+    model.is_inside = True
+    try:
+        return model.second(model(x * 2).tanh()) + model.first(x)
+    finally:
+        model.is_inside = False
 
 
 RUNS: dict[str, Callable[[Any, Any], Any]] = {
@@ -431,6 +443,7 @@ RUNS: dict[str, Callable[[Any, Any], Any]] = {
         m.second, checkpoint(m.first, x, use_reentrant=True).tanh(), use_reentrant=True
     ),
     "outputs in a dict": lambda m, x: {"out": m.second(m.first(x)), "more": [m.first(x)]},
+    "it calls itself": lambda m, x: calling_itself(m, x),
     "a result without gradient": lambda m, x: m.second(m.first(x).detach()),
 }
 
@@ -530,6 +543,32 @@ def test_how_models_are_used(use: str, keep: bool | None) -> None:
         with torch.no_grad():
             for parameter in (*reference.parameters(), *model.parameters()):
                 parameter.mul_(0.9)
+
+
+def test_another_method_may_be_as_forward() -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(RUNS["one after the other"]).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, mesh)
+
+    def both(module: Any, x: Any) -> Any:
+        return module(x) + module.first(x)
+
+    for module in (reference, model):
+        module.both = functools.partial(both, module)
+    register_fsdp_forward_method(model, "both")
+    x = torch.randn(4, 4, dtype=torch.float64)
+    reference.both(x).pow(2).sum().backward()
+    with CommDebugMode() as comm:
+        model.both(sw.distribute_tensor(x, mesh, [S0])).pow(2).sum().backward()
+    assert counts(comm) == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+    assert_same(model, reference, lambda parameter: parameter.grad)
+    model.both = lambda x: 1 / 0
+    register_fsdp_forward_method(model, "both")
+    with pytest.raises(ZeroDivisionError):
+        model.both(x)
+    assert gathered_bytes(model) == 0
 
 
 @pytest.mark.parametrize("wrap", [Result, Hidden])
@@ -642,6 +681,22 @@ def test_state_dicts_hold_shards_and_load() -> None:
     assert torch.equal(third(x).full_tensor(), expected)
     third(x).sum().backward()
     assert all(parameter.grad is not None for parameter in third.parameters())
+
+
+def test_clipping_and_strict_mode() -> None:
+    world = plane(2, 2)
+    torch.manual_seed(0)
+    reference = Transformer().double()
+    model = copy.deepcopy(reference)
+    tensor_parallel_inside(model, world["tp"])  # parameters on two meshes
+    shard_all(model, world["dp"])
+    tokens, targets = batch(0)
+    loss_of(reference(tokens), targets).backward()
+    with sw.strict():  # gathering and reducing was asked for
+        loss_of(model(ranks_batch(tokens, world["dp"])), ranks_batch(targets, world["dp"])).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (reference, model)]
+    torch.testing.assert_close(whole(norms[1]), norms[0])
+    assert_same(model, reference, lambda parameter: parameter.grad)
 
 
 def test_ignored_parameters_are_left_alone() -> None:

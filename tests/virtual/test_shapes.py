@@ -13,7 +13,7 @@ from shardwise.rules.shapes import SHAPES, broadcast_shape
 
 NAMES = (
     "softmax", "log_softmax", "sum", "mean", "amax", "amin", "mm", "addmm", "bmm", "matmul", "cat", "view", "reshape",
-    "add", "mul", "where", "nn.functional.linear", "flatten", "unflatten", "logsumexp",
+    "add", "mul", "where", "nn.functional.linear", "flatten", "unflatten", "logsumexp", "linalg.vector_norm",
 )  # fmt: skip
 
 

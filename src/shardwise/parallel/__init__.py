@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from shardwise.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import parallelize_module
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -28,5 +28,6 @@ __all__ = [
     "fully_shard",
     "loss_parallel",
     "parallelize_module",
+    "register_fsdp_forward_method",
     "replicate",
 ]

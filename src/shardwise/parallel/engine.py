@@ -60,7 +60,8 @@ class Context:
         self.left.clear()
         self.finish_reductions(give=False)
         for state in self.states:
-            state.is_held = False
+            state.is_held, state.depth = False, 0
+            state.still_to_run.clear()
             state.free()
             for group in state.groups:
                 group.forget_gradients()
@@ -142,12 +143,13 @@ class ModuleState:
         self.is_root = True
         self.is_held = False  # the user asked for the gathered parameters, or to keep them
         self.awaits_backward = False
+        self.depth = 0  # how many forwards of this state's modules are inside each other
         self._knows_children = False
         self.still_to_run: set[nn.Module] = set()
         for module in self.modules:
             setattr(module, STATE, self)
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward, always_call=True)
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, always_call=True)
 
     @property
     def keeps_after_forward(self) -> bool:
@@ -176,7 +178,9 @@ class ModuleState:
 
     # ---------------------------------------------------------------- forward
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The hook before a module's forward: have its parameters, and begin to gather the next module's."""
+        self.depth += 1
         repeated = in_backward()
         if not repeated and self.context.outermost is None:
             self._share_context()
@@ -184,7 +188,7 @@ class ModuleState:
         if not self.still_to_run:
             self.still_to_run = set(self.modules)
         self.show()
-        if not repeated:
+        if not repeated and self.depth == 1:
             following = self.context.next_in_forward(self)
             for state in self._ahead(self.forward_prefetch, following):
                 state.start()
@@ -193,7 +197,11 @@ class ModuleState:
         self._watch_inputs((args, kwargs))
         return args, kwargs
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook after a module's forward, with None where that has raised: free, and wait for backward."""
+        self.depth = max(self.depth - 1, 0)
+        if self.depth:  # a part of a module that treats it as one with itself, or one that calls itself
+            return cast_floats(output, self.policy.output_dtype)
         watched = self._watch_outputs(output)
         self.still_to_run.discard(module)
         if not in_backward():

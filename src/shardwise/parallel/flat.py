@@ -177,4 +177,4 @@ class FlatLayout:
     @functools.cached_property
     def is_simple(self) -> bool:
         """Whether a row holds even blocks of rows of the tensors: then single calls of torch copy all of them."""
-        return self.is_even and all(slot.axis is not None and slot.dim == 0 for slot in self.slots)
+        return self.is_even and all(slot.dim == 0 for slot in self.slots)

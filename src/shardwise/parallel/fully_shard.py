@@ -6,6 +6,7 @@ Says what a call means and checks it; when anything is gathered or reduced is th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.tree import STATE, owned_parameters, states_under, subclass_with
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard"]
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method"]
 
 ShardPlacementFn = Callable[[nn.Parameter], Any]
 
@@ -198,6 +199,42 @@ def fully_shard(
     for each in modules:
         subclass_with(each, FSDPModule, "FSDP")
     return modules if not isinstance(module, nn.Module) else module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a fully sharded module be as its forward: the parameters are there while it runs.
+
+    Args:
+        module: the module; one that is not fully sharded is left as it is.
+        method_name: the method.
+
+    Example:
+        >>> import shardwise as sw
+        >>> class Model(nn.Linear):
+        ...     def encode(self, x):
+        ...         return self(x).tanh() + self.bias
+        >>> mesh = sw.init_device_mesh("cpu", (2,))
+        >>> model = fully_shard(Model(4, 4), mesh)
+        >>> register_fsdp_forward_method(model, "encode")
+        >>> model.encode(sw.ones(2, 4, device_mesh=mesh, placements=[sw.Shard(0)])).shape
+        torch.Size([2, 4])
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name)
+    state = module._state
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = state.before_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            state.after_forward(module, args, None)
+            raise
+        return state.after_forward(module, args, output)
+
+    setattr(module, method_name, run)
 
 
 def _checked_mesh(mesh: Any) -> DeviceMesh:
