@@ -70,7 +70,7 @@ def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None
 
 def _declare(rule: Rule, ops: Sequence[OpOverload]) -> None:
     load_rules()  # so that they do not replace this one later
-    declare_rule(rule, *ops)
+    declare_rule(rule, *ops, replace=True)
     forget_operators()
 
 

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.core.cache import BoundedCache
+from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
@@ -40,6 +41,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the gradient of a tensor of this spec lies."""
     if not spec.partial_axes:
@@ -67,6 +69,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
     _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
+    _settled: Any = None  # what it came to, where it is Partial and has been reduced
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -99,6 +102,10 @@ class DTensor(torch.Tensor):
                 kind = args[1].__class__  # no variable for the argument itself: who holds it tells whose it is
                 if kind is DTensor:
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
+                    if run is not None:
+                        return run(args, kwargs)
+                elif kind is float:  # by its type alone: where a rule reads the number, there is no such key
+                    run = _cache.get((id(func), args[0]._spec, float))
                     if run is not None:
                         return run(args, kwargs)
                 elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
@@ -150,6 +157,10 @@ class DTensor(torch.Tensor):
             return f"DTensor({self._spec}, local={self._local_tensor!r}{grad})"
         # printing may be done by one rank alone, so that it must not communicate
         return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Like `repr`, it never communicates."""
+        return spec_html(self._spec, repr(self))
 
     # ---------------------------------------------------------------- to and from locals
 
@@ -311,8 +322,8 @@ class DTensor(torch.Tensor):
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
 
     def _kept_attributes(self) -> dict[str, Any]:
-        """What users and nn.Parameter have set on it; how a view came about does not outlive the process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_copied_view"}
+        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -401,24 +412,30 @@ class Watcher(Protocol):
 
 
 _watcher: Watcher | None = None
-_ordinary = DTensor.__dict__["__torch_dispatch__"]
+_unwatched: Any = DTensor.__dict__["__torch_dispatch__"]  # what is under the watcher: ours, or another who listens
 
 
 def _watched_dispatch(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     if _watcher is None:  # it has gone since, while another thread came here
-        return _dispatcher.dispatch(func, args, kwargs or _NO_KWARGS)
-    return _watcher.operator(func, args, kwargs or _NO_KWARGS, _dispatcher.dispatch)
+        return _run_unwatched(func, args, kwargs or _NO_KWARGS)
+    return _watcher.operator(func, args, kwargs or _NO_KWARGS, _run_unwatched)
+
+
+def _run_unwatched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return _unwatched.__func__(DTensor, func, (), args, kwargs)
 
 
 def watch(watcher: Watcher | None) -> None:
     """From now on let `watcher` look, in every thread; None: nobody. Operators pay nothing while nobody does."""
-    global _watcher
-    if watcher is not None and _watcher is not None:
-        raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
+    global _watcher, _unwatched
+    if watcher is not None:
+        if _watcher is not None:
+            raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
+        _unwatched = DTensor.__dict__["__torch_dispatch__"]
+    dispatch: Any = _unwatched if watcher is None else classmethod(_watched_dispatch)
     _watcher = watcher
-    dispatch: Any = _ordinary if watcher is None else classmethod(_watched_dispatch)
     DTensor.__torch_dispatch__ = dispatch
 
 
@@ -659,6 +676,10 @@ def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Te
         return gradient * chosen / _summed(chosen, spec)
     if "product" in ops:
         return gradient * _product_of_others(part, spec)
+    order = norm_order(next(iter(ops)))
+    if order is not None:
+        norm = bound_route(spec, spec.reduced()).run(part)
+        return torch.where(norm == 0, torch.zeros_like(norm), gradient * (part / norm).pow(order - 1))
     return gradient
 
 

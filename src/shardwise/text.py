@@ -1,14 +1,28 @@
-"""How numbers and tables are shown to people in a terminal. Knows nothing of tensors; loads rich when first needed."""
+"""How numbers and tables are shown to people in a terminal, and numbers read. Knows nothing of tensors.
+
+Loads rich when first needed.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
-__all__ = ["human_bytes", "human_seconds", "print_lines", "slim_table"]
+from shardwise.errors import NotationError
+
+__all__ = ["human_bytes", "human_seconds", "parse_bytes", "print_lines", "slim_table"]
 
 WIDTH = 80  # of what is not a terminal
 WIDEST = 100  # on one that is wider
+
+
+_BYTES = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
+UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
 
 
 def human_bytes(count: float) -> str:
@@ -35,6 +49,24 @@ def human_seconds(seconds: float) -> str:
         if seconds * scale >= 1:
             return f"{seconds * scale:.2f} {unit}"
     return f"{seconds * 1e6:.2f} us" if seconds else "0 s"
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: `1000`, `64MiB`, `1.5GB`.
+
+    Args:
+        text: a number, and a unit of 1000s (kB, MB, GB, TB) or 1024s (KiB, MiB, GiB, TiB).
+
+    Example:
+        >>> parse_bytes("64MiB"), parse_bytes("1.5 GB"), parse_bytes("100")
+        (67108864, 1500000000, 100)
+    """
+    found = _BYTES.fullmatch(text.strip())
+    unit = UNITS.get(found["unit"].lower()) if found else None
+    if found is None or unit is None:
+        where = 0 if found is None else len(text) - len(text.lstrip()) + found.start("unit")
+        raise NotationError.at(text, where, f"{text!r} is not a number of bytes", hint="as in 1000, 64MiB or 1.5GB")
+    return int(float(found["number"]) * unit) if "." in found["number"] else int(found["number"]) * unit
 
 
 def slim_table(*, expand: bool = False) -> Any:

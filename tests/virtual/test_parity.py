@@ -122,25 +122,25 @@ def test_copies_that_differ_are_found_where_they_came_in() -> None:
         sw.DTensor.from_local(locals_, mesh, [sw.Shard(0), sw.Replicate()])
 
 
-@pytest.mark.parametrize("step", ["_all_gather", "_all_reduce"])
-def test_a_bad_collective_is_found_where_it_is_used(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = getattr(VirtualFabric, step)
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
+def test_a_bad_collective_is_found_where_it_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = VirtualFabric.bind
 
-    def bad(self: VirtualFabric, what: Any) -> Callable[[Any], Any]:
-        run = good(self, what)
+    def bad(self: VirtualFabric, step: Any) -> Callable[[Any], Any]:
+        run = good(self, step)
 
         def with_an_error(local: Any) -> Any:
             moved = run(local)
             moved.tensors[-1].view(-1)[0] += 1
             return moved
 
-        return with_an_error
+        return with_an_error if step.collective == kind else run
 
-    monkeypatch.setattr(VirtualFabric, step, bad)
-    shape = (12, 7) if step == "_all_gather" else (12, 9)  # bound for this test alone
+    monkeypatch.setattr(VirtualFabric, "bind", bad)
+    shape = (12, 7) if kind == "all_gather" else (12, 9)  # bound for this test alone
     x = sharded(*shape)
     with sw.parity(stop=False) as check:
-        if step == "_all_gather":
+        if kind == "all_gather":
             y, line = x.redistribute(placements=[sw.Replicate(), sw.Replicate()]), here()
         else:
             y, line = x.sum(0).redistribute(placements=[sw.Replicate(), sw.Replicate()]), here()
@@ -383,3 +383,20 @@ def test_a_wrong_gradient_and_a_wrong_parameter_are_named() -> None:
         model(x)
     with pytest.raises(sw.UnsupportedError, match="not made of the same parts"), sw.parity(plain[0], model):
         pass
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_it_goes_together_with_explain(inside: bool) -> None:
+    x = sharded(6, 4)
+    outer, inner = (sw.explain(), sw.parity()) if inside else (sw.parity(), sw.explain())
+    with outer as a:
+        x.exp()
+        with inner as b:
+            (x * 2).sum()
+        x.sin()
+    check: Any = b if inside else a
+    report: Any = a if inside else b
+    assert check.ok
+    assert sum(check.counts.values()) == (2 if inside else 4)
+    assert len(report.records) == (4 if inside else 2)
+    assert "_watched" not in repr(sw.DTensor.__dict__["__torch_dispatch__"])

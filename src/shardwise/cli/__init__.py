@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import shardwise
-from shardwise.cli import demo, draw, plan
+from shardwise.cli import checkpoint, demo, draw, explain, plan
 from shardwise.cli.command import Command
 from shardwise.errors import ShardwiseError
 
@@ -19,7 +19,9 @@ __all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS: dict[str, Command] = {
     "plan": plan.COMMAND,
+    "explain": explain.COMMAND,
     "draw": draw.COMMAND,
+    "checkpoint": checkpoint.COMMAND,
     "demo": demo.COMMAND,
 }
 

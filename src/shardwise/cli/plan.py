@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from shardwise.cli.command import Command
-from shardwise.cli.words import parse_bytes, parse_change, parse_mesh
+from shardwise.cli.words import parse_change, parse_mesh
 from shardwise.core.spec import dtype_name
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost, plain_route
@@ -22,7 +22,7 @@ from shardwise.plan.step import (
     Unreduce,
     reduction,
 )
-from shardwise.text import human_bytes, human_seconds, print_lines, slim_table
+from shardwise.text import human_bytes, human_seconds, parse_bytes, print_lines, slim_table
 
 __all__ = ["COMMAND", "in_words", "plan_as_json"]
 

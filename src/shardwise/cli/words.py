@@ -1,4 +1,4 @@
-"""What people write on the command line, read into what the library means: meshes, layouts, numbers of bytes."""
+"""What people write on the command line, read into what the library means: meshes, layouts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from shardwise.core.notation import parse_spec
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import NotationError
 
-__all__ = ["parse_bytes", "parse_change", "parse_mesh"]
+__all__ = ["parse_change", "parse_mesh"]
 
 MOST_RANKS = 2**20
-
-_BYTES = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
-UNITS = {"": 1, "b": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("kmgtp", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
 
 
 def parse_mesh(text: str, device_type: str = "cpu") -> DeviceMesh:
@@ -79,21 +72,3 @@ def parse_change(text: str, mesh: DeviceMesh) -> tuple[DTensorSpec, DTensorSpec]
         # the caret stands where it stood: show the whole of what was written above it
         raise NotationError(error.problem.replace(f"\n  {before}\n", f"\n  {text}\n"), hint=error.hint) from None
     return source, parse_spec(text, mesh, meta=source.tensor_meta, start=len(before) + len(arrow))
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes: `1000`, `64MiB`, `1.5GB`.
-
-    Args:
-        text: a number, and a unit of 1000s (kB, MB, GB, TB) or 1024s (KiB, MiB, GiB, TiB).
-
-    Example:
-        >>> parse_bytes("64MiB"), parse_bytes("1.5 GB"), parse_bytes("100")
-        (67108864, 1500000000, 100)
-    """
-    found = _BYTES.fullmatch(text.strip())
-    unit = UNITS.get(found["unit"].lower()) if found else None
-    if found is None or unit is None:
-        where = 0 if found is None else len(text) - len(text.lstrip()) + found.start("unit")
-        raise NotationError.at(text, where, f"{text!r} is not a number of bytes", hint="as in 1000, 64MiB or 1.5GB")
-    return int(float(found["number"]) * unit) if "." in found["number"] else int(found["number"]) * unit

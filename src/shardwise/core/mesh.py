@@ -19,9 +19,10 @@ import torch
 from shardwise.core.intern import Interned
 from shardwise.errors import MeshError
 
-__all__ = ["DeviceMesh", "Host", "hosts"]
+__all__ = ["Coordinate", "DeviceMesh", "Host", "hosts"]
 
 Axis = SupportsIndex | str
+Coordinate = tuple[int, ...]  # of a rank: its index along each axis
 
 
 @runtime_checkable

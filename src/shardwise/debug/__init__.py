@@ -1,4 +1,4 @@
-"""Looking at what happens: which collectives were issued; pictures of layouts.
+"""What DTensors do, for people to see: which collectives were issued, from which lines, and why; pictures; parity.
 
 What is for people who look, not for programs that run, is loaded when it is first asked for.
 """
@@ -9,6 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardwise.debug.comm import CommDebugMode
+from shardwise.debug.explain import explain
+from shardwise.debug.guards import Budget, check_lock, comm_budget
+from shardwise.debug.report import Report
+from shardwise.debug.summary import Total
 
 if TYPE_CHECKING:
     from shardwise.debug.agreement import check_ranks
@@ -18,15 +22,9 @@ if TYPE_CHECKING:
     from shardwise.debug.visualize import visualize_sharding
 
 __all__ = [
-    "CommDebugMode",
-    "Difference",
-    "Drawing",
-    "ParityReport",
-    "check_ranks",
-    "draw",
-    "parity",
-    "visualize_sharding",
-]
+    "Budget", "CommDebugMode", "Difference", "Drawing", "ParityReport", "Report", "Total", "check_lock", "check_ranks",
+    "comm_budget", "draw", "explain", "parity", "visualize_sharding",
+]  # fmt: skip
 
 LAZY = {
     "Difference": "parity_report",

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import MeshError
 from shardwise.fabric.agreement import CheckedGroup, RankCheck
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
+from shardwise.fabric.base import BoundStep, Fabric, check_source, device_of, on_new_world, register
 from shardwise.fabric.collectives import (
     Line,
     Start,
@@ -68,10 +68,10 @@ class C10dFabric(Fabric):
                 "no process group is up, so this process has no rank",
                 hint="start the program with torchrun, or call torch.distributed.init_process_group first",
             )
-        self._world, self._rank = dist.group.WORLD, dist.get_rank()
-        self._groups.clear()  # they are gone with the former world
-        self._lines.clear()
-        self._coordinates.clear()
+        former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
+        if former is not None:
+            for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+                forget()
         self.check_ranks(self._checks, self._interval)
         return self._rank
 
@@ -153,6 +153,10 @@ class C10dFabric(Fabric):
 
     # ---------------------------------------------------------------- values of this rank
 
+    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
+        coordinate = self.coordinate(mesh)
+        return [] if coordinate is None else [coordinate]
+
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         coordinate = self.coordinate(mesh)
         return torch.empty(0, device=device_of(mesh)) if coordinate is None else make(coordinate)
@@ -162,8 +166,7 @@ class C10dFabric(Fabric):
         return locals_[0] if coordinate is None else fn(coordinate, *locals_)
 
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
-        coordinate = self.coordinate(mesh)
-        return [] if coordinate is None else [(coordinate, local)]
+        return [(coordinate, local) for coordinate in self.coordinates(mesh)]
 
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
@@ -173,8 +176,7 @@ class C10dFabric(Fabric):
             return self.build(mesh, blocks)
         ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
         group = self.group_of(ranks)
-        if not 0 <= source < len(ranks):
-            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(ranks) - 1}")
+        check_source(mesh, source)
         own = blocks(coordinate).contiguous()
         sender = ranks[source]
         if len(ranks) == 1:
@@ -299,13 +301,6 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this process uses for a mesh."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
 
 
 def _of_this_world(make: Callable[[], Callable[[torch.Tensor], T]]) -> Callable[[torch.Tensor], T]:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.layout import Block, dense_strides
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.base import Coordinate
 from shardwise.fabric.pieces import Box, average_divider, fill_from, overlap, reduce_tensors, slicer
 from shardwise.fabric.traffic import Traffic
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
@@ -95,19 +95,19 @@ def all_gather(step: AllGather, line: Line, group: Any, coordinate: Coordinate) 
 def all_reduce(step: AllReduce, group: Any) -> Start:
     """The reduction on every rank."""
     options = dist.AllreduceOptions()
-    options.reduceOp = _REDUCE_OPS[reduction(step)]
+    op = reduction(step)
+    options.reduceOp = _REDUCE_OPS.get(op, dist.ReduceOp.SUM)  # norms are sums of powers
     finish = average_divider(step)
-    extremum = _extremum(step)
 
     def start(local: torch.Tensor) -> Wait:
-        buffer = as_reducible(local, extremum)
+        buffer = as_reducible(local, op)
         if buffer is local or not buffer.is_contiguous():
             buffer = buffer.clone(memory_format=torch.contiguous_format)
         work = group.allreduce([buffer], options)
 
         def wait() -> torch.Tensor:
             work.wait()
-            return from_reducible(buffer if finish is None else finish(buffer), local.dtype, extremum)
+            return from_reducible(buffer if finish is None else finish(buffer), local.dtype, op)
 
         return wait
 
@@ -144,9 +144,9 @@ def reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coor
     whole = list(source.shape)
     whole[dim] = widest
     options = dist.ReduceScatterOptions()
-    options.reduceOp = _REDUCE_OPS[reduction(step)]
+    op = reduction(step)
+    options.reduceOp = _REDUCE_OPS.get(op, dist.ReduceOp.SUM)  # norms are sums of powers
     finish = average_divider(step)
-    extremum = _extremum(step)
 
     def pack(local: torch.Tensor) -> torch.Tensor:
         if even:
@@ -157,7 +157,7 @@ def reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coor
         return packed
 
     def start(local: torch.Tensor) -> Wait:
-        packed = pack(as_reducible(local, extremum))
+        packed = pack(as_reducible(local, op))
         buffer = packed.new_empty(whole)
         work = group._reduce_scatter_base(buffer.view(-1), packed.view(-1), options)
 
@@ -166,7 +166,7 @@ def reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coor
             total = buffer if finish is None else finish(buffer)
             if mine != widest:
                 total = total.narrow(dim, 0, mine).clone()
-            return from_reducible(total, local.dtype, extremum)
+            return from_reducible(total, local.dtype, op)
 
         return wait
 
@@ -270,11 +270,6 @@ def _follow_each_other(blocks: Sequence[Block], whole: Block, dim: int) -> bool:
     runs = [run for block in blocks for run in block.runs[dim] if run.length]
     ends = [run.start + run.length for run in runs]
     return len(whole.runs[dim]) == 1 and all(run.start == end for run, end in zip(runs[1:], ends, strict=False))
-
-
-def _extremum(step: AllReduce | ReduceScatter) -> str | None:
-    op = reduction(step)
-    return op if op in ("min", "max") else None
 
 
 def _after(work: Any, result: torch.Tensor) -> Wait:

@@ -17,12 +17,14 @@ from shardwise.fabric.base import BoundStep, fabric_of
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 
-__all__ = ["BoundRoute", "bound_route", "observers"]
+__all__ = ["BoundRoute", "bound_route", "observers", "scatter", "scatter_observers"]
 
 MAX_ROUTES = 8192
 
 # Called with each route that communicates, before it runs.
 observers: list[Callable[[Route], None]] = []
+# Called with the spec of each tensor of which one rank is about to send the others their blocks.
+scatter_observers: list[Callable[[DTensorSpec], None]] = []
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +74,14 @@ def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model
 def _notify(route: Route) -> None:
     for observer in tuple(observers):
         observer(route)
+
+
+def scatter(spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor], source: int | None) -> torch.Tensor:
+    """The local of each rank's block of a tensor of this spec; the rank `source` sends, None: each makes its own."""
+    if scatter_observers and source is not None and spec.mesh.size() > 1:
+        for observer in tuple(scatter_observers):
+            observer(spec)
+    return fabric_of(spec.mesh).scatter(spec.mesh, blocks, source)
 
 
 def forget_routes() -> None:

@@ -1,4 +1,4 @@
-"""What process groups can carry and reduce: a tensor as it is, as its bytes, wider, or as integers in the same order.
+"""What process groups can carry and reduce: a tensor as it is, as its bytes, wider, as powers, or as ordered integers.
 
 Pure functions on plain tensors. Communicates nothing.
 """
@@ -6,6 +6,9 @@ Pure functions on plain tensors. Communicates nothing.
 from __future__ import annotations
 
 import torch
+
+from shardwise.core.placement import norm_order
+from shardwise.fabric.pieces import norm_from_powers, powers_of
 
 __all__ = ["as_carried", "as_reducible", "from_reducible"]
 
@@ -16,12 +19,16 @@ _CARRIED = {
 _WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32, torch.bfloat16: torch.float32}
 # Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of
 # floats travel as integers in the same order, with NaN at the end that wins.
+EXTREMA = ("min", "max")
 _ORDERED = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
 
 
-def as_reducible(local: torch.Tensor, extremum: str | None) -> torch.Tensor:
-    """`local` as process groups can reduce it: itself, wider, or as integers that keep its order."""
-    if extremum is None or not local.is_floating_point():
+def as_reducible(local: torch.Tensor, op: str) -> torch.Tensor:
+    """`local` as process groups can reduce it: itself, wider, as powers, or as integers that keep its order."""
+    order = norm_order(op)
+    if order is not None:
+        return powers_of(local, order)
+    if op not in EXTREMA or not local.is_floating_point():
         wide = _WIDENED.get(local.dtype)
         return local if wide is None else local.to(wide)
     floats = local if local.dtype in _ORDERED else local.float()
@@ -29,12 +36,15 @@ def as_reducible(local: torch.Tensor, extremum: str | None) -> torch.Tensor:
     limits = torch.iinfo(kind)
     bits = floats.contiguous().view(kind)
     ordered = bits ^ ((bits >> shift) & limits.max)
-    return ordered.masked_fill_(floats.isnan(), limits.max if extremum == "max" else limits.min)
+    return ordered.masked_fill_(floats.isnan(), limits.max if op == "max" else limits.min)
 
 
-def from_reducible(total: torch.Tensor, dtype: torch.dtype, extremum: str | None) -> torch.Tensor:
+def from_reducible(total: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Tensor:
     """The reduced value in the dtype that it came in."""
-    if extremum is None or not dtype.is_floating_point:
+    order = norm_order(op)
+    if order is not None:
+        return norm_from_powers(total, order, dtype)
+    if op not in EXTREMA or not dtype.is_floating_point:
         return total if total.dtype is dtype else total.to(dtype)
     floats = torch.float64 if dtype is torch.float64 else torch.float32
     kind, shift = _ORDERED[floats]

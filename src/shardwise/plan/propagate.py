@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.rules.notation import Factors, Row, candidates
@@ -158,7 +158,7 @@ class ShardingPropagator:
             best = next((row for row in rows if row.inputs == given), None)
             if best is None:
                 held = held or [spec.local_bytes for spec in specs]
-                costs = [self._row_cost(specs, axis, held, given, row) for row in rows]
+                costs = [self.row_cost(specs, axis, held, given, row) for row in rows]
                 cheapest = min(costs)
                 if math.isinf(cheapest[0]):
                     return None
@@ -166,7 +166,7 @@ class ShardingPropagator:
             chosen.append(best)
         return chosen
 
-    def _row_cost(
+    def row_cost(
         self,
         specs: Sequence[DTensorSpec],
         axis: int,
@@ -240,6 +240,8 @@ def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
     """Bytes that a rank receives when one axis of an operand changes."""
+    if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want:
+        return math.inf  # a norm has no sign, so that nothing else can be seen as one
     if (
         n == 1
         or have is want

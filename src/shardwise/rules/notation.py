@@ -23,6 +23,10 @@ from shardwise.errors import NotationError
 __all__ = ["Factors", "Pattern", "Row", "candidates", "parse"]
 
 REPLICATE = Replicate()
+# groups of operands in which an operator is linear: the first; each of two while the other is whole; both together
+FIRST: tuple[tuple[int, ...], ...] = ((0,),)
+EACH_ALONE: tuple[tuple[int, ...], ...] = ((0,), (1,))
+TOGETHER: tuple[tuple[int, ...], ...] = ((0, 1),)
 Dim = str | None  # the factor of a dim; None for one that cannot be sharded together with anything
 
 
