@@ -27,7 +27,7 @@ def right_and_wrong() -> dict[str, Any]:
 
     with sw.parity(stop=False) as check:
         value = torch.full((3,), 1.0 if dist.get_rank() != 3 else 2.0)
-        sw.DTensor.from_local(value, mesh, [copy(), copy()]) + 1
+        sw.DTensor.from_local(value, mesh, [copy(), copy()]).add(1)
     found["copies"] = [(one.kind, one.ranks) for one in check.findings]
 
     library = torch.library.Library("shardwise_gloo_parity", "DEF")

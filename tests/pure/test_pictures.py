@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.cli import main
 from shardwise.core.notation import parse_spec
 from shardwise.debug import visualize_sharding
 from shardwise.debug.tiles import Face, face_of
@@ -208,3 +209,15 @@ def test_a_drawing_is_saved_and_shown(tmp_path: Any) -> None:
     picture = sw.draw("f32[4] S0", mesh=sw.init_device_mesh("cpu", (2,)))
     picture.save(tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text() == picture.svg == picture._repr_svg_()
+
+
+def test_the_command_prints_and_writes(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    layout, mesh = "f32[10,7] dp:S0 tp:S1", ["--mesh", "dp=2,tp=2"]
+    assert main(["draw", layout, *mesh]) == 0
+    assert labels(capsys.readouterr().out.splitlines()) == ["0", "1", "2", "3"]
+    for words in ([layout], ["f32[10,7] dp:S0 -> tp:S1"], []):
+        assert main(["draw", *words, *mesh, "--svg", str(tmp_path / "a.svg")]) == 0
+        ElementTree.parse(tmp_path / "a.svg")
+    assert main(["draw", *mesh]) == 2
+    assert main(["draw", layout, *mesh, "--svg", str(tmp_path / "no" / "a.svg")]) == 2
+    assert "cannot write" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Shadow parity: wrong values are found where they happen, rounding is told from them, right programs are clean."""
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,25 +122,25 @@ def test_copies_that_differ_are_found_where_they_came_in() -> None:
         sw.DTensor.from_local(locals_, mesh, [sw.Shard(0), sw.Replicate()])
 
 
-@pytest.mark.parametrize("step", ["_all_gather", "_all_reduce"])
-def test_a_bad_collective_is_found_where_it_is_used(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = getattr(VirtualFabric, step)
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
+def test_a_bad_collective_is_found_where_it_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = VirtualFabric.bind
 
-    def bad(self: VirtualFabric, what: Any) -> Callable[[Any], Any]:
-        run = good(self, what)
+    def bad(self: VirtualFabric, step: Any) -> Callable[[Any], Any]:
+        run = good(self, step)
 
         def with_an_error(local: Any) -> Any:
             moved = run(local)
             moved.tensors[-1].view(-1)[0] += 1
             return moved
 
-        return with_an_error
+        return with_an_error if step.collective == kind else run
 
-    monkeypatch.setattr(VirtualFabric, step, bad)
-    shape = (12, 7) if step == "_all_gather" else (12, 9)  # bound for this test alone
+    monkeypatch.setattr(VirtualFabric, "bind", bad)
+    shape = (12, 7) if kind == "all_gather" else (12, 9)  # bound for this test alone
     x = sharded(*shape)
     with sw.parity(stop=False) as check:
-        if step == "_all_gather":
+        if kind == "all_gather":
             y, line = x.redistribute(placements=[sw.Replicate(), sw.Replicate()]), here()
         else:
             y, line = x.sum(0).redistribute(placements=[sw.Replicate(), sw.Replicate()]), here()
@@ -303,3 +304,99 @@ def test_two_at_a_time_are_refused() -> None:
         pass
     with sw.parity():  # the first one has gone
         pass
+
+
+class Block(torch.nn.Module):
+    """A feed-forward block with a norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up = torch.nn.Linear(16, 32)
+        self.down = torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
+def shard_model(model: Any, mesh: sw.DeviceMesh) -> Any:
+    """A copy with `up` split by rows and `down` by columns."""
+    model = copy.deepcopy(model)
+    split = {"up.weight": sw.Shard(0), "up.bias": sw.Shard(0), "down.weight": sw.Shard(1)}
+    for name, parameter in list(model.named_parameters()):
+        placement = split.get(".".join(name.split(".")[-2:]), sw.Replicate())
+        module = model.get_submodule(name.rpartition(".")[0])
+        value = sw.distribute_tensor(parameter.detach(), mesh, [sw.Replicate(), placement])
+        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(value))
+    return model
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_models_are_compared_module_by_module(given: bool) -> None:
+    mesh = mesh22()
+    plain = torch.nn.Sequential(Block(), Block())
+    model = shard_model(plain, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = sw.distribute_tensor(torch.randn(8, 16), mesh, [sw.Shard(0), sw.Replicate()])
+    with sw.parity(plain, model if given else None) as check:
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert check.ok
+    # 12 parameters and their gradients, and twice the outputs of 9 modules
+    assert sum(check.counts.values()) == 12 + 12 + 2 * 9
+    assert check.counts["rounding"] > 0
+    assert all(parameter.grad is None for parameter in plain.parameters())
+
+
+def test_a_wrong_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = mesh22()
+    plain = torch.nn.Sequential(Block(), Block())
+    model = shard_model(plain, mesh)
+    x = sw.distribute_tensor(torch.randn(8, 16), mesh, [sw.Shard(0), sw.Replicate()])
+    right = model[1].up.forward
+    monkeypatch.setattr(model[1].up, "forward", lambda x: right(x) * 1.001)
+    with sw.parity(plain, stop=False) as check:
+        model(x)
+    (found,) = check.findings
+    assert (found.kind, found.what) == ("wrong", "the module 1.up")
+    with pytest.raises(sw.ParityError, match=r"the module 1\.up gave a wrong value"), sw.parity(plain):
+        model(x)
+
+
+def test_a_wrong_gradient_and_a_wrong_parameter_are_named() -> None:
+    mesh = mesh22()
+    plain = torch.nn.Sequential(Block(), Block())
+    model = shard_model(plain, mesh)
+    x = sw.distribute_tensor(torch.randn(8, 16), mesh, [sw.Shard(0), sw.Replicate()])
+    weight = model[0].up.weight
+    hook = weight.register_hook(lambda gradient: gradient * 2)
+    with sw.parity(plain, stop=False) as check:
+        model(x).square().mean().backward()
+    hook.remove()
+    assert check.first is not None
+    assert check.first.what == "the gradient of 0.up.weight"
+    with torch.no_grad():
+        weight.add_(1e-3)
+    with pytest.raises(sw.ParityError, match=r"the parameter 0\.up\.weight gave a wrong value"), sw.parity(plain):
+        model(x)
+    with pytest.raises(sw.UnsupportedError, match="not made of the same parts"), sw.parity(plain[0], model):
+        pass
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_it_goes_together_with_explain(inside: bool) -> None:
+    x = sharded(6, 4)
+    outer, inner = (sw.explain(), sw.parity()) if inside else (sw.parity(), sw.explain())
+    with outer as a:
+        x.exp()
+        with inner as b:
+            (x * 2).sum()
+        x.sin()
+    check: Any = b if inside else a
+    report: Any = a if inside else b
+    assert check.ok
+    assert sum(check.counts.values()) == (2 if inside else 4)
+    assert len(report.records) == (4 if inside else 2)
+    assert "_watched" not in repr(sw.DTensor.__dict__["__torch_dispatch__"])

@@ -75,7 +75,7 @@ class RankCheck:
             while not done():
                 self._raise_if_parted()
                 time.sleep(pause)
-                pause = min(pause * 1.5, 2e-3)
+                pause = min(pause * 1.2, 5e-4)
         finally:
             self._waits = None
 

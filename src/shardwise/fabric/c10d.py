@@ -126,7 +126,8 @@ class C10dFabric(Fabric):
         if on and dist.is_initialized() and dist.get_backend() != "fake":
             self._checked += 1
             prefix = f"shardwise_check_{self._checked}"
-            store = dist.PrefixStore(prefix, distributed_c10d._get_default_store().clone())
+            own: Any = distributed_c10d._get_default_store()
+            store = dist.PrefixStore(prefix, own.clone())  # a connection of its own: the program's may be waiting
             self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), interval, self._leave_groups)
 
     def _leave_groups(self) -> None:
