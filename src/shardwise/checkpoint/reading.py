@@ -315,7 +315,7 @@ def read_box(files: FileReader, stored: StoredTensor, box: Box, memory: Memory =
 def _dense_range(box: Box, part: Box, itemsize: int) -> slice | None:
     """Where the bytes of a part lie in those of the box, if they follow each other."""
     first, *others = rows_of(box.sizes, part.inside(box), itemsize)
-    if others or first.count != 1:
+    if others or first.number != 1:
         return None
     return slice(first.start, first.start + first.length)
 
