@@ -19,6 +19,7 @@ import torch
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.boxes import Box, boxes_of, common, rows_of, whole
 from shardwise.checkpoint.checksum import MODULUS
+from shardwise.checkpoint.files import as_bytes
 from shardwise.checkpoint.index import INDEX, Index, StoredTensor, parse_index
 from shardwise.checkpoint.optimizers import optimizer_state
 from shardwise.checkpoint.progress import Progress
@@ -64,7 +65,9 @@ class Staged(NamedTuple):
     values: torch.Tensor
 
 
-def load(state: Any, path: str | Path, *, strict: bool = True, process_group: Any = None) -> Loaded:
+def load(
+    state: Any, path: str | Path, *, strict: bool = True, staged: bool = True, process_group: Any = None
+) -> Loaded:
     """Fill a state from a checkpoint, whatever mesh and layout it was saved from.
 
     Every process of the group calls it. Tensors are filled in place, plain objects are replaced, modules and optimizers
@@ -76,6 +79,9 @@ def load(state: Any, path: str | Path, *, strict: bool = True, process_group: An
         path: the directory of the checkpoint.
         strict: entries that are missing, unexpected or of another shape or dtype are an error that lists them all.
             With False, what fits is loaded, and the result has the lists.
+        staged: keep all that is read in host memory until everything is verified. With False it goes to the tensors
+            at once, which takes no memory and less time; a damaged checkpoint is still an error then, but the tensors
+            are partly overwritten. For programs that end on such an error anyway.
         process_group: the processes that take part, if not all.
 
     Example:
@@ -97,8 +103,8 @@ def load(state: Any, path: str | Path, *, strict: bool = True, process_group: An
     processes = processes_of(tensors, process_group)
     fit = _agreed_fit(turn, processes, root, index, strict)
     turn.says = None
-    staged, read_bytes = _read_and_verify(turn, processes, directory, index, fit)
-    for local, values in staged:
+    waiting, read_bytes = _read_and_verify(turn, processes, directory, index, fit, staged)
+    for local, values in waiting:
         _put(local, values)
     for tensor, _ in fit.tensors:
         torch.autograd.graph.increment_version(tensor)
@@ -217,42 +223,46 @@ def mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: 
 
 
 def _read_and_verify(
-    turn: Turn, processes: Processes, directory: Path, index: Index, fit: Fit
+    turn: Turn, processes: Processes, directory: Path, index: Index, fit: Fit, staged: bool
 ) -> tuple[list[Staged], int]:
-    """All values that this process needs, in host memory, verified together with the other processes."""
-    staged: list[Staged] = []
+    """All values that this process needs, verified together with the other processes; those that wait to be put."""
+    waiting: list[Staged] = []
     sums: Sums = {}
 
     def read_mine() -> int:
         total = sum(local.nbytes for tensor, _ in fit.tensors for local, _ in _locals(tensor))
-        memory = Memory(total)
+        memory = Memory(total) if staged else None
         progress = Progress("loading", total, shown=processes.is_first)
         with progress, FileReader(directory, index.files, progress.add) as files:
             for tensor, stored in fit.tensors:
-                staged.extend(_stage(files, tensor, stored, sums, memory))
+                waiting.extend(_stage(files, tensor, stored, sums, memory))
         return files.bytes_read
 
     read_bytes = turn.attempt(read_mine, 0)
     turn.says = sums
     check_sums(index, processes.tell(turn))
-    return staged, read_bytes
+    return waiting, read_bytes
 
 
 def _stage(
-    files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: Memory
+    files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: Memory | None
 ) -> Iterator[Staged]:
-    """Read what the locals of a tensor are to get, and add up the sums of it."""
+    """Read what the locals of a tensor are to get, and add up the sums of it; without memory, put it there at once."""
     for local, boxes in _locals(tensor):
+        place = Memory.of(local) if memory is None else memory
         if len(boxes) == 1:
             box = boxes[0][0]
-            values, found = read_box(files, stored, box, memory)
+            values, found = read_box(files, stored, box, place)
             note_sums(sums, stored, box, found)
         else:
-            _, values = memory.take(tuple(local.shape), local.dtype)
+            _, values = place.take(tuple(local.shape), local.dtype)
             for box, within in boxes:
                 values[within], found = read_box(files, stored, box)
                 note_sums(sums, stored, box, found)
-        yield Staged(local, values)
+        if memory is not None:
+            yield Staged(local, values)
+        elif values.data_ptr() != local.data_ptr():
+            _put(local, values)
 
 
 def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box, tuple[slice, ...]]]]]:
@@ -275,6 +285,14 @@ class Memory:
     def __init__(self, size: int) -> None:
         self._data = np.empty(size, dtype=np.uint8)
         self._used = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Memory:
+        """That of a tensor itself, where it lies dense in host memory."""
+        made = cls(0)
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            made._data = as_bytes(tensor)
+        return made
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
         """Memory as bytes and as a tensor; new where there is not enough left that is aligned."""
