@@ -101,7 +101,10 @@ class DTensor(torch.Tensor):
                     if run is not None:
                         return run(args, kwargs)
                 elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
-                    run = _cache.get((id(func), args[0]._spec, tuple(args[1])))
+                    try:
+                        run = _cache.get((id(func), args[0]._spec, tuple(args[1])))
+                    except TypeError:  # a symbolic size has no hash
+                        run = None
                     if run is not None:
                         return run(args, kwargs)
             elif len(args) == 3 and args[0].__class__ is DTensor and args[1].__class__ is int:
@@ -298,17 +301,29 @@ class DTensor(torch.Tensor):
 
     # ---------------------------------------------------------------- protocols
 
-    def __tensor_flatten__(self) -> tuple[list[str], DTensorSpec]:
-        return ["_local_tensor"], self._spec
+    # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return _INNER, self._spec.context
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], spec: DTensorSpec, outer_size: Any, outer_stride: Any
+        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        meta = spec.tensor_meta
-        if meta.shape != outer_size or meta.stride != tuple(outer_stride):
-            spec = spec.with_meta(TensorMeta(outer_size, outer_stride, meta.dtype))
-        return DTensor(inner["_local_tensor"], spec)
+        local = inner["_local_tensor"]
+        return _make(DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype)), local)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
+        return _redistributed(self, gradient_spec(self._spec))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: tuple[Any, ...], expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        """A gradient that came in another layout than the compiled code expects, brought there."""
+        if expected_type not in (None, DTensor):
+            return None
+        return _redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
@@ -346,6 +361,7 @@ def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(_make, spec)
 
 
+_INNER = ["_local_tensor"]
 _NO_KWARGS: Mapping[str, Any] = {}
 _dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = _dispatcher.cache

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.core.intern import Interned
+from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import MeshError
 
 __all__ = ["DeviceMesh", "Host", "hosts"]
@@ -42,6 +43,7 @@ hosts: dict[str, Host] = {}
 choose_fabric: list[Callable[[], str]] = []
 
 
+@constant_to_compilers
 class DeviceMesh(Interned):
     """A grid of ranks with named axes.
 

@@ -11,10 +11,11 @@ from torch._ops import OpOverload
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.symbolic import named
 from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
 from shardwise.dispatch.executors import executor
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
-from shardwise.dispatch.key import Key, holds_users_tensor, key_of
+from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
@@ -58,13 +59,18 @@ class OpDispatcher:
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
         key = key_of(self.wrapping.tensor_class, func, args, kwargs)
-        run = self.cache.get(key)
+        try:
+            run = self.cache.get(key)
+        except TypeError:  # a symbolic size among the arguments has no hash
+            run = None
         if run is None:
             run = self.miss(key, func, args, kwargs)
         return run(args, kwargs)
 
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """Work out the executor of a new signature and keep it."""
+        if is_symbolic(key):
+            return self.resolve(named(key), func, args, kwargs)
         run = self.resolve(key, func, args, kwargs)
         self.misses += 1
         if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion

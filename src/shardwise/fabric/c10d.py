@@ -6,31 +6,36 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.layout import Block, dense_strides
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import unrecorded
 from shardwise.errors import MeshError
 from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
-from shardwise.fabric.pieces import (
-    Box,
-    average_divider,
-    empty_block,
-    fill_from,
-    local_step,
-    overlap,
-    reduce_tensors,
-    slicer,
+from shardwise.fabric.packing import (
+    Line,
+    Parcels,
+    as_carried,
+    as_reducible,
+    extremum_of,
+    from_reducible,
+    gathering,
+    is_product,
+    parcels,
+    scattering,
+    split_in_front,
+    swapping,
 )
-from shardwise.fabric.traffic import Traffic, traffic
+from shardwise.fabric.pieces import average_divider, empty_block, local_step, reduce_tensors, slicer
+from shardwise.fabric.recorded import is_recorded, recorded_exchange, recorded_step
+from shardwise.fabric.traffic import traffic
 from shardwise.plan.route import Route
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, reduction
 
@@ -39,23 +44,8 @@ __all__ = ["C10dFabric"]
 T = TypeVar("T")
 Wait = Callable[[], torch.Tensor]
 Start = Callable[[torch.Tensor], Wait]
-
-# What process groups carry as it is. Anything else travels as bytes (copies) or is widened (reductions).
-_CARRIED = {
-    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
-}  # fmt: skip
-_WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32, torch.bfloat16: torch.float32}
-
-
-class Line(NamedTuple):
-    """The ranks that differ from this one along some axes of a mesh alone, by coordinate, the first axis major."""
-
-    ranks: list[int]
-    coordinates: list[Coordinate]
-    order: list[int]  # the rank of each in the group
-    in_order: bool  # whether that is the order of the coordinates
-    group_ranks: list[int]  # the same ranks as the group has them
-    group_coordinates: tuple[Coordinate, ...]
+_Tensor = torch.Tensor
+_modes_active = torch._C._len_torch_dispatch_stack
 
 
 class C10dFabric(Fabric):
@@ -165,13 +155,13 @@ class C10dFabric(Fabric):
             others = [
                 (rank, blocks(at).contiguous()) for rank, at in zip(ranks, coordinates, strict=True) if rank != sender
             ]
-            sends = [dist.P2POp(dist.isend, _as_carried(block), rank, group) for rank, block in others if block.numel()]
+            sends = [dist.P2POp(dist.isend, as_carried(block), rank, group) for rank, block in others if block.numel()]
             for work in dist.batch_isend_irecv(sends) if sends else ():
                 work.wait()
             return own
         received = torch.empty_like(own)
         if received.numel():
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, _as_carried(received), sender, group)]):
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, as_carried(received), sender, group)]):
                 work.wait()
         return received
 
@@ -189,11 +179,31 @@ class C10dFabric(Fabric):
 
     def bind_route(self, route: Route) -> BoundStep:
         bind = super().bind_route
-        return _of_this_world(lambda: bind(route))
+        if route.source.tensor_meta.is_symbolic:
+            return self._recorded_route(route)
+        return _of_this_world(lambda: bind(route), lambda: self._recorded_route(route))
 
     def start_route(self, route: Route) -> Start:
         bind = super().start_route
         return _of_this_world(lambda: bind(route))
+
+    def _recorded_route(self, route: Route) -> BoundStep:
+        steps = [self._bind_recorded(step) for step in route.steps]
+        return lambda local: reduce(lambda given, step: step(given), steps, local)
+
+    def _bind_recorded(self, step: Step) -> BoundStep:
+        """Like `bind`, but a collective becomes an operator in the graph of whoever traces."""
+        mesh, shape = step.before.mesh, step.before.shape
+        coordinate = self.coordinate(mesh)
+        if step.collective is None or (not step.before.tensor_meta.is_symbolic and 0 in shape):
+            return self.bind(step)
+        if isinstance(step, Exchange):
+            return self._exchange_recorded(step)
+        if coordinate is None:
+            return lambda local: local
+        line = self._line(mesh, step.axes)
+        made = recorded_step(step, line, self.group_of(line.ranks), coordinate)
+        return made or self._exchange_recorded(Exchange(step.before, step.after, step.axes))
 
     def bind(self, step: Step) -> BoundStep:
         coordinate = self.coordinate(step.before.mesh)
@@ -215,7 +225,7 @@ class C10dFabric(Fabric):
         match step:
             case AllGather():
                 return self._all_gather(step, coordinate)
-            case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and _is_product(step):
+            case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and is_product(step):
                 return self._reduce_by_gathering(step, coordinate)
             case AllReduce():
                 return self._all_reduce(step)
@@ -237,32 +247,13 @@ class C10dFabric(Fabric):
 
     def _all_gather(self, step: AllGather, coordinate: Coordinate) -> Start:
         line = self._line(step.before.mesh, step.over)
-        group, order, dim, n = self.group_of(line.ranks), line.order, step.dim, len(line.ranks)
-        goal = step.after.block(coordinate)
-        even = line.in_order and _divides(step.before, dim)
-        blocks = [] if even else [step.before.block(other) for other in line.coordinates]
-        in_order = even or (line.in_order and _follow_each_other(blocks, goal, dim))
-        sizes = [block.shape[dim] for block in blocks]
-        whole = list(step.before.local_shape(coordinate))
-        whole[dim] = widest = max(sizes, default=whole[dim])
-
-        def assemble(parts: torch.Tensor) -> torch.Tensor:
-            if even:
-                return parts.movedim(0, dim).reshape(goal.shape)
-            pieces = [parts[order[i]].narrow(dim, 0, sizes[i]) for i in range(n)]
-            if in_order:
-                return torch.cat(pieces, dim)
-            out = parts.new_empty(goal.shape)
-            for block, piece in zip(blocks, pieces, strict=True):
-                fill_from(out, piece, overlap(block, goal))
-            return out
+        group, n = self.group_of(line.ranks), len(line.ranks)
+        part, pad, assemble, as_it_comes, shape = gathering(step, line, coordinate)
 
         def start(local: torch.Tensor) -> Wait:
-            if local.shape[dim] < widest:
-                local = _padded(local, dim, widest)
-            local = local.contiguous()
-            buffer = local.new_empty((n, *whole))
-            work = group._allgather_base(_as_carried(buffer).view(-1), _as_carried(local).view(-1))
+            local = pad(local)
+            buffer = local.new_empty((n, *part))
+            work = group._allgather_base(as_carried(buffer).view(-1), as_carried(local).view(-1))
 
             def wait() -> torch.Tensor:
                 work.wait()
@@ -272,27 +263,27 @@ class C10dFabric(Fabric):
 
         def start_in_place(local: torch.Tensor) -> Wait:
             local = local.contiguous()
-            out = local.new_empty(goal.shape)
-            return _after(group._allgather_base(_as_carried(out), _as_carried(local)), out)
+            out = local.new_empty(shape)
+            return _after(group._allgather_base(as_carried(out), as_carried(local)), out)
 
-        return start_in_place if even and dim == 0 else start
+        return start_in_place if as_it_comes else start
 
     def _all_reduce(self, step: AllReduce) -> Start:
         group = self.group(step.before.mesh, step.over)
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[reduction(step)]
         finish = average_divider(step)
-        extremum = _extremum(step)
+        extremum = extremum_of(step)
 
         def start(local: torch.Tensor) -> Wait:
-            buffer = _as_reducible(local, extremum)
+            buffer = as_reducible(local, extremum)
             if buffer is local or not buffer.is_contiguous():
                 buffer = buffer.clone(memory_format=torch.contiguous_format)
             work = group.allreduce([buffer], options)
 
             def wait() -> torch.Tensor:
                 work.wait()
-                return _from_reducible(buffer if finish is None else finish(buffer), local.dtype, extremum)
+                return from_reducible(buffer if finish is None else finish(buffer), local.dtype, extremum)
 
             return wait
 
@@ -306,7 +297,7 @@ class C10dFabric(Fabric):
         def start(local: torch.Tensor) -> Wait:
             local = local.contiguous()
             buffer = local.new_empty((group.size(), *local.shape))
-            work = group._allgather_base(_as_carried(buffer).view(-1), _as_carried(local).view(-1))
+            work = group._allgather_base(as_carried(buffer).view(-1), as_carried(local).view(-1))
 
             def wait() -> torch.Tensor:
                 work.wait()
@@ -318,39 +309,21 @@ class C10dFabric(Fabric):
 
     def _reduce_scatter(self, step: ReduceScatter, coordinate: Coordinate) -> Start:
         line = self._line(step.before.mesh, step.over)
-        group, order, dim, n = self.group_of(line.ranks), line.order, step.dim, len(line.ranks)
-        even = line.in_order and _divides(step.after, dim)
-        blocks = [] if even else [step.after.block(other) for other in line.coordinates]
-        source = step.before.block(coordinate)
-        boxes = [overlap(source, block) for block in blocks]
-        mine = step.after.local_shape(coordinate)[dim]
-        widest = max([block.shape[dim] for block in blocks], default=mine)
-        whole = list(source.shape)
-        whole[dim] = widest
+        group = self.group_of(line.ranks)
+        part, pack, own = scattering(step, line, coordinate)
         options = dist.ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[reduction(step)]
         finish = average_divider(step)
-        extremum = _extremum(step)
-
-        def pack(local: torch.Tensor) -> torch.Tensor:
-            if even:
-                return _split_in_front(local, dim, n)
-            packed = local.new_zeros((n, *whole))
-            for i, parts in enumerate(boxes):
-                fill_from(packed[order[i]], local, parts)
-            return packed
+        extremum = extremum_of(step)
 
         def start(local: torch.Tensor) -> Wait:
-            packed = pack(_as_reducible(local, extremum))
-            buffer = packed.new_empty(whole)
+            packed = pack(as_reducible(local, extremum))
+            buffer = packed.new_empty(part)
             work = group._reduce_scatter_base(buffer.view(-1), packed.view(-1), options)
 
             def wait() -> torch.Tensor:
                 work.wait()
-                total = buffer if finish is None else finish(buffer)
-                if mine != widest:
-                    total = total.narrow(dim, 0, mine).clone()
-                return _from_reducible(total, local.dtype, extremum)
+                return from_reducible(own(buffer if finish is None else finish(buffer)), local.dtype, extremum)
 
             return wait
 
@@ -359,20 +332,15 @@ class C10dFabric(Fabric):
     def _all_to_all(self, step: AllToAll, coordinate: Coordinate) -> Start | None:
         """Where all parts are of one size, in order and row-major; None where the general exchange must do it."""
         line = self._line(step.before.mesh, step.over)
-        n, source_dim, target_dim = len(line.ranks), step.source_dim, step.target_dim
-        alike = _divides(step.before, source_dim) and _divides(step.after, target_dim)
-        row_major = step.after.tensor_meta.stride == dense_strides(step.after.shape)
-        if not alike or not row_major or not line.in_order:
+        goal = swapping(step, line, coordinate)
+        if goal is None:
             return None
-        group = self.group_of(line.ranks)
-        shape = list(step.before.local_shape(coordinate))
-        shape[target_dim] //= n
-        goal = [size * n if dim == source_dim else size for dim, size in enumerate(shape)]
+        group, n, source_dim, target_dim = self.group_of(line.ranks), len(line.ranks), step.source_dim, step.target_dim
 
         def start(local: torch.Tensor) -> Wait:
-            packed = _split_in_front(local, target_dim, n)
+            packed = split_in_front(local, target_dim, n)
             buffer = torch.empty_like(packed)
-            work = group.alltoall_base(_as_carried(buffer).view(-1), _as_carried(packed).view(-1), [], [])
+            work = group.alltoall_base(as_carried(buffer).view(-1), as_carried(packed).view(-1), [], [])
 
             def wait() -> torch.Tensor:
                 work.wait()
@@ -383,6 +351,22 @@ class C10dFabric(Fabric):
         return start
 
     def _exchange(self, step: Exchange) -> Start:
+        found = self._parcels(step)
+        if found is None:
+            return lambda local: lambda: local
+        group, have, goods = found
+        return _exchanger(step, group, have, goods)
+
+    def _exchange_recorded(self, step: Exchange) -> BoundStep:
+        fixed = step.before.tensor_meta.specialized()  # who lacks what is worked out in numbers
+        found = self._parcels(Exchange(step.before.with_meta(fixed), step.after.with_meta(fixed), step.over))
+        if found is None:
+            return lambda local: local
+        group, have, goods = found
+        return recorded_exchange(goods, group, have, fixed.dtype)
+
+    def _parcels(self, step: Exchange) -> tuple[Any, Coordinate | None, Parcels] | None:
+        """Between whom an exchange goes on, and what this rank sends and gets; None where it takes no part."""
         before, after = step.before, step.after
         if before.mesh is not after.mesh:
             ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
@@ -393,25 +377,15 @@ class C10dFabric(Fabric):
         else:
             ranks, having, wanting = [], (), ()
         if self.rank() not in ranks:
-            return lambda local: lambda: local
+            return None
         me = ranks.index(self.rank())
-        moved = traffic(before, after, ranks, me, having, wanting)
-        return _exchanger(step, self.group_of(ranks), me, moved, having[me], wanting[me])
+        goods = parcels(step, me, traffic(before, after, ranks, me, having, wanting), wanting[me])
+        return self.group_of(ranks), having[me], goods
 
 
-def _exchanger(
-    step: Exchange, group: Any, me: int, moved: Traffic, have: Coordinate | None, want: Coordinate | None
-) -> Start:
+def _exchanger(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels) -> Start:
     """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
-    sent_sizes = [sum([box.numel for box in boxes]) for boxes in moved.sends]
-    got_sizes = [sum([box.numel for box in boxes]) for boxes in moved.receives]
-    if any(got_sizes) and not any(sent_sizes):
-        # torch's fake backend takes no empty input, so one element goes from this rank to itself
-        sent_sizes[me] = got_sizes[me] = 1
-    sent, got = sum(sent_sizes), sum(got_sizes)
-    sends, receives = _parts(moved.sends, sent_sizes), _parts(moved.receives, got_sizes)
-    shape = None if want is None else step.after.local_shape(want)
-    stride = None if want is None else step.after.local_stride(want)
+    sent, got, sends = sum(goods.sent_sizes), sum(goods.got_sizes), goods.sends
 
     def start(local: torch.Tensor) -> Wait:
         if have is None:  # a rank outside held nothing, of no dtype in particular
@@ -420,61 +394,19 @@ def _exchanger(
         for box, part in zip(sends.boxes, packed.split_with_sizes(sends.lengths), strict=True):
             if box is not None:
                 part.view(box.shape).copy_(local[box.source])
-        carried = _as_carried(buffer)
+        carried = as_carried(buffer)
         scale = buffer.element_size() // carried.element_size()
         work = group.alltoall_base(
-            carried, _as_carried(packed), [n * scale for n in got_sizes], [n * scale for n in sent_sizes]
+            carried, as_carried(packed), [n * scale for n in goods.got_sizes], [n * scale for n in goods.sent_sizes]
         )
 
         def wait() -> torch.Tensor:
             work.wait()
-            if shape is None or stride is None:
-                return local.new_empty(0)
-            out = local.new_empty_strided(shape, stride)
-            fill_from(out, local, moved.keeps)
-            for box, part in zip(receives.boxes, buffer.split_with_sizes(receives.lengths), strict=True):
-                if box is not None:
-                    out[box.target].copy_(part.view(box.shape))
-            return out
+            return goods.unpack(local, buffer)
 
         return wait
 
     return start
-
-
-class Parts(NamedTuple):
-    """A flat buffer in parts: the box that each is, None for elements that nobody wants, and how long each is."""
-
-    boxes: list[Box | None]
-    lengths: list[int]
-
-
-def _parts(boxes: Sequence[Sequence[Box]], sizes: Sequence[int]) -> Parts:
-    """The parts of a buffer in which the ranks have places of `sizes`."""
-    made = Parts([], [])
-    for of_rank, size in zip(boxes, sizes, strict=True):
-        made.boxes.extend(of_rank or [None])
-        made.lengths.extend([box.numel for box in of_rank] or [size])
-    return made
-
-
-def _divides(spec: DTensorSpec, dim: int) -> bool:
-    """Whether all ranks hold runs of one length of `dim`."""
-    axes = spec.dim_axes[dim]
-    if spec.is_strided and any(spec.rows(axis) for axis in axes):
-        return False
-    return spec.shape[dim] % math.prod([spec.mesh.shape[axis] for axis in axes]) == 0
-
-
-def _follow_each_other(blocks: Sequence[Block], whole: Block, dim: int) -> bool:
-    """Whether in `dim` the blocks, one after the other, are `whole`; strided ones need not be."""
-    runs = [run for block in blocks for run in block.runs[dim] if run.length]
-    ends = [run.start + run.length for run in runs]
-    return len(whole.runs[dim]) == 1 and all(run.start == end for run, end in zip(runs[1:], ends, strict=False))
-
-
-def _is_product(step: AllReduce | ReduceScatter) -> bool:
-    return reduction(step) == "product"
 
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -492,7 +424,8 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
     original = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda *_: name
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        with unrecorded():
+            return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
 
@@ -513,43 +446,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _extremum(step: AllReduce | ReduceScatter) -> str | None:
-    op = reduction(step)
-    return op if op in ("min", "max") else None
-
-
-# Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of
-# floats travel as integers in the same order, with NaN at the end that wins.
-_ORDERED = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
-
-
-def _as_reducible(local: torch.Tensor, extremum: str | None) -> torch.Tensor:
-    """`local` as process groups can reduce it: itself, wider, or as integers that keep its order."""
-    if extremum is None or not local.is_floating_point():
-        wide = _WIDENED.get(local.dtype)
-        return local if wide is None else local.to(wide)
-    floats = local if local.dtype in _ORDERED else local.float()
-    kind, shift = _ORDERED[floats.dtype]
-    limits = torch.iinfo(kind)
-    bits = floats.contiguous().view(kind)
-    ordered = bits ^ ((bits >> shift) & limits.max)
-    return ordered.masked_fill_(floats.isnan(), limits.max if extremum == "max" else limits.min)
-
-
-def _from_reducible(total: torch.Tensor, dtype: torch.dtype, extremum: str | None) -> torch.Tensor:
-    """The reduced value in the dtype that it came in."""
-    if extremum is None or not dtype.is_floating_point:
-        return total if total.dtype is dtype else total.to(dtype)
-    floats = torch.float64 if dtype is torch.float64 else torch.float32
-    kind, shift = _ORDERED[floats]
-    return (total ^ ((total >> shift) & torch.iinfo(kind).max)).view(floats).to(dtype)
-
-
-def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as process groups can carry it: itself, or its bytes."""
-    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
-
-
 def _after(work: Any, result: torch.Tensor) -> Wait:
     """Waits for `work`, which fills `result`."""
 
@@ -560,32 +456,24 @@ def _after(work: Any, result: torch.Tensor) -> Wait:
     return wait
 
 
-def _of_this_world(make: Callable[[], Callable[[torch.Tensor], T]]) -> Callable[[torch.Tensor], T]:
-    """What `make` makes, and makes anew in another world: ranks and groups are those of a world."""
+def _of_this_world(
+    make: Callable[[], Callable[[torch.Tensor], T]], record: Callable[[], Callable[[torch.Tensor], T]] | None = None
+) -> Callable[[torch.Tensor], T]:
+    """What `make` makes, and makes anew in another world: ranks and groups are those of a world.
+
+    What is traced goes the way that `record` makes, if it is given.
+    """
     world, made = dist.group.WORLD, make()
 
     def run(local: torch.Tensor) -> T:
         nonlocal world, made
+        if (local.__class__ is not _Tensor or _modes_active()) and record is not None and is_recorded(local):
+            return record()(local)
         if dist.group.WORLD is not world:
             world, made = dist.group.WORLD, make()
         return made(local)
 
     return run
-
-
-def _split_in_front(local: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
-    """`local` as a dense row of `parts`, into which `dim` is split evenly."""
-    shape = local.shape
-    split = local.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-    return split.movedim(dim, 0).contiguous()
-
-
-def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    shape = list(local.shape)
-    shape[dim] = size
-    padded = local.new_zeros(shape)
-    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    return padded
 
 
 c10d = register(C10dFabric())

@@ -219,7 +219,7 @@ def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
         return 1.0
     n = spec.mesh.shape[axis]
     parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim] if a != axis)
-    held = math.ceil(spec.shape[placement.dim] / parts)
+    held = math.ceil(spec.tensor_meta.hinted().shape[placement.dim] / parts)
     return n * math.ceil(held / n) / held if held else 1.0
 
 
@@ -234,7 +234,7 @@ def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
     if not isinstance(placement, Shard | StridedShard):
         return False
     axes = {axis, *spec.dim_axes[placement.dim]}
-    return spec.shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
+    return spec.tensor_meta.hinted().shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
 
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
@@ -311,7 +311,7 @@ def _factor_order(
                 if name is not None and axis not in sharded.setdefault(name, []):
                     sharded[name].append(axis)
     order: dict[str, tuple[int, ...]] = {}
-    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -math.prod(specs[i].shape)))
+    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -math.prod(specs[i].tensor_meta.hinted().shape)))
     for name, axes in sharded.items():
         kept: list[int] = []
         if len(axes) > 1:
