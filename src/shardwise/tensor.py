@@ -11,20 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
+from shardwise.compilers import taken_whole, tell_compiler
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
+from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
-from shardwise.errors import AgreementError, LayoutError, ShardwiseError
+from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import as_mesh
 from shardwise.local import laid_out_like
+from shardwise.plan.propagate import replicated_spec
 
 __all__ = ["DTensor", "cache_info"]
 
@@ -185,6 +189,11 @@ class DTensor(torch.Tensor):
             >>> DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
             torch.Size([8, 3])
         """
+        if is_dynamo_compiling():
+            tell_compiler()
+            return _from_local_in_graph(
+                local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
+            )
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
         if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
             local_tensor = _resolved(local_tensor)
@@ -194,12 +203,16 @@ class DTensor(torch.Tensor):
             mesh, None if placements is None else tuple(placements), local_tensor.shape, local_tensor.stride(),
             local_tensor.dtype,
         )  # fmt: skip
-        spec = _local_specs.get(key) if shape is None and shard_order is None else None
+        try:
+            spec = _local_specs.get(key) if shape is None and shard_order is None else None
+        except TypeError:  # symbolic sizes have no hash
+            spec = None
         if run_check:
             spec = _agreed_spec(local_tensor, mesh, placements, shape, stride, shard_order)
         elif spec is None:
             spec = _spec_from_local(local_tensor, mesh, placements, shape, stride, shard_order)
-            if shape is None and shard_order is None and mesh.fabric != "virtual":
+            sizes_known = not spec.tensor_meta.is_symbolic
+            if shape is None and shard_order is None and mesh.fabric != "virtual" and sizes_known:
                 if len(_local_specs) >= MAX_LOCAL_SPECS:
                     _local_specs.clear()
                 _local_specs[key] = spec
@@ -315,6 +328,7 @@ class DTensor(torch.Tensor):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
+        _accept_plain_tangents()
         return _redistributed(self, gradient_spec(self._spec))
 
     def __coerce_same_metadata_as_tangent__(
@@ -484,6 +498,27 @@ def _fingerprints(local: torch.Tensor, spec: DTensorSpec) -> list[tuple[Any, str
     ]
 
 
+@taken_whole
+def _from_local_in_graph(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Any] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Any] | None,
+    shard_order: Sequence[Any] | None,
+) -> DTensor:
+    if run_check:
+        raise UnsupportedError(
+            "from_local(run_check=True) compares values over the ranks, which a compiled program cannot",
+            hint="leave run_check out, or call from_local outside of what is compiled",
+        )
+    return DTensor.from_local(
+        local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements, shard_order=shard_order
+    )
+
+
 def _resolved(local: torch.Tensor) -> torch.Tensor:
     if isinstance(local, RankTensor) and any(t.is_conj() or t.is_neg() for t in local.tensors):
         return RankTensor([t.resolve_conj().resolve_neg() for t in local.tensors])
@@ -517,7 +552,7 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     meta = source.tensor_meta.dense()
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
         return _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
-    if async_op and bound.communicates and fabric_of(source.mesh).asynchronous:
+    if async_op and bound.communicates and fabric_of(source.mesh).asynchronous and not is_tracing():
         return _pending(tensor._local_tensor, bound, target)
     return _make(target, bound.run(tensor._local_tensor))
 
@@ -531,6 +566,25 @@ def _redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
     if tensor._spec.tensor_meta is not target.tensor_meta:
         target = target.with_meta(tensor._spec.tensor_meta)
     return _moved(tensor, target, False, None)
+
+
+def _accept_plain_tangents() -> None:
+    """Let compiled code accept what autograd makes for an output that is not used: zeros, of the class torch.Tensor.
+
+    The compiler asks the tensor itself to become what it expected, and a plain one has no such method unless it is given
+    one. It speaks for DTensors alone: of anything else it says None, as if it were not there.
+    """
+    if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
+        torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _plain_tangent(tangent: torch.Tensor, expected: Any, expected_type: type | None = None) -> torch.Tensor | None:
+    """A whole gradient, alike on every rank, as compiled code expects it."""
+    if expected_type is not DTensor or tangent.__class__ is not torch.Tensor:
+        return None
+    meta = TensorMeta.of(tangent)
+    local = fabric_of(expected[0]).build(expected[0], lambda coordinate: tangent)
+    return _redistributed(_make(replicated_spec(expected[0], meta), local), DTensorSpec.from_context(expected, meta))
 
 
 class _PendingDTensor(DTensor):

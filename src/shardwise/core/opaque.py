@@ -25,7 +25,7 @@ def constant_to_compilers(kind: type) -> type:
     try:
         use = registry.MemberType.USE_REAL
         asked = [name for name in dir(kind) if not name.startswith("_")]
-        members = dict.fromkeys((*asked, "__eq__", "__ne__", "__hash__", "__getitem__"), use)
+        members = dict.fromkeys([*asked, *filter(kind.__dict__.__contains__, ["__getitem__"]), "__eq__", "__ne__"], use)
         registry.register_opaque_type(kind, typ="value", members=members)
     except (AttributeError, TypeError) as error:  # another version of torch
         _failed.append(f"{type(error).__name__}: {error}")

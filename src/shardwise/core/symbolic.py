@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["has_symbols", "hinted", "named", "settled", "specialized", "unrecorded"]
+__all__ = ["has_symbols", "hinted", "is_tracing", "named", "settled", "specialized", "unrecorded"]
 
 
 def has_symbols(sizes: Iterable[Any]) -> bool:
@@ -87,3 +87,19 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
         torch.Size([2])
     """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+_MODES = torch._C._TorchDispatchModeKey
+_TRACERS = (_MODES.FAKE, _MODES.FUNCTIONAL, _MODES.PROXY)
+
+
+def is_tracing() -> bool:
+    """Whether operators go into a graph now instead of being run.
+
+    Example:
+        >>> is_tracing()
+        False
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACERS)
