@@ -28,7 +28,7 @@ from shardwise.core.layout import (
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
-from shardwise.core.symbolic import has_symbols, hinted, specialized, unrecorded
+from shardwise.core.symbolic import has_symbols, hinted, settled, specialized, unrecorded
 from shardwise.errors import LayoutError
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
@@ -273,7 +273,7 @@ class DTensorSpec(Interned):
         index = 0
         for axis in axes:
             index = index * sizes[axis] + coordinate[axis]
-        return (Run(index * (size // parts), size // parts),)
+        return (Run(settled(index * (size // parts)), settled(size // parts)),)
 
     def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
         mesh = self.mesh

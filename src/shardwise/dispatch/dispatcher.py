@@ -18,7 +18,7 @@ from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_dec
 from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
-from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
+from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
@@ -70,7 +70,7 @@ class OpDispatcher:
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """Work out the executor of a new signature and keep it."""
         if is_symbolic(key):
-            return self.resolve(named(key), func, args, kwargs)
+            return self._resolve_symbolic(named(key), func, args, kwargs)
         run = self.resolve(key, func, args, kwargs)
         self.misses += 1
         if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
@@ -78,6 +78,17 @@ class OpDispatcher:
                 self.cache.pop(old, None)
         self.cache[key] = run
         return run
+
+    def _resolve_symbolic(
+        self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executor:
+        """The executor of a call with sizes of a compiler; not kept. A rule that needs numbers gets them."""
+        try:
+            return self.resolve(key, func, args, kwargs)
+        except TypeError as error:
+            if "SymInt" not in str(error):
+                raise
+        return fixed_sizes(self.wrapping, func)
 
     def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """The executor of a call's signature."""

@@ -119,9 +119,6 @@ class _Parts:
         self, local: torch.Tensor, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
     ) -> None:
         """Fill the local of a tensor; on CUDA in place, where its memory is that of its block."""
-        if is_tracing():
-            local.copy_(fill_in_graph(self.spec, op, numbers, generator))
-            return
         mesh, wanted = self.spec.mesh, self.wanted(op, numbers, self.spec.tensor_meta.dtype)
         if mesh.fabric == dry.name or modes.draws_by_index() or not self.contiguous or not philox.reproduces(wanted):
             local.copy_(self.draw(op, numbers, generator))
@@ -196,9 +193,9 @@ def agree_once(mesh: DeviceMesh) -> None:
     if is_tracing():
         with unrecorded():
             _check_agreement(mesh)
-        return
+    else:
+        agree_on_state(mesh)
     _agreed.add(mesh)
-    agree_on_state(mesh)
 
 
 def _check_agreement(mesh: DeviceMesh) -> None:
@@ -244,7 +241,11 @@ def filling(signature: Signature) -> Executor:
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         bound = info.bind(args, kwargs)
         op, numbers = _fill_of(info.op, bound)  # pyright: ignore[reportGeneralTypeIssues]
-        _parts_of(spec).draw_into(args[0]._local_tensor, op, numbers, bound.get("generator"))
+        local = args[0]._local_tensor
+        if is_tracing():
+            local.copy_(fill_in_graph(spec, op, numbers, bound.get("generator")))
+        else:
+            _parts_of(spec).draw_into(local, op, numbers, bound.get("generator"))
         return args[0]
 
     return run

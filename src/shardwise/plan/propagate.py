@@ -30,6 +30,8 @@ MAX_FITTING = 4096
 _fitting: dict[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = {}
 # Assumed, not measured: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
 GATHERED_AGAIN = 1.5
+# Seconds against splitting a dim of symbolic size into parts that are not equal: the size would have to be fixed.
+UNEVEN = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,8 @@ class ShardingPropagator:
         left = against = 0
         for spec, size, have, want in zip(specs, held, given, row.inputs, strict=True):
             if have is not want:
+                if spec.tensor_meta.is_symbolic and _splits_unevenly(want, spec, axis):
+                    seconds += UNEVEN
                 if _leaves_empty(want, spec, axis):  # saves nothing: one rank has as much as if it were replicated
                     want = REPLICATE
                     against += 1
@@ -227,6 +231,14 @@ def _scatters(have: Placement, want: Placement, spec: DTensorSpec) -> bool:
     """Whether a sum would be scattered that is on no other axis sharded yet."""
     shards = Shard | StridedShard
     return isinstance(have, Partial) and isinstance(want, shards) and not any(spec.dim_axes)
+
+
+def _splits_unevenly(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
+    """Whether a dim of symbolic size, sharded over an axis too, falls into parts that are not equal."""
+    if not isinstance(placement, Shard | StridedShard) or isinstance(spec.shape[placement.dim], int):
+        return False
+    axes = {axis, *spec.dim_axes[placement.dim]}
+    return spec.tensor_meta.hinted().shape[placement.dim] % math.prod(spec.mesh.shape[a] for a in axes) != 0
 
 
 def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
