@@ -6,18 +6,23 @@ of what the functions do.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import why_not_constant
 from shardwise.errors import UnsupportedError
 
-__all__ = ["taken_whole", "tell_compiler"]
+__all__ = ["never_traced", "refuse_dry", "taken_whole", "tell_compiler", "traceable"]
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 _whole: list[Callable[..., Any]] = []
 
 
@@ -28,6 +33,29 @@ def taken_whole(function: AnyFunction) -> AnyFunction:
     """
     _whole.append(function)
     return function
+
+
+def traceable(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a function of ours be called by programs that are compiled: it is taken whole there.
+
+    Example:
+        >>> traceable(len)("four")
+        4
+    """
+
+    @taken_whole
+    @functools.wraps(function)
+    def whole(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def either(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if is_dynamo_compiling():
+            tell_compiler()
+            return whole(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return either
 
 
 def tell_compiler() -> bool:
@@ -47,3 +75,30 @@ def tell_compiler() -> bool:
 
 # what torch.compiler.assume_constant_result sets; calling that would import the compiler
 tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def never_traced(*functions: Callable[..., Any]) -> None:
+    """Mark functions that torch calls for us (dispatch, gradients): neither they nor what they call are compiled.
+
+    Outside of a graph, after a graph break say, Dynamo looks at every Python function that runs.
+    """
+    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    try:
+        skip = frames._FrameAction.SKIP
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # another version of torch: slower after graph breaks, not wrong
+        return
+
+
+def refuse_dry(mesh: DeviceMesh) -> None:
+    """A dry run has no values, and what it counts is counted as operators run: there is nothing to compile.
+
+    Example:
+        >>> refuse_dry(DeviceMesh("cpu", [0, 1]))
+    """
+    if mesh.fabric == "dry":
+        raise UnsupportedError(
+            f"torch.compile of a program on {mesh}: a dry run has no values, and counts what operators do as they run",
+            hint="run the program without torch.compile; compiled, it communicates the same",
+        )

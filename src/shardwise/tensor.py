@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
-from shardwise.compilers import taken_whole, tell_compiler
+from shardwise.compilers import never_traced, refuse_dry, taken_whole, tell_compiler
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -27,7 +27,7 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import as_mesh
-from shardwise.local import laid_out_like
+from shardwise.local import coordinates_here, laid_out_like
 from shardwise.plan.propagate import replicated_spec
 
 __all__ = ["DTensor", "cache_info"]
@@ -324,7 +324,14 @@ class DTensor(torch.Tensor):
         inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         local = inner["_local_tensor"]
+        refuse_dry(context[0])
         return _make(DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype)), local)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
+        spec = self._spec
+        facts = repr((spec.__fx_repr__()[0], self.requires_grad, coordinates_here(spec.mesh)))
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
@@ -509,6 +516,7 @@ def _from_local_in_graph(
     grad_placements: Sequence[Any] | None,
     shard_order: Sequence[Any] | None,
 ) -> DTensor:
+    refuse_dry(as_mesh(mesh))
     if run_check:
         raise UnsupportedError(
             "from_local(run_check=True) compares values over the ranks, which a compiled program cannot",
@@ -770,3 +778,20 @@ class _FirstRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return RankTensor([grad.clone() for _ in range(ctx.count)])
+
+
+never_traced(
+    DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    _PendingDTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    *(
+        getattr(function, name)
+        for function in (_FromLocal, _ToLocal, _Redistribute, _OnEveryRank, _FirstRank)
+        for name in ("forward", "backward")
+    ),
+    DTensor.to_local,
+    DTensor.redistribute,
+    DTensor.full_tensor,
+    DTensor.__tensor_unflatten__,
+    DTensor.__coerce_same_metadata_as_tangent__,
+    _plain_tangent,
+)

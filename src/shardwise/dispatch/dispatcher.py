@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.core.symbolic import named
+from shardwise.core.symbolic import named, unrecorded
 from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
 from shardwise.dispatch.executors import executor
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
@@ -84,7 +84,8 @@ class OpDispatcher:
     ) -> Executor:
         """The executor of a call with sizes of a compiler; not kept. A rule that needs numbers gets them."""
         try:
-            return self.resolve(key, func, args, kwargs)
+            with unrecorded():  # of sizes that are computed with, only those that operators get belong to the graph
+                return self.resolve(key, func, args, kwargs)
         except TypeError as error:
             if "SymInt" not in str(error):
                 raise

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.symbolic import unrecorded
-from shardwise.errors import MeshError
+from shardwise.core.symbolic import is_tracing, unrecorded
+from shardwise.errors import MeshError, UnsupportedError
 from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
 from shardwise.fabric.packing import (
     Line,
@@ -143,6 +143,11 @@ class C10dFabric(Fabric):
         coordinate = self.coordinate(mesh)
         if coordinate is None or source is None:
             return self.build(mesh, blocks)
+        if is_tracing():
+            raise UnsupportedError(
+                f"a compiled program cannot send the values of rank {source} to the others",
+                hint="pass src_data_rank=None where every rank has the whole tensor, or distribute it beforehand",
+            )
         ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
         group = self.group_of(ranks)
         if not 0 <= source < len(ranks):
@@ -188,7 +193,8 @@ class C10dFabric(Fabric):
         return _of_this_world(lambda: bind(route))
 
     def _recorded_route(self, route: Route) -> BoundStep:
-        steps = [self._bind_recorded(step) for step in route.steps]
+        with unrecorded():  # of sizes that are computed with, only those that operators get belong to the graph
+            steps = [self._bind_recorded(step) for step in route.steps]
         return lambda local: reduce(lambda given, step: step(given), steps, local)
 
     def _bind_recorded(self, step: Step) -> BoundStep:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.core.layout import Block, dense_strides, intersect
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import settled, unrecorded
 from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
 
 __all__ = ["Box", "Piece", "box_of", "choose_sender", "local_step", "overlap", "pieces_for"]
@@ -138,12 +139,20 @@ def slicer(before: Block, after: Block) -> Local:
     def cut(local: torch.Tensor) -> torch.Tensor:
         for dim, parts in cuts:
             if len(parts) == 1:
-                local = local.narrow(dim, *parts[0])
+                local = _narrowed(local, dim, *parts[0])
             else:
                 local = torch.cat([local.narrow(dim, at, n) for at, n in parts], dim)
         return local.clone()
 
     return cut
+
+
+def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:
+    if at.__class__ is int and n.__class__ is int:
+        return local.narrow(dim, at, n)
+    with unrecorded():  # narrow adds the two, which a tracer must not see: it knows the sum only by its symbols
+        end = settled(at + n)
+    return torch.ops.aten.slice.Tensor(local, dim, at, end)
 
 
 def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
