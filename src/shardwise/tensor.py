@@ -557,12 +557,24 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     bound = bound_route(source, target, max_bytes)
     if bound.communicates:
         modes.check_decomposing(bound.route)
+    if is_tracing():
+        _refuse_named(tensor)
     meta = source.tensor_meta.dense()
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
         return _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous and not is_tracing():
         return _pending(tensor._local_tensor, bound, target)
     return _make(target, bound.run(tensor._local_tensor))
+
+
+def _refuse_named(tensor: DTensor) -> None:
+    """torch's make_fx names its inputs in the graph; what is inside of a DTensor among them it does not know."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is not None and tensor in mode.tracer.tensor_tracker:
+        raise UnsupportedError(
+            f"make_fx was given the DTensor {tensor._spec} as an input: its local would become a constant of the graph",
+            hint="trace with shardwise.debug.make_fx, or make the DTensor inside, by from_local",
+        )
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
@@ -579,8 +591,8 @@ def _redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
 def _accept_plain_tangents() -> None:
     """Let compiled code accept what autograd makes for an output that is not used: zeros, of the class torch.Tensor.
 
-    The compiler asks the tensor itself to become what it expected, and a plain one has no such method unless it is given
-    one. It speaks for DTensors alone: of anything else it says None, as if it were not there.
+    The compiler asks the tensor itself to become what it expected, and a plain one has no such method unless it is
+    given one. It speaks for DTensors alone: of anything else it says None, as if it were not there.
     """
     if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
         torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,7 @@
 """Sizes that are not known yet: the symbolic integers with which a compiler traces a program for many sizes at once.
 
 Knows how to name them in a key and what they are for the inputs at hand; nothing of tensors, layouts or compilers.
-Comparing a symbolic integer makes the compiler remember how the comparison came out (a guard). Here nothing is compared.
+Comparing symbolic integers makes the compiler remember how the comparison came out (a guard). Here none are compared.
 """
 
 from __future__ import annotations

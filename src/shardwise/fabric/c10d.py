@@ -34,10 +34,10 @@ from shardwise.fabric.packing import (
     swapping,
 )
 from shardwise.fabric.pieces import average_divider, empty_block, local_step, reduce_tensors, slicer
-from shardwise.fabric.recorded import is_recorded, recorded_exchange, recorded_step
+from shardwise.fabric.recorded import is_recorded, recorded_exchange, recorded_step, recorded_unreduce
 from shardwise.fabric.traffic import traffic
 from shardwise.plan.route import Route
-from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, reduction
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, Unreduce, reduction
 
 __all__ = ["C10dFabric"]
 
@@ -201,6 +201,8 @@ class C10dFabric(Fabric):
         """Like `bind`, but a collective becomes an operator in the graph of whoever traces."""
         mesh, shape = step.before.mesh, step.before.shape
         coordinate = self.coordinate(mesh)
+        if isinstance(step, Unreduce) and coordinate is not None:
+            return recorded_unreduce(step, coordinate)
         if step.collective is None or (not step.before.tensor_meta.is_symbolic and 0 in shape):
             return self.bind(step)
         if isinstance(step, Exchange):

@@ -168,6 +168,8 @@ class Parcels(NamedTuple):
         """The result, of what this rank keeps and what it got."""
         if self.shape is None or self.stride is None:
             return local.new_empty(0)
+        if 0 in self.shape:  # of the buffer, so that a compiler sees that the result comes from this collective
+            return buffer.narrow(0, 0, 0).view(self.shape)
         out = local.new_empty_strided(self.shape, self.stride)
         fill_from(out, local, self.keeps)
         for box, part in zip(self.receives.boxes, buffer.split_with_sizes(self.receives.lengths), strict=True):
@@ -180,8 +182,9 @@ def parcels(step: Exchange, me: int, moved: Traffic, want: Coordinate | None) ->
     """What the rank that is the `me`-th of those that take part sends and gets."""
     sent_sizes = [sum([box.numel for box in boxes]) for boxes in moved.sends]
     got_sizes = [sum([box.numel for box in boxes]) for boxes in moved.receives]
-    if any(got_sizes) and not any(sent_sizes):
-        # torch's fake backend takes no empty input, so one element goes from this rank to itself
+    if any(got_sizes) != any(sent_sizes):
+        # torch's fake backend takes no empty input, and its compiler leaves a call out on a rank where the result is
+        # empty, for which the others would wait; so one element goes from this rank to itself
         sent_sizes[me] = got_sizes[me] = 1
     sends, receives = _parts(moved.sends, sent_sizes), _parts(moved.receives, got_sizes)
     shape = None if want is None else step.after.local_shape(want)

@@ -156,12 +156,18 @@ def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:
 
 
 def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
+    neutral = neutral_element(step, coordinate)
+    return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
+
+
+def neutral_element(step: Unreduce, coordinate: Coordinate) -> int | None:
+    """What a rank holds in place of the value; None for one that keeps it."""
     neutral = None
     for axis in step.new_axes:
         op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
         if coordinate[axis] != 0 and op in ("sum", "product"):
             neutral = 0 if op == "sum" else 1
-    return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
+    return neutral
 
 
 # ---------------------------------------------------------------- reductions

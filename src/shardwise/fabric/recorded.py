@@ -1,7 +1,7 @@
 """Collectives as operators of a graph: what c10d does while a compiler or make_fx traces.
 
-The same collectives with the same bytes as issued ones (`packing` works on both), as `_c10d_functional` operators, which
-compilers know how to order and overlap. Which process group and which ranks is told by whoever asks.
+The same collectives with the same bytes as issued ones (`packing` works on both), as `_c10d_functional` operators,
+which compilers know how to order and overlap. Which process group and which ranks is told by whoever asks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardwise.fabric.packing import (
     split_in_front,
     swapping,
 )
-from shardwise.fabric.pieces import average_divider, reduce_tensors, slicer
-from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, reduction
+from shardwise.fabric.pieces import average_divider, neutral_element, reduce_tensors, slicer
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
 
-__all__ = ["is_recorded", "recorded_exchange", "recorded_step"]
+__all__ = ["is_recorded", "recorded_exchange", "recorded_step", "recorded_unreduce"]
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
@@ -56,8 +56,10 @@ def _gathered(local: torch.Tensor, group: Any) -> torch.Tensor:
     n = group.size()
     carried = as_carried(local)
     parts = _arrived(_operators().all_gather_into_tensor(carried, n, group.group_name))
-    return parts.view(local.dtype).view(n, *local.shape) if carried.dtype is not local.dtype else parts.view(
-        n, *local.shape
+    return (
+        parts.view(local.dtype).view(n, *local.shape)
+        if carried.dtype is not local.dtype
+        else parts.view(n, *local.shape)
     )
 
 
@@ -133,6 +135,14 @@ def _all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) 
     return run
 
 
+def recorded_unreduce(step: Unreduce, coordinate: Coordinate) -> BoundStep:
+    """R -> P. The neutral element, too, is seen to come from the local: graphs must be alike on all ranks."""
+    neutral = neutral_element(step, coordinate)
+    if neutral is None:
+        return torch.clone
+    return lambda local: local.masked_fill(torch.ones_like(local, dtype=torch.bool), neutral)
+
+
 def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype: torch.dtype) -> BoundStep:
     """One all-to-all with uneven splits."""
 
@@ -141,7 +151,9 @@ def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype
             local = local.new_empty(0, dtype=dtype)
         boxes = zip(goods.sends.boxes, goods.sends.lengths, strict=True)
         parts = [local.new_zeros(n) if box is None else local[box.source].reshape(-1) for box, n in boxes]
-        packed = torch.cat(parts)
+        # What a rank sends must be seen to come from its local even where it sends nothing of it: a compiler splits a
+        # graph into forward and backward by what depends on what, and the split must be the same on all ranks.
+        packed = torch.cat([local.reshape(-1)[:0], *parts])
         carried = as_carried(packed)
         scale = packed.element_size() // carried.element_size()
         got, sent = ([n * scale for n in sizes] for sizes in (goods.got_sizes, goods.sent_sizes))

@@ -80,7 +80,9 @@ def _bind_symbolic(source: DTensorSpec, target: DTensorSpec, max_bytes: int | No
         return spec.with_meta(source.tensor_meta)
 
     meta = source.tensor_meta.hinted()
-    planned = DTensorRedistributePlanner(model).plan(source.with_meta(meta), target.with_meta(meta), max_bytes=max_bytes)
+    planned = DTensorRedistributePlanner(model).plan(
+        source.with_meta(meta), target.with_meta(meta), max_bytes=max_bytes
+    )
     steps = tuple(replace(step, before=symbolic(step.before), after=symbolic(step.after)) for step in planned.steps)
     route = Route(source, target, steps, planned.costs)
     return BoundRoute(route, fabric_of(source.mesh).bind_route(route), bool(route.collectives))

@@ -323,7 +323,8 @@ def _factor_order(
                 if name is not None and axis not in sharded.setdefault(name, []):
                     sharded[name].append(axis)
     order: dict[str, tuple[int, ...]] = {}
-    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -math.prod(specs[i].tensor_meta.hinted().shape)))
+    elements = [math.prod(spec.tensor_meta.hinted().shape) for spec in specs]
+    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -elements[i]))
     for name, axes in sharded.items():
         kept: list[int] = []
         if len(axes) > 1:
