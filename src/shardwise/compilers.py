@@ -18,7 +18,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import why_not_constant
 from shardwise.errors import UnsupportedError
 
-__all__ = ["never_traced", "refuse_dry", "taken_whole", "tell_compiler", "traceable"]
+__all__ = ["never_traced", "not_compiled", "refuse_dry", "taken_whole", "tell_compiler", "traceable"]
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 Given = ParamSpec("Given")
@@ -102,3 +102,13 @@ def refuse_dry(mesh: DeviceMesh) -> None:
             f"torch.compile of a program on {mesh}: a dry run has no values, and counts what operators do as they run",
             hint="run the program without torch.compile; compiled, it communicates the same",
         )
+
+
+def not_compiled(function: AnyFunction) -> AnyFunction:
+    """Mark a function that keeps books of its own (hooks that gather and free parameters): a graph breaks there.
+
+    What stands before and after is compiled; it and what it calls run as they are. With fullgraph=True Dynamo says so.
+    """
+    never_traced(function)
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]  # what torch.compiler.disable sets
+    return function

@@ -324,8 +324,18 @@ class DTensor(torch.Tensor):
         inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
         local = inner["_local_tensor"]
-        refuse_dry(context[0])
-        return _make(DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype)), local)
+        try:
+            spec = _unflattened.get(key := (context, outer_size, outer_stride, local.dtype))
+        except TypeError:  # symbolic sizes have no hash
+            key = spec = None
+        if spec is None:
+            refuse_dry(context[0])
+            spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
+            if key is not None:
+                if len(_unflattened) >= MAX_LOCAL_SPECS:
+                    _unflattened.clear()
+                _unflattened[key] = spec
+        return _make(spec, local)
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
@@ -390,6 +400,7 @@ _cache = _dispatcher.cache
 MAX_LOCAL_SPECS = 4096
 _local_specs: dict[tuple[Any, ...], DTensorSpec] = {}
 _targets: dict[tuple[Any, ...], DTensorSpec] = {}
+_unflattened: dict[tuple[Any, ...], DTensorSpec] = {}
 
 
 def cache_info() -> CacheInfo:
