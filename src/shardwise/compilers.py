@@ -82,8 +82,9 @@ def never_traced(*functions: Callable[..., Any]) -> None:
 
     Outside of a graph, after a graph break say, Dynamo looks at every Python function that runs.
     """
-    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    native: Any = torch._C
     try:
+        frames = native._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
         for function in functions:
             frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))

@@ -5,16 +5,17 @@ Knows the registry of such types in torch, nothing of what is registered.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch._library as library
 
 __all__ = ["constant_to_compilers", "why_not_constant"]
 
+Value = TypeVar("Value")
 _failed: list[str] = []
 
 
-def constant_to_compilers(kind: type) -> type:
+def constant_to_compilers(kind: type[Value]) -> type[Value]:
     """Declare a class of interned values: a compiler may take its values as constants and ask them what it likes.
 
     Example:

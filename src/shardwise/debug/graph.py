@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx as make_graph
@@ -14,7 +14,9 @@ from shardwise.tensor import DTensor
 __all__ = ["make_fx"]
 
 
-def make_fx(function: Callable[..., Any], *, tracing_mode: str = "real") -> Callable[..., torch.fx.GraphModule]:
+def make_fx(
+    function: Callable[..., Any], *, tracing_mode: Literal["real", "fake", "symbolic"] = "real"
+) -> Callable[..., torch.fx.GraphModule]:
     """A function that traces `function`, given the same arguments, into a graph of local operators and collectives.
 
     torch's own make_fx gives its inputs names in the graph, and what is inside them stays unknown to it. Here the
