@@ -19,7 +19,7 @@ from shardwise.compilers import never_traced, refuse_dry, taken_whole, tell_comp
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
+from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements, known_dense
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
@@ -393,6 +393,7 @@ def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 _INNER = ["_local_tensor"]
+_modes_active = torch._C._len_torch_dispatch_stack
 _NO_KWARGS: Mapping[str, Any] = {}
 _dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = _dispatcher.cache
@@ -568,9 +569,10 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     bound = bound_route(source, target, max_bytes)
     if bound.communicates:
         modes.check_decomposing(bound.route)
-    if is_tracing():
+    if _modes_active() and is_tracing():
         _refuse_named(tensor)
-    meta = source.tensor_meta.dense()
+    meta = source.tensor_meta
+    meta = meta.dense() if meta.is_symbolic else known_dense(meta)
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
         return _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
     if async_op and bound.communicates and fabric_of(source.mesh).asynchronous and not is_tracing():

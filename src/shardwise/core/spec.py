@@ -105,7 +105,7 @@ class TensorMeta(Interned):
 
     def dense(self) -> TensorMeta:
         """What a copy of the tensor has: the same order of dims in memory, without gaps and overlaps."""
-        return _dense(self) if self.is_symbolic else _known_dense(self)
+        return _dense(self) if self.is_symbolic else known_dense(self)
 
     def hinted(self) -> TensorMeta:
         """The same with the sizes of the inputs that a compiler traces with: itself, where all sizes are known."""
@@ -139,7 +139,7 @@ def _dense(meta: TensorMeta) -> TensorMeta:
         return TensorMeta(meta.shape, torch.empty_like(like).stride(), meta.dtype)
 
 
-_known_dense = functools.lru_cache(maxsize=4096)(_dense)  # by identity: interned ones, which are few
+known_dense = functools.lru_cache(maxsize=4096)(_dense)  # by identity: interned ones, which are few
 
 
 class ShardOrderEntry(NamedTuple):
