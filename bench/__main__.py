@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import bench
+from bench.figures import figures, table
 
 
 def measurements() -> dict[str, Callable[[], object]]:
@@ -52,6 +53,8 @@ def main(names: Sequence[str]) -> int:
     for name in names or known:
         print(f"\n== {name} ==", flush=True)
         known[name]()
+    if figures:
+        print(f"\n{table()}")
     return 0
 
 

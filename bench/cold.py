@@ -7,6 +7,7 @@ import statistics
 
 import torch
 
+from bench.figures import figure
 from bench.peers import Peer, peers, start
 from bench.timing import Timing, compare_cold
 
@@ -55,7 +56,8 @@ def main() -> None:
                     ratio, asked = mine.median / timings["torch"].median, ASKED[axes]
                 else:
                     ratio, asked = mine.median / one_axis[name].median, 4.0
-                print(f"  {'holds' if ratio <= asked else 'SHORT'}: {ratio:.4f}, asked at most {asked}\n")
+                to = "torch" if axes <= 3 else "ours on one axis"
+                print(f"  {figure(f'first `{name}`, {axes} axes, to {to}', ratio, asked)}\n")
     print(f"median of ours on one axis: {statistics.median(t.median for t in one_axis.values()):.0f} us")
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from bench.figures import figure
 from bench.peers import Peer, peers, start
 from bench.timing import compare
 
@@ -32,7 +33,7 @@ def main() -> None:
             thunks = {side: (lambda given=given, run=run: run(*given)) for side, given in sides.items()}
             timings = compare(thunks, title=f"{name}: asked at most {asked}")
             ratio = timings["shardwise"].median / timings["torch"].median
-            print(f"  {'holds' if ratio <= asked else 'SHORT'}: {ratio:.2f}\n")
+            print(f"  {figure(f'warm `{name}`, to torch', ratio, asked)}\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import statistics
 import subprocess
 import sys
 
+from bench.figures import figure
+
 LIMIT_MS = 50.0
 ROUNDS = 7
 PROBE = """
@@ -43,8 +45,7 @@ def main() -> None:
     alone = statistics.median(added)
     print(f"import torch                   {statistics.median(without):8.1f} ms (median of {ROUNDS} processes)")
     print(f"import torch, import shardwise {statistics.median(whole):8.1f} ms; difference {difference:+.1f} ms")
-    verdict = "within" if alone <= LIMIT_MS else "OVER"
-    print(f"import shardwise after torch   {alone:8.1f} ms, {verdict} the {LIMIT_MS:.0f} ms asked")
+    print(f"import shardwise after torch   {figure('import shardwise after torch', alone, LIMIT_MS, ' ms')}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
+from bench.figures import figure
 
 STEPS = 20_000
 LENGTHS = (3, 4, 5, 7, 8, 11)
@@ -62,7 +63,8 @@ def main() -> None:
         caches = f"{info.entries:>9}{info.routes:>8}{info.misses:>8}"
         print(f"{begin + tenth:>8}{each:>12.0f}{resident() / 2**20:>10.1f}{caches}", flush=True)
         times.append(each)
-    print(f"the last tenth over the first: {times[-1] / times[0]:.2f}")
+    name = f"a step, the last tenth of {STEPS:,} over the first"
+    print(f"{name}: {figure(name, times[-1] / times[0], 1.1)}")
 
 
 if __name__ == "__main__":

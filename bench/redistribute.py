@@ -8,6 +8,7 @@ with a fixed seed. What "a rank" receives is the mean over all ranks.
 import functools
 import gc
 import itertools
+import json
 import logging
 import math
 import random
@@ -15,7 +16,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ import torch.multiprocessing as mp
 
 import shardwise
 from bench.counting import Calls, Moved, fake_world
-from bench.timing import compare, compare_cold
+from bench.figures import figure
+from bench.timing import Timing, compare, compare_cold
 from shardwise.core.layout import intersect
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, Link
@@ -160,11 +162,11 @@ def _mean(moved: Sequence[Moved]) -> Moved:
 def report_moved(moved: dict[Pair, tuple[Moved, Moved]]) -> None:
     ours, theirs = ([side[i] for side in moved.values()] for i in (0, 1))
     print(f"{len(moved)} random pairs on {', '.join('x'.join(map(str, mesh)) for mesh in MESHES)}; sums over the pairs")
-    print(f"  {'':24}  {'ours':>12}  {'torch':>12}  {'ratio':>6}  asked")
+    print(f"  {'':24}  {'ours':>12}  {'torch':>12}  ratio")
     for what, asked in (("received", 0.25), ("collectives", 0.5)):
         a, b = sum(getattr(m, what) for m in ours), sum(getattr(m, what) for m in theirs)
         name = "bytes received by a rank" if what == "received" else what
-        print(f"  {name:24}  {a:12.0f}  {b:12.0f}  {a / b:6.3f}  {_verdict(a / b, asked)}")
+        print(f"  {name:24}  {a:12.0f}  {b:12.0f}  {figure(f'{name}, to torch', a / b, asked)}")
     for name, partial in (("without Partial", False), ("with Partial", True)):
         sides = [side for pair, side in moved.items() if ("P" in pair.source) is partial]
         a, b = (Moved(*map(sum, zip(*(side[i] for side in sides), strict=True))) for i in (0, 1))
@@ -179,14 +181,11 @@ def report_moved(moved: dict[Pair, tuple[Moved, Moved]]) -> None:
         for pair, (a, b) in moved.items()
         if a.received > b.received * (1 + 1e-9) and a.collectives >= b.collectives
     ]
-    print(f"  pairs with more bytes than torch's and not fewer collectives: {len(over)}, asked 0")
+    worse = "pairs with more bytes than torch's and not fewer collectives"
+    print(f"  {worse}: {figure(worse, len(over), 0)}")
     if over:
         excess, pair = max(over)
         print(f"    the worst, by {excess:.0f} bytes: {pair}; ours {moved[pair][0]}, torch {moved[pair][1]}")
-
-
-def _verdict(value: float, limit: float) -> str:
-    return f"<= {limit:g}{'' if value <= limit else '  MISSED'}"
 
 
 # ---------------------------------------------------------------- the least that must move
@@ -214,7 +213,8 @@ def report_least(moved: dict[Pair, tuple[Moved, Moved]]) -> None:
         routes = [DTensorRedistributePlanner().plan(*specs(pair)) for pair in large]
         least = sum(least_bytes(*specs(pair)) for pair in large)
         ratio = sum(route.received for route in routes) / least
-        print(f"  ours   {ratio:7.3f}  of {len(large)} pairs of 64 MiB, as planned; asked {_verdict(ratio, 1.1)}")
+        verdict = figure("bytes to the least that must move", ratio, 1.1)
+        print(f"  ours   of {len(large)} pairs of 64 MiB, as planned: {verdict}")
 
 
 # ---------------------------------------------------------------- time in this process
@@ -237,7 +237,7 @@ def report_warm() -> None:
             number=500,
             title="redistribute S0 -> R, warm, 8 ranks, no_grad",
         )
-        print(f"  asked {_verdict(timings['ours'].median / timings['torch'].median, 0.25)}")
+        print(f"  {_against_torch('warm redistribute, to torch', timings, 0.25)}")
         timings = compare(
             {
                 "ours": lambda: shardwise.DTensor.from_local(local, ours, [shardwise.Shard(0)]),
@@ -248,7 +248,11 @@ def report_warm() -> None:
             number=500,
             title="from_local, warm",
         )
-        print(f"  asked {_verdict(timings['ours'].median / timings['torch'].median, 0.5)}")
+        print(f"  {_against_torch('warm from_local, to torch', timings, 0.5)}")
+
+
+def _against_torch(name: str, timings: Mapping[str, Timing], asked: float) -> str:
+    return figure(name, timings["ours"].median / timings["torch"].median, asked)
 
 
 def report_cold() -> None:
@@ -262,7 +266,7 @@ def report_cold() -> None:
             {"ours": [case.ours for case in made], "torch": [case.torch for case in made]},
             title="first redistribute of a pair: planning, binding, running",
         )
-        print(f"  asked {_verdict(timings['ours'].median / timings['torch'].median, 0.5)}")
+        print(f"  {_against_torch('first redistribute of a pair, to torch', timings, 0.5)}")
         timings = compare_cold(
             {"ours, second call": [case.ours for case in made], "torch, second call": [case.torch for case in made]},
             title="the same pairs again",
@@ -271,7 +275,7 @@ def report_cold() -> None:
 
 def report_planning(count: int = 3000) -> None:
     print(f"planning alone, {count} random pairs on meshes of 4 axes each; milliseconds of this thread")
-    print(f"  {'':28}  {'median':>7}  {'p99':>7}  {'max':>7}  asked")
+    print(f"  {'':28}  {'median':>7}  {'p99':>7}  {'max':>7}")
     links = {str(axis): Link(10e-6 * (axis + 1), 1 / (1e9 * (4 - axis))) for axis in range(4)}
     for name, model in (("links alike", CostModel()), ("a link of its own each axis", CostModel(axes=links))):
         planner = DTensorRedistributePlanner(model)
@@ -287,7 +291,8 @@ def report_planning(count: int = 3000) -> None:
         taken.sort()
         times = [ms for ms, _ in taken]
         p99, worst = times[int(0.99 * len(times))], times[-1]
-        print(f"  {name:28}  {statistics.median(times):7.3f}  {p99:7.3f}  {worst:7.3f}  max {_verdict(worst, 20)}")
+        print(f"  {name:28}  {statistics.median(times):7.3f}  {p99:7.3f}  {worst:7.3f}")
+        print(f"  {figure(f'planning on 4 axes at worst, {name}', worst, 20, ' ms')}")
         if worst > 20:
             print(f"    the worst: {taken[-1][1]}")
 
@@ -310,7 +315,7 @@ def _gloo_worker(rank: int, folder: str, rounds: int) -> None:
             ours, theirs = taken.median(dim=0).values.tolist()
             lines.append((f"{'x'.join(map(str, mesh))}: {source} -> {target}", ours, theirs))
     if rank == 0:
-        _report_gloo(lines, rounds)
+        Path(folder, "lines").write_text(json.dumps(lines))
     dist.destroy_process_group()
 
 
@@ -332,15 +337,16 @@ def _timed_rounds(calls: Sequence[Callable[[], object]], rounds: int) -> list[li
 
 def _report_gloo(lines: Sequence[tuple[str, float, float]], rounds: int) -> None:
     print(f"{GLOO_RANKS} gloo processes, float32[4096,4096], the slowest rank, median of {rounds} rounds; milliseconds")
-    print(f"  {'':24}  {'ours':>8}  {'torch':>8}  {'ratio':>6}  asked")
+    print(f"  {'':24}  {'ours':>8}  {'torch':>8}  ratio")
     for name, ours, theirs in lines:
         limit = 0.6 if name.endswith("S0 -> S1") else 1.1
-        print(f"  {name:24}  {ours:8.1f}  {theirs:8.1f}  {ours / theirs:6.2f}  {_verdict(ours / theirs, limit)}")
+        print(f"  {name:24}  {ours:8.1f}  {theirs:8.1f}  {figure(f'gloo, 64 MiB, {name}', ours / theirs, limit)}")
 
 
 def report_gloo(rounds: int = 11) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_gloo_worker, args=(str(Path(folder)), rounds), nprocs=GLOO_RANKS)  # pyright: ignore[reportPrivateImportUsage]
+        _report_gloo(json.loads(Path(folder, "lines").read_text()), rounds)
 
 
 def main() -> None:

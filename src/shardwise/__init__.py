@@ -1,18 +1,25 @@
-"""Shardwise: a distributed tensor library for PyTorch. The public names, nothing else."""
+"""Shardwise: a distributed tensor library for PyTorch. The public names; the larger parts are loaded when asked for."""
 
 from __future__ import annotations
 
-from shardwise.api import distribute_tensor
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
 from shardwise.errors import (
     AgreementError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CommunicationError,
     ImplicitCommunicationError,
     LayoutError,
     MemoryBoundError,
     MeshError,
     NotationError,
+    ParityError,
     PlainTensorError,
     RuleError,
     ShardwiseError,
@@ -30,15 +37,24 @@ from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.tensor import DTensor, cache_info
 
+if TYPE_CHECKING:
+    from shardwise import checkpoint, debug, parallel
+    from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
+    from shardwise.parallel import fully_shard, replicate
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CommunicationError",
     "CostModel",
     "DTensor",
     "DTensorRedistributePlanner",
     "DTensorSpec",
     "DeviceMesh",
+    "Drawing",
     "DryRun",
     "ImplicitCommunicationError",
     "LayoutError",
@@ -48,6 +64,7 @@ __all__ = [
     "MeshError",
     "NotationError",
     "OffsetBasedRNGTracker",
+    "ParityError",
     "Partial",
     "Placement",
     "PlainTensorError",
@@ -66,23 +83,34 @@ __all__ = [
     "UnsupportedError",
     "allow_implicit",
     "cache_info",
+    "check_lock",
     "check_rule",
+    "checkpoint",
+    "comm_budget",
     "current_cost_model",
+    "debug",
+    "distribute_module",
     "distribute_tensor",
+    "draw",
     "dry_run",
     "empty",
+    "explain",
     "from_torch",
     "full",
+    "fully_shard",
     "implicit_replication",
     "init_device_mesh",
     "local_map",
     "manual_seed",
     "ones",
+    "parallel",
+    "parity",
     "rand",
     "randint",
     "randn",
     "randperm",
     "register_sharding",
+    "replicate",
     "set_cost_model",
     "strict",
     "to_torch",
@@ -90,3 +118,32 @@ __all__ = [
     "virtual",
     "zeros",
 ]
+
+
+_PACKAGES = ("checkpoint", "debug", "parallel")
+_DCP = "shardwise.checkpoint.dcp"
+_LATER = {
+    **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
+    **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"shardwise.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(f"shardwise.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _by_dcp(name: str) -> Any:
+    """A method of DTensor by which torch.distributed.checkpoint asks for its parts."""
+    return lambda *args: getattr(importlib.import_module(_DCP), name)(*args)
+
+
+for _method, _function in (
+    ("__create_write_items__", "write_items"),
+    ("__create_chunk_list__", "chunk_list"),
+    ("__get_tensor_shard__", "tensor_shard"),
+):
+    setattr(DTensor, _method, _by_dcp(_function))

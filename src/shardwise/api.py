@@ -1,26 +1,26 @@
-"""distribute_tensor: a whole tensor laid out over a mesh. Each rank receives its own block only."""
+"""distribute_tensor and distribute_module: whole tensors laid out over a mesh; each rank receives its block only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.compilers import traceable
-from shardwise.core.layout import Run
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.layout import whole_block
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError
-from shardwise.fabric.base import fabric_of
-from shardwise.fabric.routes import bound_route
+from shardwise.fabric.pieces import slicer
+from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, _make, entered
 
-__all__ = ["cut_block", "distribute_tensor", "mesh_or_error"]
-
-Coordinate = tuple[int, ...]
+__all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
 
 
 @traceable
@@ -57,31 +57,23 @@ def distribute_tensor(
             raise LayoutError(f"the tensor is a DTensor already: {tensor._spec}", hint="use redistribute(...)")
         return tensor
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
-    spec = DTensorSpec(mesh, placements, TensorMeta(tensor.shape, _dense(tensor), tensor.dtype), shard_order)
+    spec = DTensorSpec(mesh, placements, TensorMeta.of(tensor).dense(), shard_order)
     whole = spec.reduced()
     source = tensor.detach().resolve_conj().resolve_neg()
     if mesh.fabric != "dry" and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
-    local = fabric_of(mesh).scatter(mesh, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
+    local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
-    made = _make(spec, local)
+    made = entered(_make(spec, local))
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made
 
 
-def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty_like(tensor, device="meta").stride()
-
-
 def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
     """A copy of the block that the rank at `coordinate` holds of a whole tensor."""
-    for dim, runs in enumerate(spec.block(coordinate).runs):
-        if runs != (Run(0, spec.shape[dim]),):
-            parts = [tensor.narrow(dim, min(run.start, spec.shape[dim]), run.length) for run in runs]
-            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return tensor.clone()
+    return slicer(whole_block(spec.shape), spec.block(coordinate))(tensor)
 
 
 def mesh_or_error(device_mesh: Any) -> DeviceMesh:
@@ -89,3 +81,77 @@ def mesh_or_error(device_mesh: Any) -> DeviceMesh:
     if device_mesh is not None:
         return as_mesh(device_mesh)
     raise MeshError("no mesh was given", hint='make one: mesh = shardwise.init_device_mesh("cpu", (4,))')
+
+
+# ---------------------------------------------------------------- modules
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Make the parameters and buffers of a module DTensors, in place, and lay out what goes in and out of it.
+
+    Args:
+        module: the module.
+        device_mesh: the mesh.
+        partition_fn: called as `(name, submodule, mesh)` for the module (its name is "") and each submodule, to make
+            parameters DTensors as it likes. What it leaves is replicated over the mesh; DTensors stay as they are.
+        input_fn: called as `(module, inputs, mesh)` before each forward; what it returns are the inputs.
+        output_fn: called as `(module, outputs, mesh)` after each forward; what it returns is the output.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (4,))
+        >>> linear = distribute_module(
+        ...     nn.Linear(8, 16),
+        ...     mesh,
+        ...     input_fn=lambda module, inputs, mesh: sw.distribute_tensor(inputs[0], mesh, [sw.Shard(0)]),
+        ...     output_fn=lambda module, output, mesh: output.full_tensor(),
+        ... )
+        >>> linear.weight.spec, linear(torch.ones(12, 8)).shape
+        (f32[16,8] R, torch.Size([12, 16]))
+    """
+    mesh = mesh_or_error(device_mesh)
+    if partition_fn is not None:
+        for name, submodule in module.named_modules():
+            partition_fn(name, submodule, mesh)
+    replicate_rest(module, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(partial(_call_input_fn, function=input_fn, mesh=mesh))
+    if output_fn is not None:
+        module.register_forward_hook(partial(_call_output_fn, function=output_fn, mesh=mesh))
+    return module
+
+
+def _call_input_fn(module: nn.Module, inputs: Any, *, function: Callable[..., Any], mesh: DeviceMesh) -> Any:
+    return function(module, inputs, mesh)
+
+
+def _call_output_fn(module: nn.Module, inputs: Any, outputs: Any, *, function: Callable[..., Any], mesh: Any) -> Any:
+    return function(module, outputs, mesh)
+
+
+def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:
+    """Replicate the parameters and buffers that are no DTensors yet. Those that modules share stay shared."""
+    made: dict[int, Any] = {}
+
+    def replicated(tensor: torch.Tensor | None) -> Any:
+        if tensor is None or isinstance(tensor, DTensor):
+            return tensor
+        if id(tensor) not in made:
+            whole = distribute_tensor(tensor.detach(), mesh, src_data_rank=src_data_rank)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+        return made[id(tensor)]
+
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                tensors[name] = replicated(tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,32 +12,20 @@ import shardwise as sw
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.routes import observers
 from shardwise.plan.route import Route, plain_route
+from shardwise.text import WIDTH, print_lines, slim_table
 
 __all__ = ["main"]
-
-WIDTH = 80
 
 
 class Page:
     """What the tour prints: headings, sentences, code and tables, at most 80 columns wide."""
 
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        terminal = sys.stdout.isatty()
-        wide = Console().width if terminal else WIDTH
-        self.console = Console(highlight=False, width=min(wide, WIDTH))
-
     def _print(self, *parts: Any, style: str = "") -> None:
-        # lines are not padded to the full width, so that a file of them reads well
-        with self.console.capture() as printed:
-            self.console.print(*parts, style=style, markup=False)
-        print("\n".join(line.rstrip() for line in printed.get().splitlines()))
+        print_lines(*parts, style=style, widest=WIDTH)
 
     def heading(self, text: str) -> None:
         """The beginning of a part."""
-        self._print()
-        self._print(text, style="bold")
+        self._print("", text, style="bold")
 
     def say(self, text: str) -> None:
         """A sentence."""
@@ -50,10 +37,7 @@ class Page:
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
         """Rows of cells; the columns numbered in `right` are numbers."""
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table = slim_table()
         for column, heading in enumerate(headings):
             table.add_column(heading, justify="right" if column in right else "left")
         for row in rows:

@@ -10,11 +10,15 @@ from typing import Any
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CommunicationError",
     "ImplicitCommunicationError",
     "LayoutError",
     "MemoryBoundError",
     "MeshError",
     "NotationError",
+    "ParityError",
     "PlainTensorError",
     "RuleError",
     "ShardwiseError",
@@ -86,8 +90,54 @@ class AgreementError(ShardwiseError, RuntimeError):
     """Ranks disagree about something they must agree about."""
 
 
+class ParityError(ShardwiseError, AssertionError):
+    """What the ranks hold is not what one device computes."""
+
+
 class ImplicitCommunicationError(ShardwiseError, RuntimeError):
     """Strict mode met a communication that nobody asked for."""
+
+
+class CommunicationError(ShardwiseError, RuntimeError):
+    """More is moved than a budget or a lock file allows."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, or that is damaged, unsafe or not one at all; nothing was loaded."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint that does not hold what the state asks for; says all of it at once.
+
+    Args:
+        problem: the whole list, in words.
+        hint: what to do instead.
+        missing: names that the state has and the checkpoint has not.
+        unexpected: names that the checkpoint has and the state has not.
+        mismatched: what differs in shape, dtype or kind, by name.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        hint: str | None = None,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(problem, hint=hint)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.mismatched = mismatched or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_mismatch, (self.problem, self.hint, self.missing, self.unexpected, self.mismatched)
+
+
+def _rebuild_mismatch(problem: str, hint: str | None, *lists: Any) -> CheckpointMismatchError:
+    missing, unexpected, mismatched = lists
+    return CheckpointMismatchError(problem, hint=hint, missing=missing, unexpected=unexpected, mismatched=mismatched)
 
 
 class NotationError(ShardwiseError, ValueError):

@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.api import distribute_tensor
+from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, as_placement
 from shardwise.core.spec import TensorMeta
 from shardwise.errors import LayoutError, RuleError
@@ -70,7 +71,7 @@ def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None
 
 def _declare(rule: Rule, ops: Sequence[OpOverload]) -> None:
     load_rules()  # so that they do not replace this one later
-    declare_rule(rule, *ops)
+    declare_rule(rule, *ops, replace=True)
     forget_operators()
 
 
@@ -133,11 +134,17 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
             new[i] = _spread(leaves[i], mesh, placement)
         new_args, new_kwargs = tree_unflatten(new, tree)
         got = [t for t in tree_leaves(op(*new_args, **new_kwargs)) if isinstance(t, DTensor)]
-        for one, plain, placement in zip(got, results, row.outputs, strict=True):
-            if not torch.allclose(one.full_tensor(), plain, rtol=1e-4, atol=1e-5, equal_nan=True):
-                raise RuleError(f"{op}: the row {row.inputs} -> {row.outputs} gives a wrong value on {size} ranks")
-            if one.placements != (placement,):
-                raise RuleError(f"{op}: the row {row.inputs} -> {row.outputs} gave {one.placements[0]} on {size} ranks")
+        _check_row(op, row, got, results)
+
+
+def _check_row(op: OpOverload, row: Row, got: Sequence[DTensor], results: Sequence[torch.Tensor]) -> None:
+    """What came out must have the value that one device gives, and lie as the row says."""
+    for one, plain, placement in zip(got, results, row.outputs, strict=True):
+        where = f"{op}: the row {row.inputs} -> {row.outputs} on {one.device_mesh.size()} ranks"
+        if not torch.allclose(one.full_tensor(), plain, rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise RuleError(f"{where} gives a wrong value")
+        if one.placements != (placement,):
+            raise RuleError(f"{where} gave {one.placements[0]}")
 
 
 def _with_metas(leaves: list[Any], tree: Any, at: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -195,34 +202,44 @@ def local_map(
         leaves, tree = tree_flatten((args, kwargs))
         mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
         mesh = mesh or (as_mesh(device_mesh) if device_mesh is not None else None)
-        wanted = list(in_placements) if in_placements is not None else [None] * len(leaves)
-        gradients = list(in_grad_placements) if in_grad_placements is not None else [None] * len(leaves)
-        if len(wanted) != len(leaves) or len(gradients) != len(leaves):
-            raise LayoutError(
-                f"local_map: {len(leaves)} arguments, {len(wanted)} in_placements, {len(gradients)} in_grad_placements",
-                hint="give one for each argument, None for what is no DTensor",
-            )
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, DTensor):
-                leaves[i] = _as_wanted(leaf, wanted[i], i, redistribute_inputs).to_local(grad_placements=gradients[i])
-        new_args, new_kwargs = tree_unflatten(leaves, tree)
-        result = func(*new_args, **new_kwargs)
-        if mesh is None:
-            return result
-        outs, out_tree = tree_flatten(result)
-        single = len(outs) == 1 and all(isinstance(p, Placement) for p in out_placements)
-        placements = [out_placements] if single else list(out_placements)
-        if len(placements) != len(outs):
-            raise LayoutError(f"local_map: {len(placements)} out_placements for {len(outs)} results")
-        return tree_unflatten(
-            [
-                DTensor.from_local(out, mesh, chosen) if isinstance(out, torch.Tensor) and chosen is not None else out
-                for out, chosen in zip(outs, placements, strict=True)
-            ],
-            out_tree,
+        new_args, new_kwargs = tree_unflatten(
+            _locals_of(leaves, in_placements, in_grad_placements, redistribute_inputs), tree
         )
+        result = func(*new_args, **new_kwargs)
+        return result if mesh is None else _as_dtensors(result, mesh, out_placements)
 
     return mapped
+
+
+def _locals_of(leaves: Sequence[Any], in_placements: Any, in_grad_placements: Any, redistribute_inputs: bool) -> Any:
+    """The arguments of a mapped function: of each DTensor, brought to the placements wanted, the local."""
+    wanted = list(in_placements) if in_placements is not None else [None] * len(leaves)
+    gradients = list(in_grad_placements) if in_grad_placements is not None else [None] * len(leaves)
+    if len(wanted) != len(leaves) or len(gradients) != len(leaves):
+        raise LayoutError(
+            f"local_map: {len(leaves)} arguments, {len(wanted)} in_placements, {len(gradients)} in_grad_placements",
+            hint="give one for each argument, None for what is no DTensor",
+        )
+    return [
+        _as_wanted(leaf, want, i, redistribute_inputs).to_local(grad_placements=gradient)
+        if isinstance(leaf, DTensor)
+        else leaf
+        for i, (leaf, want, gradient) in enumerate(zip(leaves, wanted, gradients, strict=True))
+    ]
+
+
+def _as_dtensors(result: Any, mesh: DeviceMesh, out_placements: Any) -> Any:
+    """The results of a mapped function: tensors as DTensors with the placements named for them."""
+    outs, tree = tree_flatten(result)
+    single = len(outs) == 1 and all(isinstance(p, Placement) for p in out_placements)
+    placements = [out_placements] if single else list(out_placements)
+    if len(placements) != len(outs):
+        raise LayoutError(f"local_map: {len(placements)} out_placements for {len(outs)} results")
+    laid_out = [
+        DTensor.from_local(out, mesh, chosen) if isinstance(out, torch.Tensor) and chosen is not None else out
+        for out, chosen in zip(outs, placements, strict=True)
+    ]
+    return tree_unflatten(laid_out, tree)
 
 
 def _as_wanted(tensor: DTensor, wanted: Any, index: int, redistribute_inputs: bool) -> DTensor:

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement, norm_order
 from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta, default_shard_order
 from shardwise.errors import LayoutError, PlainTensorError
 from shardwise.fabric.world import as_mesh, to_torch_mesh
@@ -233,7 +233,7 @@ def _their_placement(placement: Placement) -> Any:
             return theirs.Shard(dim)
         case Replicate():
             return theirs.Replicate()
-        case Partial(reduce_op=op):  # a mask-partial is a sum
+        case Partial(reduce_op=op) if norm_order(op) is None:  # a mask-partial is a sum
             return theirs.Partial(op)
         case StridedShard(dim=dim, split_factor=rows):
             from torch.distributed.tensor.placement_types import _StridedShard

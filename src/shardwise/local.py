@@ -12,20 +12,20 @@ import torch
 from torch.utils._pytree import tree_map
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
-from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.fabric.virtual import RankTensor, together, virtual
 from shardwise.schema import OpInfo, Slot
 
 __all__ = ["any_complex", "coordinates_here", "laid_out_like", "like", "local_runner", "seeing_conjugates"]
 
-Coordinate = tuple[int, ...]
-_NOTHING = torch.empty(0)
+Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]  # operator, arguments, locals
 
 
 def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
+    """Whether some of these tensors hold complex numbers, which alone have the conjugate and negative bits."""
     return any(spec.tensor_meta.dtype.is_complex for group in specs for spec in group)
 
 
@@ -63,9 +63,7 @@ def laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:
     """The coordinates of the ranks that run in this process."""
-    if mesh.fabric == virtual.name:
-        return [tuple(row) for row in mesh.coordinates.tolist()]
-    return [coordinate for coordinate, _ in fabric_of(mesh).parts(mesh, _NOTHING)]
+    return fabric_of(mesh).coordinates(mesh)
 
 
 def local_runner(
@@ -74,73 +72,99 @@ def local_runner(
     patches: Mapping[Coordinate, Mapping[str, Any]] | None,
     mesh: DeviceMesh,
     draws: bool,
-) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]:
-    """How an operator is run on locals: once here, or once for each virtual rank."""
-    here = coordinates_here(mesh)
-    lockstep = mesh.fabric == virtual.name
-    is_dry = mesh.fabric == dry.name
+) -> Run:
+    """How an operator is run on locals.
 
-    def fill(
-        args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate
+    Args:
+        info: the operator's facts.
+        slots: where the locals go in its arguments.
+        patches: for each coordinate the plain arguments to be replaced.
+        mesh: whose ranks run it.
+        draws: whether it draws random numbers, once for all ranks.
+    """
+    runner = _Runner(info, slots, patches, coordinates_here(mesh))
+    if mesh.fabric == virtual.name:
+        return runner.run_once if draws else runner.run_on_each
+    return runner.run_dry if mesh.fabric == dry.name else runner.run_here
+
+
+class _Runner:
+    """An operator with the places of its locals, for the ranks at the coordinates here."""
+
+    __slots__ = ("coordinates", "info", "patches", "slots")
+
+    def __init__(
+        self,
+        info: OpInfo,
+        slots: tuple[Slot, ...],
+        patches: Mapping[Coordinate, Mapping[str, Any]] | None,
+        coordinates: list[Coordinate],
+    ) -> None:
+        self.info, self.slots, self.patches, self.coordinates = info, slots, patches, coordinates
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate
     ) -> tuple[list[Any], dict[str, Any]]:
-        new_args, new_kwargs = list(args), dict(kwargs)
-        for slot, local in zip(slots, locals_, strict=True):
+        """What the operator is called with on the rank at `coordinate`."""
+        names, new_args, new_kwargs = self.info.names, list(args), dict(kwargs)
+        for slot, local in zip(self.slots, locals_, strict=True):
             slot.put(new_args, new_kwargs, local)
-        for name, value in patches[coordinate].items() if patches is not None else ():
-            index = info.names.index(name) if name in info.names else len(new_args)
+        for name, value in self.patches[coordinate].items() if self.patches is not None else ():
+            index = names.index(name) if name in names else len(new_args)
             if index < len(new_args):
                 new_args[index] = value
             else:
                 new_kwargs[name] = value
         return new_args, new_kwargs
 
-    def run_here(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        if not here:  # outside the mesh: hold nothing
-            return tuple(torch.empty(0) for _ in info.returns) if len(info.returns) > 1 else torch.empty(0)
-        new_args, new_kwargs = fill(args, kwargs, locals_, here[0])
-        if is_dry and "device" in new_kwargs:
+    def run_here(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+        """On the one rank of this process; outside the mesh nothing is held."""
+        if not self.coordinates:
+            count = len(self.info.returns)
+            return tuple(torch.empty(0) for _ in range(count)) if count > 1 else torch.empty(0)
+        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.coordinates[0])
+        return op(*new_args, **new_kwargs)
+
+    def run_dry(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+        """On meta tensors, which are counted."""
+        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.coordinates[0])
+        if "device" in new_kwargs:
             new_kwargs["device"] = torch.device("meta")
         results = op(*new_args, **new_kwargs)
-        if is_dry:
-            for result in results if isinstance(results, tuple | list) else (results,):
-                if isinstance(result, torch.Tensor):
-                    dry.track(result)
+        for result in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(result, torch.Tensor):
+                dry.track(result)
         return results
 
-    def run_once(
-        op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor], columns: list[Any]
+    def run_on_each(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]
     ) -> Any:
-        """Random numbers are drawn once, on operands that all ranks hold alike, and given to every rank."""
-        mine = [local if column is None else column[0] for local, column in zip(locals_, columns, strict=True)]
-        new_args, new_kwargs = fill(args, kwargs, mine, here[0])
+        """On one virtual rank after the other."""
+        columns = _columns(locals_)
+        results = []
+        for position, coordinate in enumerate(self.coordinates):
+            new_args, new_kwargs = self.arguments(args, kwargs, _row(locals_, columns, position), coordinate)
+            results.append(op(*new_args, **new_kwargs))
+        return together(results, lambda values: values[0])
+
+    def run_once(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+        """Random numbers are drawn once, on operands that all virtual ranks hold alike, and given to every rank."""
+        columns = _columns(locals_)
+        new_args, new_kwargs = self.arguments(args, kwargs, _row(locals_, columns, 0), self.coordinates[0])
         result = op(*new_args, **new_kwargs)
-        for slot, column in zip(slots, columns, strict=True):
-            if slot.name in info.writes and column is not None:
+        for slot, column in zip(self.slots, columns, strict=True):
+            if slot.name in self.info.writes and column is not None:
                 for other in column[1:]:
                     other.copy_(column[0])
-        return _together([tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result) for _ in here])
-
-    def run_lockstep(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        columns = [local.tensors if isinstance(local, RankTensor) else None for local in locals_]
-        if draws:
-            return run_once(op, args, kwargs, locals_, columns)
-        results = []
-        for position, coordinate in enumerate(here):
-            mine = [
-                local if column is None else column[position] for local, column in zip(locals_, columns, strict=True)
-            ]
-            new_args, new_kwargs = fill(args, kwargs, mine, coordinate)
-            results.append(op(*new_args, **new_kwargs))
-        return _together(results)
-
-    return run_lockstep if lockstep else run_here
+        copies = [tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result) for _ in self.coordinates]
+        return together(copies, lambda values: values[0])
 
 
-def _together(results: list[Any]) -> Any:
-    """The results of all virtual ranks as one: tensors as a `RankTensor`, sequences item by item, others the first."""
-    first = results[0]
-    if isinstance(first, torch.Tensor):
-        return RankTensor(results)
-    if isinstance(first, tuple | list):
-        return like(first, (_together([result[i] for result in results]) for i in range(len(first))))
-    return first
+def _columns(locals_: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor] | None]:
+    """Of each local the tensors of all virtual ranks; None for a plain one, which every rank has."""
+    return [local.tensors if isinstance(local, RankTensor) else None for local in locals_]
+
+
+def _row(locals_: Sequence[torch.Tensor], columns: Sequence[Sequence[torch.Tensor] | None], position: int) -> list[Any]:
+    """What the virtual rank at a position has of each local."""
+    return [local if column is None else column[position] for local, column in zip(locals_, columns, strict=True)]

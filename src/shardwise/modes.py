@@ -6,6 +6,7 @@ Plain process-wide state, so that it holds in backward, which runs on other thre
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import sys
@@ -139,12 +140,17 @@ def _name(op: Any) -> str:
     return ".".join(parts[:2])  # the operator without its overload
 
 
+def is_library_file(filename: str) -> bool:
+    """Whether code of this file is ours or torch's, or made at run time: no line of the user's."""
+    return filename.startswith((_OURS, _TORCH, "<"))
+
+
 def user_line() -> str:
     """The line of the user's own code that is running, as `file:line`."""
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith((_OURS, _TORCH, "<")):
+        if not is_library_file(filename):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "backward"  # autograd's own thread has no line of the user's
@@ -166,9 +172,9 @@ def made_by_torch(tensor: torch.Tensor) -> bool:
         frame = frame.f_back
     if outermost is None:
         return False
-    code = outermost.f_code
-    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
-    given = [outermost.f_locals.get(name) for name in code.co_varnames[:count]]
+    arguments = inspect.getargvalues(outermost)
+    named = [*arguments.args, *filter(None, (arguments.varargs, arguments.keywords))]
+    given = [arguments.locals.get(name) for name in named]
     return not any(map(_holds_plain, tree_leaves(given, is_leaf=lambda leaf: isinstance(leaf, torch.nn.Module))))
 
 

@@ -14,9 +14,9 @@ import torch
 
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
-from shardwise.dispatch.drawing import agree_on_state, device_of
+from shardwise.dispatch.drawing import agree_on_state
 from shardwise.errors import AgreementError, UnsupportedError
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import device_of, fabric_of
 from shardwise.fabric.world import as_mesh
 from shardwise.rng.blocks import default_generator
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.compilers import never_traced, refuse_dry, taken_whole, tell_compiler
+from shardwise.core.cache import BoundedCache
+from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements, known_dense
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
@@ -43,6 +45,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the gradient of a tensor of this spec lies."""
     if not spec.partial_axes:
@@ -70,6 +73,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
     _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
+    _settled: Any = None  # what it came to, where it is Partial and has been reduced
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -102,6 +106,10 @@ class DTensor(torch.Tensor):
                 kind = args[1].__class__  # no variable for the argument itself: who holds it tells whose it is
                 if kind is DTensor:
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
+                    if run is not None:
+                        return run(args, kwargs)
+                elif kind is float:  # by its type alone: where a rule reads the number, there is no such key
+                    run = _cache.get((id(func), args[0]._spec, float))
                     if run is not None:
                         return run(args, kwargs)
                 elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
@@ -156,6 +164,10 @@ class DTensor(torch.Tensor):
             return f"DTensor({self._spec}, local={self._local_tensor!r}{grad})"
         # printing may be done by one rank alone, so that it must not communicate
         return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Like `repr`, it never communicates."""
+        return spec_html(self._spec, repr(self))
 
     # ---------------------------------------------------------------- to and from locals
 
@@ -213,12 +225,10 @@ class DTensor(torch.Tensor):
             spec = _spec_from_local(local_tensor, mesh, placements, shape, stride, shard_order)
             sizes_known = not spec.tensor_meta.is_symbolic
             if shape is None and shard_order is None and mesh.fabric != "virtual" and sizes_known:
-                if len(_local_specs) >= MAX_LOCAL_SPECS:
-                    _local_specs.clear()
-                _local_specs[key] = spec
+                _local_specs.keep(key, spec)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
-            return _FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements))
-        return _make(spec, local_tensor)
+            return entered(_FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements)))
+        return entered(_make(spec, local_tensor))
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """This rank's part, as autograd sees it.
@@ -276,10 +286,8 @@ class DTensor(torch.Tensor):
         target = _targets.get(key) if key is not None else None
         if target is None:
             target = DTensorSpec(mesh, placements, meta, shard_order)
-            if key is not None:
-                if len(_targets) >= MAX_LOCAL_SPECS:
-                    _targets.clear()
-                _targets[key] = target
+            if key is not None and not meta.is_symbolic:
+                _targets.keep(key, target)
         if target is spec and backward_dtype is None:
             return self
         if torch.is_grad_enabled() and self.requires_grad:
@@ -332,9 +340,7 @@ class DTensor(torch.Tensor):
             refuse_dry(context[0])
             spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
             if key is not None:
-                if len(_unflattened) >= MAX_LOCAL_SPECS:
-                    _unflattened.clear()
-                _unflattened[key] = spec
+                _unflattened.keep(key, spec)
         return _make(spec, local)
 
     def _stable_hash_for_caching(self) -> str:
@@ -360,8 +366,8 @@ class DTensor(torch.Tensor):
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
 
     def _kept_attributes(self) -> dict[str, Any]:
-        """What users and nn.Parameter have set on it; how a view came about does not outlive the process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_copied_view"}
+        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -398,10 +404,10 @@ _NO_KWARGS: Mapping[str, Any] = {}
 _dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = _dispatcher.cache
 
-MAX_LOCAL_SPECS = 4096
-_local_specs: dict[tuple[Any, ...], DTensorSpec] = {}
-_targets: dict[tuple[Any, ...], DTensorSpec] = {}
-_unflattened: dict[tuple[Any, ...], DTensorSpec] = {}
+MAX_SPECS = 4096
+_local_specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `from_local` was given
+_targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for
+_unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what compiled code gives back
 
 
 def cache_info() -> CacheInfo:
@@ -430,6 +436,79 @@ def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attrib
 torch.serialization.add_safe_globals(
     [_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, Shard, StridedShard, Replicate, Partial, MaskPartial]
 )
+
+
+# ---------------------------------------------------------------- watching
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Whoever looks at all that happens to DTensors."""
+
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
+        """An operator is called: `run(op, args, kwargs)` carries it out."""
+        ...
+
+    def moved(self, source: DTensor, result: DTensor) -> None:
+        """A DTensor was laid out otherwise."""
+        ...
+
+    def entered(self, tensor: DTensor) -> None:
+        """A DTensor was made of what is no DTensor."""
+        ...
+
+
+_watcher: Watcher | None = None
+_ordinary = DTensor.__dict__["__torch_dispatch__"]
+
+
+def _watched_dispatch(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    if _watcher is None:  # it has gone since, while another thread came here
+        return _dispatcher.dispatch(func, args, kwargs or _NO_KWARGS)
+    return _watcher.operator(func, args, kwargs or _NO_KWARGS, _dispatcher.dispatch)
+
+
+def watch(watcher: Watcher | None) -> None:
+    """From now on let `watcher` look, in every thread; None: nobody. Operators pay nothing while nobody does."""
+    global _watcher
+    if watcher is not None and _watcher is not None:
+        raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
+    _watcher = watcher
+    _put_dispatch()
+
+
+_recorder: Callable[..., Any] | None = None
+
+
+def record(recorder: Callable[..., Any] | None) -> None:
+    """From now on operators go to `recorder(cls, func, types, args, kwargs)`, in every thread; None: as they did.
+
+    It stands before whoever watches, and runs them by `unrecorded`.
+    """
+    global _recorder
+    _recorder = recorder
+    _put_dispatch()
+
+
+def unrecorded(func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    """Run an operator as if nobody recorded."""
+    below = _ordinary.__func__ if _watcher is None else _watched_dispatch
+    return below(DTensor, func, types, args, kwargs)
+
+
+def _put_dispatch() -> None:
+    above = _recorder or (None if _watcher is None else _watched_dispatch)
+    dispatch: Any = _ordinary if above is None else classmethod(above)
+    DTensor.__torch_dispatch__ = dispatch
+
+
+def entered(tensor: DTensor) -> DTensor:
+    """`tensor`, of which whoever watches is told that it was made of what is no DTensor."""
+    if _watcher is not None:
+        _watcher.entered(tensor)
+    return tensor
 
 
 # ---------------------------------------------------------------- checks of from_local
@@ -574,10 +653,20 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     meta = source.tensor_meta
     meta = meta.dense() if meta.is_symbolic else known_dense(meta)
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
-        return _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
-    if async_op and bound.communicates and fabric_of(source.mesh).asynchronous and not is_tracing():
+        made = _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
+    elif (
+        async_op
+        and bound.communicates
+        and fabric_of(source.mesh).asynchronous
+        and _watcher is None
+        and not is_tracing()
+    ):
         return _pending(tensor._local_tensor, bound, target)
-    return _make(target, bound.run(tensor._local_tensor))
+    else:
+        made = _make(target, bound.run(tensor._local_tensor))
+    if _watcher is not None:
+        _watcher.moved(tensor, made)
+    return made
 
 
 def _refuse_named(tensor: DTensor) -> None:
@@ -712,6 +801,10 @@ def _share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Te
         return gradient * chosen / _summed(chosen, spec)
     if "product" in ops:
         return gradient * _product_of_others(part, spec)
+    order = norm_order(next(iter(ops)))
+    if order is not None:
+        norm = bound_route(spec, spec.reduced()).run(part)
+        return torch.where(norm == 0, torch.zeros_like(norm), gradient * (part / norm).pow(order - 1))
     return gradient
 
 

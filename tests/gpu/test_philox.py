@@ -305,8 +305,8 @@ def test_what_is_not_reproduced_is_said() -> None:
 
 
 def test_a_kernel_that_disagrees_with_torch_is_not_used() -> None:
-    def late(part: kernel.Part, seed: int, counter: int) -> torch.Tensor:
-        return kernel.fill_part(part, seed, counter + 1)
+    def late(part: kernel.Part, seed: int, counter: int, *out: torch.Tensor | None) -> torch.Tensor:
+        return kernel.fill_part(part, seed, counter + 1, *out)
 
     with mock.patch.object(philox, "fill_part", late), mock.patch.dict(philox._AGREED, clear=True):
         for op, dtype in ((aten.normal_.default, torch.float32), (DROPOUT, torch.bfloat16)):

@@ -20,8 +20,10 @@ def test_graphs_hold_local_operators_and_the_collectives_of_eager_alone(alone):
     for name, (strange, dead, eager, issued, same_layout) in found.items():
         assert not strange, name
         assert not dead, name
-        # what eager reduces twice is the same value, and compiled code reduces it once
-        assert issued == ((6, 151.0) if name == "loss" else eager), name
+        if name == "loss":  # there eager reduces one value twice, and compiled code reduces it once
+            assert all(less < more for less, more in zip(issued, eager, strict=True)), (issued, eager)
+        else:
+            assert issued == eager, name
         assert same_layout, name
 
 

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import COMMANDS, in_words, main, parse_bytes, parse_change, parse_mesh
+from shardwise.cli import COMMANDS, main
+from shardwise.cli.plan import in_words
+from shardwise.cli.words import parse_change, parse_mesh
 from shardwise.errors import NotationError
 from shardwise.plan.route import DTensorRedistributePlanner, plain_route
+from shardwise.text import parse_bytes
 
 CHANGE = "f32[64,4096,4096] dp:S0 tp:R -> dp:R tp:S2"
 MESH = "dp=2,tp=4"

@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "text"),
     ("core",),
     ("rng",),
     ("rules",),
@@ -32,8 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "demo", "__main__"),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-# The one import that waits, from an upper layer to a lower one: the rules are read when the first operator runs.
-DEFERRED = frozenset({("schema", "shardwise.rules.all")})
+# The imports that wait: the rules are read when the first operator runs, from a lower layer; plans when they are used.
+DEFERRED = frozenset({("schema", "shardwise.rules.all"), ("__init__", "shardwise.parallel")})
 STRANGERS = frozenset({"parallel", "checkpoint", "debug"})  # of one row, and do not import each other
 MAY_COMMUNICATE = frozenset({"fabric", "parallel", "checkpoint", "interop"})  # may import torch.distributed
 THEIRS = ("torch.distributed.tensor", "torch.distributed._tensor")

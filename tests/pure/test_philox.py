@@ -8,7 +8,7 @@ import torch
 
 from shardwise.core.layout import Block, Cut
 from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import Extent, count_below, extents_of, index_of
+from shardwise.rng.geometry import Extent, count_below, extents_of, indices_between
 from shardwise.rng.plain import philox
 from shardwise.rng.recipe import Piece, Recipe, pieces_of, recipe_of
 from shardwise.rng.sharing import ALONE, Launch, launch_of
@@ -48,7 +48,8 @@ def test_elements_of_a_block(shape: tuple[int, ...], cuts: Cuts) -> None:
     extents = extents_of(shape, block)
     wanted = indices(shape, block)
     assert math.prod(extent.size for extent in extents) == len(wanted)
-    assert [index_of(extents, element) for element in range(len(wanted))] == wanted
+    assert indices_between(extents, 0, len(wanted)).tolist() == wanted
+    assert indices_between(extents, len(wanted) // 3, len(wanted)).tolist() == wanted[len(wanted) // 3 :]
     for index in range(math.prod(shape) + 1):
         assert count_below(extents, index) == sum(held < index for held in wanted)
 
@@ -57,6 +58,11 @@ def test_dims_are_joined() -> None:
     assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((Cut(3, 1),), (), ())))) == 1
     assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((), (Cut(2, 1),), ())))) == 2
     assert len(extents_of((3, 5, 4), block_of((3, 5, 4), ((Cut(3, 1),), (Cut(2, 1),), ())))) == 1
+
+
+def index_of(extents: tuple[Extent, ...], element: int) -> int:
+    """Where one element stands; before all dims, at the beginning."""
+    return int(indices_between(extents, element, element + 1)) if extents else 0
 
 
 def elements_of_calls(launch: Launch, extents: tuple[Extent, ...], start: int, few: int) -> list[list[int]]:

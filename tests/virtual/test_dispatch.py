@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
+from shardwise.dispatch import OpDispatcher
 from shardwise.tensor import _dispatcher
 from tests.virtual.parity import assert_parity
 
@@ -56,7 +57,7 @@ def test_the_type_of_a_scalar_is_in_the_key(mesh):
 
 
 def test_sizes_are_in_the_key_and_the_cache_is_bounded(mesh, monkeypatch):
-    monkeypatch.setattr("shardwise.dispatch.dispatcher.MAX_ENTRIES", entries() + 16)
+    monkeypatch.setattr(_dispatcher.cache, "limit", entries() + 16)
     for size in range(1, 60):
         x = sw.ones(size, device_mesh=mesh, placements=[sw.Shard(0)])
         assert (x + x).sum().item() == 2 * size
@@ -526,3 +527,28 @@ def test_printing_does_not_communicate() -> None:
     assert moved.get_total_counts() == 0
     assert part.tolist() == [2, 3, 4, 5]
     assert "written" not in repr(part)
+
+
+def test_a_new_size_is_run_as_a_known_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+
+    def operands(*shape: int) -> tuple[sw.DTensor, sw.DTensor, torch.Tensor]:
+        x = torch.randn(shape)
+        a, b = (sw.distribute_tensor(x, mesh, [sw.Shard(0), sw.Shard(1)]) for _ in range(2))
+        return a, b, x
+
+    a, b, x = operands(6, 6)
+    torch.testing.assert_close((a * b).full_tensor(), x * x)
+    worked_out: list[Any] = []
+    resolve = OpDispatcher.resolve
+    monkeypatch.setattr(OpDispatcher, "resolve", lambda *given: worked_out.append(given) or resolve(*given))
+    for shape in ((8, 6), (5, 7), (3, 2)):
+        a, b, x = operands(*shape)
+        torch.testing.assert_close((a * b).full_tensor(), x * x)
+    assert not worked_out
+    for shape in ((1, 6), (6, 1), (0, 4)):  # where a dim could broadcast, or there is none of it
+        a, b, x = operands(*shape)
+        torch.testing.assert_close((a * b).full_tensor(), x * x)
+    a, b, x = operands(4, 4)
+    torch.testing.assert_close((a.t() * b).full_tensor(), x.t() * x)
+    assert len(worked_out) >= 4

@@ -113,7 +113,7 @@ def test_cross_entropy_of_sharded_samples_reduces_one_number() -> None:
 
 
 def test_cross_entropy_of_sharded_classes_gathers_no_score() -> None:
-    """The maximum and the sum of each row, and how many targets count; one sum of each row in the gradient."""
+    """The maximum and the sum of each row; one sum of each row in the gradient."""
     mesh = sw.init_device_mesh("cpu", (4,))
     scores, targets = t(6, 1000), torch.arange(6) * 150
     x, y = distribute(scores, mesh, [S1]).requires_grad_(), distribute(targets, mesh, [R])
@@ -123,7 +123,7 @@ def test_cross_entropy_of_sharded_classes_gathers_no_score() -> None:
         (grad,) = torch.autograd.grad(F.cross_entropy(x, y), [x])
     finally:
         routes.observers.remove(seen.append)
-    assert sum(route.collectives for route in seen) == 4
+    assert sum(route.collectives for route in seen) == 3
     assert sum(route.received for route in seen) < 10 * 6 * 8
     assert grad.placements == (S1,)
 

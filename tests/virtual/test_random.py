@@ -14,7 +14,7 @@ from shardwise.core.layout import Cut
 from shardwise.debug import CommDebugMode
 from shardwise.rng import indexed, stream
 from shardwise.rng.draw import Draw
-from shardwise.rng.positions import Positions
+from shardwise.rng.geometry import count_below, extents_of, indices_between
 from tests.blocks import block_of
 
 MESHES = ((2,), (4,), (3,), (2, 2), (2, 3))
@@ -374,11 +374,11 @@ def test_unknown_generators_are_refused() -> None:
 def test_positions(cuts: list[tuple[Cut, ...]]) -> None:
     shape = (10, 6)
     block = block_of(shape, cuts)
-    positions = Positions(shape, block)
+    extents = extents_of(shape, block)
     indices = [[i for run in runs for i in range(run.start, run.start + run.length)] for runs in block.runs]
     want = [i * 6 + j for i in indices[0] for j in indices[1]]
-    assert positions.between(0, positions.count).tolist() == want
-    assert [positions.before(p) for p in range(61)] == [sum(q < p for q in want) for p in range(61)]
+    assert indices_between(extents, 0, len(want)).tolist() == want
+    assert [count_below(extents, p) for p in range(61)] == [sum(q < p for q in want) for p in range(61)]
 
 
 # ---------------------------------------------------------------- states, seeds, recomputation

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = [
-    "Block", "Cut", "Run", "chunk", "dense_strides", "intersect", "longest", "nested_chunk", "normalize_dim",
-    "runs_of",
+    "Block", "Cut", "Run", "block_of", "chunk", "dense_strides", "intersect", "longest", "nested_chunk",
+    "normalize_dim", "runs_of", "whole_block",
 ]  # fmt: skip
 
 
@@ -138,6 +138,16 @@ def block_of(shape: Sequence[int], runs: tuple[tuple[Run, ...], ...]) -> Block:
     local = tuple([run[0].length if len(run) == 1 else _length(run) for run in runs])
     offset = tuple([run[0].start if n else size for run, n, size in zip(runs, local, shape, strict=True)])
     return Block(local, offset, runs)
+
+
+def whole_block(shape: Sequence[int]) -> Block:
+    """The block that is all of a tensor of `shape`.
+
+    Example:
+        >>> whole_block((4, 6)).runs
+        ((Run(start=0, length=4),), (Run(start=0, length=6),))
+    """
+    return block_of(shape, tuple([(Run(0, size),) for size in shape]))
 
 
 def longest(size: int, splits: Sequence[tuple[int, int | None]]) -> int:

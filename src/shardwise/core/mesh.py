@@ -20,9 +20,10 @@ from shardwise.core.intern import Interned
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import MeshError
 
-__all__ = ["DeviceMesh", "Host", "hosts"]
+__all__ = ["Coordinate", "DeviceMesh", "Host", "hosts"]
 
 Axis = SupportsIndex | str
+Coordinate = tuple[int, ...]  # of a rank: its index along each axis
 
 
 @runtime_checkable
@@ -261,6 +262,16 @@ class DeviceMesh(Interned):
             self._groups[axes] = found
         return found
 
+    def group_through(self, axes: tuple[int, ...], position: int) -> list[int]:
+        """The group of grid positions along `axes` (the first one major) that goes through `position`.
+
+        Example:
+            >>> DeviceMesh("cpu", [[0, 1], [2, 3]]).group_through((0,), 3)
+            [1, 3]
+        """
+        rows = self.groups(axes)
+        return rows[(rows == position).any(axis=1).argmax()].tolist()
+
     def ranks_along(self, axis: Axis, rank: int) -> list[int]:
         """The ranks of the line along `axis` that goes through `rank`.
 
@@ -271,9 +282,7 @@ class DeviceMesh(Interned):
         position = self.position_of(rank)
         if position is None:
             raise MeshError(f"rank {rank} is not in {self}")
-        rows = self.groups((self.axis(axis),))
-        row = rows[(rows == position).any(axis=1).argmax()]
-        return [self.grid_ranks[int(i)] for i in row]
+        return [self.grid_ranks[i] for i in self.group_through((self.axis(axis),), position)]
 
     # ---------------------------------------------------------------- what depends on my rank: asked of the host
 
@@ -288,16 +297,11 @@ class DeviceMesh(Interned):
     @property
     def mesh(self) -> torch.Tensor:
         """The ranks as a tensor of this mesh's shape; for a slice, the slice that goes through my rank."""
-        ranks = torch.tensor(list(self.grid_ranks))
-        if self.size() == self.grid_size:
-            row = self.groups(tuple(range(self.ndim)))[0]
-        else:
-            position = self.position_of(self.get_rank())
-            if position is None:
-                raise MeshError(f"this rank is not in {self}, so no slice goes through it")
-            rows = self.groups(tuple(range(self.ndim)))
-            row = rows[(rows == position).any(axis=1).argmax()]
-        return ranks[torch.tensor(row)].reshape(self.shape)
+        position = 0 if self.size() == self.grid_size else self.position_of(self.get_rank())
+        if position is None:
+            raise MeshError(f"this rank is not in {self}, so no slice goes through it")
+        members = self.group_through(tuple(range(self.ndim)), position)
+        return torch.tensor([self.grid_ranks[i] for i in members]).reshape(self.shape)
 
     def get_rank(self) -> int:
         """The rank of this process."""

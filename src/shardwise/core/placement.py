@@ -5,17 +5,22 @@ Pure data. Knows nothing of meshes, of communication, or of torch's own placemen
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 from shardwise.core.intern import Interned
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import LayoutError
 
-__all__ = ["MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "as_placement"]
+__all__ = [
+    "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "as_placement", "norm_of",
+    "norm_order",
+]  # fmt: skip
 
-ReduceOp = Literal["sum", "avg", "min", "max", "product"]
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "min", "max", "product")
+NORM = "norm"  # with the order behind it: "norm2"
 
 
 @constant_to_compilers
@@ -134,7 +139,8 @@ class Partial(Placement):
     """The value is the reduction of what the ranks along the axis hold.
 
     Args:
-        reduce_op: "sum", "avg", "min", "max" or "product".
+        reduce_op: "sum", "avg", "min", "max" or "product"; or "norm2", the norm of what the ranks hold, of this or
+            another order, which is how the norm of a sharded tensor lies.
 
     Example:
         >>> Partial(), Partial("max"), Partial("max").is_partial("sum")
@@ -146,7 +152,7 @@ class Partial(Placement):
     reduce_op: str
 
     def __new__(cls, reduce_op: str = "sum") -> Partial:
-        if reduce_op not in REDUCE_OPS:
+        if reduce_op not in REDUCE_OPS and norm_order(reduce_op) is None:
             raise LayoutError(f"Partial({reduce_op!r}): unknown reduction", hint=f"one of {', '.join(REDUCE_OPS)}")
         return cls._intern(reduce_op)
 
@@ -192,6 +198,26 @@ class MaskPartial(Partial):
 
 
 REPLICATE = Replicate()
+
+
+def norm_of(order: float) -> str:
+    """The reduction that takes the norm of an order, finite and not zero.
+
+    Example:
+        >>> norm_of(2.0), norm_order("norm2"), norm_order("sum")
+        ('norm2', 2.0, None)
+    """
+    return f"{NORM}{int(order) if order == int(order) else float(order)}"
+
+
+@functools.cache
+def norm_order(reduce_op: str) -> float | None:
+    """The order of a reduction that takes a norm; None for any other."""
+    try:
+        order = float(reduce_op.removeprefix(NORM)) if str(reduce_op).startswith(NORM) else math.nan
+    except ValueError:
+        return None
+    return order if math.isfinite(order) and order else None
 
 
 def _as_int(value: Any, where: str, what: str) -> int:

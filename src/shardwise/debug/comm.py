@@ -1,17 +1,23 @@
-"""CommDebugMode: counts the collectives that DTensors issue, with the interface of torch's.
+"""CommDebugMode: counts the collectives that DTensors issue, by module and phase, with the interface of torch's.
 
-Listens to the routes; knows nothing of why they were taken.
+Listens to the recorder. What is no DTensor's, a collective that the user calls on plain tensors, is not seen.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import nn
 
-from shardwise.fabric import routes
-from shardwise.plan.route import Route
+from shardwise.debug import recorder
+from shardwise.debug.records import Move, Record
+from shardwise.tensor import DTensor
 
 __all__ = ["CommDebugMode"]
 
@@ -21,9 +27,18 @@ _NAMES = {
     "reduce_scatter": "reduce_scatter_tensor",
     "all_to_all": "all_to_all_single",
 }
+GLOBAL = "Global"  # outside of all modules
+# Operators that say little; left out of tables up to noise level 2.
+TRIVIAL = {
+    "aten.detach.default", "aten.t.default", "aten.view.default", "aten._to_copy.default", "aten.as_strided.default",
+    "aten.transpose.int",
+}  # fmt: skip
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+BOLD, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"
+PASSES = {"forward": "FORWARD PASS", "backward": "BACKWARD PASS", "recompute": "ACTIVATION CHECKPOINTING"}
 
 
-class CommDebugMode:
+class CommDebugMode(recorder.Listener):
     """Inside, every collective that a DTensor issues is counted, on any fabric.
 
     Example:
@@ -39,31 +54,187 @@ class CommDebugMode:
     """
 
     def __init__(self) -> None:
-        self.routes: list[Route] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.comm_counts: Counter[Any] = Counter()
+        self.comm_module_counts: dict[str, dict[str, Counter[Any]]] = {}
+        self._records: list[Record] = []
+        self._modules: dict[str, dict[str, Any]] = {GLOBAL: {"depth": 0}}
+        self._parameters: dict[str, dict[str, torch.Tensor]] = {}
+        self._shardings: dict[str, Any] = {}
+        self._received = 0.0
 
     def __enter__(self) -> Self:
-        self.routes.clear()
-        self._listener = self.routes.append
-        routes.observers.append(self._listener)
+        self._clear()
+        recorder.listen(self)
+        recorder.modules.listeners.append(self._entered)
         return self
 
     def __exit__(self, *error: object) -> None:
-        routes.observers.remove(self._listener)
+        recorder.modules.listeners.remove(self._entered)
+        recorder.unlisten(self)
+
+    def __repr__(self) -> str:
+        return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
+
+    # ---------------------------------------------------------------- what is heard
+
+    def begin(self, record: Record) -> None:
+        """Keep an operator."""
+        self._records.append(record)
+
+    def move(self, record: Record, move: Move) -> None:
+        """Count a collective, for its module and those around it."""
+        if move.collective not in _NAMES:
+            return
+        name = getattr(torch.ops.c10d_functional, _NAMES[move.collective])
+        self.comm_counts[name] += 1
+        self._received += move.received
+        phase = "forward" if record.phase == "forward" else "backward"
+        for path in _around(record.module):
+            counts = self.comm_module_counts.setdefault(path, {"forward": Counter(), "backward": Counter()})
+            counts[phase][name] += 1
+
+    def _entered(self, module: nn.Module, path: str) -> None:
+        found = self._modules.setdefault(path, {})
+        found["depth"] = self._modules[self._parent(path) or GLOBAL]["depth"] + 1
+        found["module_type"] = f"class '{type(module).__module__}.{type(module).__qualname__}'"
+        for name, parameter in module.named_parameters(recurse=False):
+            self._parameters.setdefault(path, {})[name] = parameter
+            if isinstance(parameter, DTensor):
+                self._shardings[f"{path}.{name}"] = parameter.placements
+                found.setdefault("parameters", {})[name] = str(parameter.placements)
+
+    # ---------------------------------------------------------------- sums
 
     def get_comm_counts(self) -> dict[Any, int]:
         """How many of each collective, keyed by torch's operators for them."""
-        counts: Counter[Any] = Counter()
-        for route in self.routes:
-            for step in route.steps:
-                if step.collective is not None:
-                    counts[getattr(torch.ops.c10d_functional, _NAMES[step.collective])] += 1
-        return counts
+        return self.comm_counts
 
     def get_total_counts(self) -> int:
         """How many collectives in all."""
-        return sum(self.get_comm_counts().values())
+        return sum(self.comm_counts.values())
 
     @property
     def received_bytes(self) -> int:
         """Bytes that a rank received."""
-        return round(sum(route.received for route in self.routes))
+        return round(self._received)
+
+    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+        """The parameters of each module that ran, by its path and their names."""
+        # not taken earlier: to take .data is an operator, which would be counted among the program's
+        return {
+            path: {name: parameter.data for name, parameter in named.items()}
+            for path, named in self._parameters.items()
+        }
+
+    def get_sharding_info(self) -> dict[str, Any]:
+        """The placements of each parameter that is a DTensor, by its path."""
+        return self._shardings
+
+    # ---------------------------------------------------------------- tables
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """Modules with their collectives and operators, indented, with colours for a terminal.
+
+        Args:
+            noise_level: 0: counts of collectives; 1 and 2: also parameters and operators that are not trivial; 3: all.
+        """
+        table = ""
+        for path, facts in self._modules.items():
+            indent = "    " * facts["depth"]
+            table += f"{indent}{path}\n"
+            if noise_level > 0:
+                table += _module_lines(facts, indent)
+            for phase, heading in PASSES.items():
+                lines = self._counts_lines(path, phase, indent) + self._operator_lines(path, phase, indent, noise_level)
+                if lines:
+                    table += f"{indent}  {heading}\n{''.join(lines)}"
+        return table
+
+    def log_comm_debug_tracing_table_to_file(
+        self, file_name: str | os.PathLike[str] = "comm_mode_log.txt", noise_level: int = 3
+    ) -> None:
+        """Write the table to a file, without colours."""
+        Path(file_name).write_text(ANSI.sub("", self.generate_comm_debug_tracing_table(noise_level)), encoding="utf-8")
+
+    def generate_json_dump(
+        self, file_name: str | os.PathLike[str] = "comm_mode_log.json", noise_level: int = 3
+    ) -> None:
+        """Write the tree of modules, each with its collectives and operators, as JSON; levels as in the table."""
+        Path(file_name).write_text(json.dumps(self._tree(GLOBAL, noise_level), indent=4) + "\n", encoding="utf-8")
+
+    def _counts_lines(self, path: str, phase: str, indent: str) -> list[str]:
+        counts = self.comm_module_counts.get(path, {}).get(phase, {})
+        return [f"{BOLD}{indent}    *{name}: {count}{END}\n" for name, count in counts.items()]
+
+    def _operators(self, path: str, phase: str, noise_level: int) -> list[Record]:
+        if noise_level < 1:
+            return []
+        kept = (record for record in self._records if record.kind == "operator" and record.phase == phase)
+        return [r for r in kept if (r.module or GLOBAL) == path and (noise_level > 2 or r.name not in TRIVIAL)]
+
+    def _operator_lines(self, path: str, phase: str, indent: str, noise_level: int) -> list[str]:
+        lines = []
+        for record in self._operators(path, phase, noise_level):
+            lines.append(f"{BOLD}{indent}    **{record.name}{END}\n")
+            for name, value in _operator_facts(record).items():
+                lines.append(f"{RED}{indent}      {name}: {value}{END}\n")
+        return lines
+
+    def _tree(self, path: str, noise_level: int) -> dict[str, Any]:
+        facts = self._modules[path]
+        counts = self.comm_module_counts.get(path, {})
+        made: dict[str, Any] = {"fqn": path, "module_type": "", "parameters": []}
+        if noise_level > 0:
+            made["module_type"] = facts.get("module_type", "")
+            made["parameters"] = [list(item) for item in facts.get("parameters", {}).items()]
+        made["children"] = [self._tree(child, noise_level) for child in self._modules if self._parent(child) == path]
+        for phase in ("forward", "backward"):
+            found = counts.get(phase, {})
+            made[f"collectives_{phase}"] = [[str(name), count] for name, count in found.items()]
+        for phase in PASSES:
+            name = "checkpointing_operations" if phase == "recompute" else f"operations_{phase}"
+            made[name] = [self._operation(record) for record in self._operators(path, phase, noise_level)]
+        return made
+
+    def _parent(self, path: str) -> str | None:
+        """The nearest module around another one that ran."""
+        if path == GLOBAL:
+            return None
+        return next((outer for outer in _around(path)[1:] if outer in self._modules), GLOBAL)
+
+    def _operation(self, record: Record) -> dict[str, Any]:
+        specs = [operand.spec for operand in record.operands]
+        return {
+            "name": record.name,
+            "input_shape": [list(spec.shape) for spec in specs],
+            "input_sharding": [[str(placement) for placement in spec.placements] for spec in specs],
+            "device_mesh": str(specs[0].mesh) if specs else "",
+        }
+
+
+def _around(path: str) -> list[str]:
+    """A module's path, those of the modules around it, and the whole."""
+    parts = path.split(".") if path else []
+    return [*(".".join(parts[:i]) for i in range(len(parts), 0, -1)), GLOBAL]
+
+
+def _module_lines(facts: dict[str, Any], indent: str) -> str:
+    lines = f"{indent}*module type: {facts['module_type']}\n" if "module_type" in facts else ""
+    if "parameters" in facts:
+        lines += f"{indent}*Parameter List\n"
+        lines += "".join(f"{indent} *{name}: {placement}\n" for name, placement in facts["parameters"].items())
+    return lines
+
+
+def _operator_facts(record: Record) -> dict[str, Any]:
+    specs = [operand.spec for operand in record.operands]
+    if not specs:
+        return {}
+    return {
+        "shape": [torch.Size(spec.shape) for spec in specs],
+        "sharding": [spec.placements for spec in specs],
+        "device mesh": specs[0].mesh,
+    }

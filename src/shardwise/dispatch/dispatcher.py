@@ -9,19 +9,23 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import named, unrecorded
+from shardwise.dispatch.decision import Decision, decided, listening
 from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
-from shardwise.dispatch.executors import executor
+from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
+from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
+from shardwise.fabric.base import on_new_world
 from shardwise.fabric.routes import cached_routes
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.rules.registry import DECOMPOSITIONS, RULES
@@ -52,9 +56,11 @@ class OpDispatcher:
 
     def __init__(self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap]) -> None:
         self.wrapping = Wrapping(tensor_class, wrapper)
-        self.cache: dict[Key, Executor] = {}
+        self.cache: BoundedCache[Key, Executor] = BoundedCache(MAX_ENTRIES)
         self.misses = 0
         self._metas = ResultMetas()
+        self._recipes = Recipes()
+        on_new_world.append(self.forget)  # executors know which ranks are here
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
@@ -71,13 +77,24 @@ class OpDispatcher:
         """Work out the executor of a new signature and keep it."""
         if is_symbolic(key):
             return self._resolve_symbolic(named(key), func, args, kwargs)
-        run = self.resolve(key, func, args, kwargs)
+        run = self._recipes.find(key)
+        return self._keep(key, self.resolve(key, func, args, kwargs) if run is None else run)
+
+    def _keep(self, key: Key, run: Executor) -> Executor:
         self.misses += 1
-        if len(self.cache) >= MAX_ENTRIES:  # the oldest quarter goes: dicts keep the order of insertion
-            for old in list(self.cache)[: MAX_ENTRIES // 4]:
-                self.cache.pop(old, None)
-        self.cache[key] = run
-        return run
+        return self.cache.keep(key, run)
+
+    def key(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
+        """The signature of a call."""
+        return key_of(self.wrapping.tensor_class, func, args, kwargs)
+
+    def explain(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision:
+        """How a call is run, warm or not."""
+        with listening() as heard:
+            run = self.resolve(key, func, args, kwargs)
+        if key not in self.cache:
+            self._keep(key, run)
+        return heard[-1]
 
     def _resolve_symbolic(
         self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -99,6 +116,7 @@ class OpDispatcher:
         laid_out = [tensor._spec.mesh for _, tensor in found if isinstance(tensor, tensor_class)]
         mesh = laid_out[0]
         if any(other is not mesh for other in laid_out):
+            decided("mesh by mesh")
             return on_one_mesh(self.wrapping, info, found)
         if len(laid_out) < len(found):
             self._check_plain(info, found, key)
@@ -122,9 +140,11 @@ class OpDispatcher:
         compute = DECOMPOSITIONS.get(info.op)
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None
         if drawn is not None and compute is None:
+            decided("random", signature)
             return drawing(signature, drawn)
-        if sharding is not None and (compute is None or not _communicates(signature.specs, sharding.inputs)):
-            return executor(signature, sharding)
+        if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
+            decided("rule", signature, sharding)
+            return self._laid_out(signature, key, sharding)
 
         def directly() -> Executor:
             if sharding is not None:
@@ -133,8 +153,16 @@ class OpDispatcher:
 
         if compute is None and all(0 not in spec.shape for spec in signature.specs):  # torch's divide by sizes
             compute = torch_decomposition(info.op)
+        decided("decomposed" if compute is not None else "whole tensors", signature, sharding)
         run = directly() if compute is None else decomposed(signature, compute, directly, metas)
         return watched(self.wrapping, info, run)
+
+    def _laid_out(self, signature: Signature, key: Key, sharding: OutputSharding) -> Executor:
+        """A call that runs as its rule has laid it out; those that differ from it in their sizes alone will too."""
+        make = for_any_size(signature, sharding)
+        if make is not None and not sharding.outputs[0].tensor_meta.is_symbolic:
+            self._recipes.keep(key, sharding.outputs[0], make)
+        return executor(signature, sharding)
 
     def _resolve_write(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], into_plain: bool
@@ -142,24 +170,30 @@ class OpDispatcher:
         """An operator that writes to some of its arguments."""
         info = signature.info
         if fills(info.op) and not into_plain:
+            decided("random", signature)
             return watched(self.wrapping, info, filling(signature))
         functional = functional_of(info.op) if None not in info.returned else None
         compute = DECOMPOSITIONS.get(info.op)
         if functional is not None:
             if info.outs or (into_plain and compute is None):
+                decided("by a new tensor", signature)
                 return watched(self.wrapping, info, through_functional(signature, functional))
             if torch.Tag.inplace_view in info.op.tags:
+                decided("view in place", signature)
                 return watched(self.wrapping, info, reshaping_in_place(signature, functional))
         metas = self._metas.find(signature, key, args, kwargs)
         sharding = _sharding(signature, metas)
-        if compute is not None and (sharding is None or _communicates(signature.specs, sharding.inputs)):
+        if compute is not None and (sharding is None or _worth_decomposing(signature, sharding)):
 
             def directly() -> Executor:
                 return through_copies(signature) if sharding is None else executor(signature, sharding)
 
+            decided("decomposed", signature, sharding)
             return watched(self.wrapping, info, decomposed(signature, compute, directly))
         if sharding is not None:
+            decided("rule", signature, sharding)
             return executor(signature, sharding)
+        decided("by copies" if functional is None else "by a new tensor", signature)
         run = through_copies(signature) if functional is None else through_functional(signature, functional)
         return watched(self.wrapping, info, run)
 
@@ -179,11 +213,12 @@ class OpDispatcher:
     def forget(self) -> None:
         """Drop every executor and what was read from schemas and rules."""
         self.cache.clear()
+        self._recipes.forget()
         op_info.cache_clear()
 
     def info(self) -> CacheInfo:
         """How full the cache is."""
-        return CacheInfo(len(self.cache), MAX_ENTRIES, self.misses, cached_routes())
+        return CacheInfo(len(self.cache), self.cache.limit, self.misses, cached_routes())
 
 
 def _check_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> None:
@@ -205,5 +240,9 @@ def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Out
     return ShardingPropagator().propagate(schema, metas, signature.pinned)
 
 
-def _communicates(have: tuple[DTensorSpec, ...], want: tuple[DTensorSpec, ...]) -> bool:
-    return any(route is not None and route.communicates for route in routes_between(have, want))
+def _worth_decomposing(signature: Signature, sharding: OutputSharding) -> bool:
+    """Whether operands would have to be moved by a rule that looks at one axis at a time."""
+    if sharding.rule.layouts is not None:
+        return False
+    routes = routes_between(signature.specs, sharding.inputs)
+    return any(route is not None and route.communicates for route in routes)

@@ -18,14 +18,14 @@ from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.core.layout import Block, Run, dense_strides
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.traced_draws import fill_in_graph, mask_in_graph
 from shardwise.errors import AgreementError, LayoutError
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import device_of, fabric_of, on_new_world
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
@@ -34,7 +34,7 @@ from shardwise.rng import philox
 from shardwise.rng.blocks import default_generator, draw_blocks
 from shardwise.rng.draw import Draw
 
-__all__ = ["agree_on_state", "agree_once", "device_of", "drawing", "fill_parts", "filling", "fills"]
+__all__ = ["agree_on_state", "agree_once", "drawing", "fill_parts", "filling", "fills"]
 
 aten = torch.ops.aten
 FROM = getattr(aten.random_, "from")
@@ -119,27 +119,32 @@ class _Parts:
         self, local: torch.Tensor, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
     ) -> None:
         """Fill the local of a tensor; on CUDA in place, where its memory is that of its block."""
-        mesh, wanted = self.spec.mesh, self.wanted(op, numbers, self.spec.tensor_meta.dtype)
-        if mesh.fabric == dry.name or modes.draws_by_index() or not self.contiguous or not philox.reproduces(wanted):
+        wanted = self.wanted(op, numbers, self.spec.tensor_meta.dtype)
+        parts = self._parts_in_place(local, wanted)
+        if parts is None:
             local.copy_(self.draw(op, numbers, generator))
             return
-        tensors = fabric_of(mesh).parts(mesh, local)
-        first = {self.of_rank[coordinate]: tensor for coordinate, tensor in reversed(tensors)}
+        first = {self.of_rank[coordinate]: tensor for coordinate, tensor in reversed(parts)}
         outs = [first[block] for block in self.blocks]
-        if not all(tensor.is_contiguous() for tensor in outs):
-            local.copy_(self.draw(op, numbers, generator))
-            return
         philox.draw(wanted, self.blocks, generator or default_generator(wanted.device), outs)
-        for coordinate, tensor in tensors:
+        for coordinate, tensor in parts:
             if tensor is not first[self.of_rank[coordinate]]:
                 tensor.copy_(first[self.of_rank[coordinate]])
+
+    def _parts_in_place(self, local: torch.Tensor, wanted: Draw) -> list[tuple[Coordinate, torch.Tensor]] | None:
+        """The tensors of the ranks here, if they can be drawn into as they lie; else None."""
+        mesh = self.spec.mesh
+        if mesh.fabric == dry.name or modes.draws_by_index() or not self.contiguous or not philox.reproduces(wanted):
+            return None
+        parts = fabric_of(mesh).parts(mesh, local)
+        return parts if all(tensor.is_contiguous() for _, tensor in parts) else None
 
     def given(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The local made of the parts of all blocks; ranks that hold the same block get one each."""
         drawn = dict(zip(self.blocks, parts, strict=True))
         used: set[int] = set()
 
-        def part(coordinate: tuple[int, ...]) -> torch.Tensor:
+        def part(coordinate: Coordinate) -> torch.Tensor:
             found = drawn[self.of_rank[coordinate]]
             first = id(found) not in used
             used.add(id(found))
@@ -161,12 +166,6 @@ def _drawn(wanted: Draw, blocks: list[Block], generator: torch.Generator | None)
     return [torch.view_as_complex(part) for part in draw_blocks(real, pairs, generator, modes.draws_by_index())]
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
 @functools.lru_cache(maxsize=1024)
 def _parts_of(spec: DTensorSpec) -> _Parts:
     agree_once(spec.mesh)
@@ -184,6 +183,7 @@ def fill_parts(
 
 
 _agreed: set[DeviceMesh] = set()
+on_new_world += [_parts_of.cache_clear, _agreed.clear]
 
 
 def agree_once(mesh: DeviceMesh) -> None:

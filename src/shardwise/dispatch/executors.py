@@ -5,14 +5,16 @@ Which layouts it runs on has been decided; here nothing is chosen any more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise import modes
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
 from shardwise.fabric.dry import dry
@@ -22,10 +24,9 @@ from shardwise.local import any_complex, coordinates_here, like, local_runner, s
 from shardwise.plan.propagate import OutputSharding
 from shardwise.schema import OpInfo
 
-__all__ = ["executor", "general_executor", "with_written"]
+__all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
 SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
-Coordinate = tuple[int, ...]
 Patches = Mapping[Coordinate, Mapping[str, Any]]
 
 
@@ -47,6 +48,8 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         simple = _simple_executor(signature, sharding.outputs[0], patches, local_op)
         if simple is not None:
             return simple
+    if not any(routes) and patches is None and _takes_lists(signature):
+        return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.op))
     run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
     return watched(signature.wrapping, info, run)
 
@@ -62,7 +65,7 @@ def _patches(sharding: OutputSharding, mesh: DeviceMesh) -> Patches | None:
     }
 
 
-# ---------------------------------------------------------------- one or two operands, nothing to move, one result
+# ---------------------------------------------------------------- operands in front, nothing to move, one result
 
 
 def _simple_executor(
@@ -72,7 +75,7 @@ def _simple_executor(
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
     here = coordinates_here(mesh)
-    if not front or len(slots) > 2 or not here or mesh.fabric == dry.name:
+    if not front or not here or mesh.fabric == dry.name:
         return None
     if signature.pinned not in ((), (0,)) or info.outs:
         return None
@@ -81,11 +84,41 @@ def _simple_executor(
         return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
         return _writing(wrapping, info, op)
-    if lockstep:
-        return watched(wrapping, info, _unary_lockstep(op, wrap) if len(slots) == 1 else _binary_lockstep(op, wrap))
-    if len(slots) == 2:
-        return watched(wrapping, info, _binary(op, wrap, wrapping.tensor_class))
-    return _view(info, op, wrap) if info.is_view else _unary(op, wrap)
+    form = _form(signature, lockstep)
+    if form is None:
+        return None
+    return _view(info, op, wrap) if form is _unary and info.is_view else watched(wrapping, info, form(op, wrap))
+
+
+def _form(signature: Signature, lockstep: bool) -> Callable[[Callable[..., Any], Wrap], Executor] | None:
+    """The short function for so many operands; None where there is none."""
+    match len(signature.slots), lockstep:
+        case 1, _:
+            return _unary_lockstep if lockstep else _unary
+        case 2, _:
+            return _binary_lockstep if lockstep else functools.partial(_binary, signature.wrapping.tensor_class)
+        case _, False:
+            return functools.partial(_several, signature.wrapping.tensor_class)
+        case _:
+            return None
+
+
+def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DTensorSpec], Executor] | None:
+    """What makes the executor of a pointwise call from how its result lies; None where it is not that short."""
+    info, mesh, rule = signature.info, signature.mesh, sharding.rule
+    short = all(slot.item is None and slot.index == i for i, slot in enumerate(signature.slots))
+    if not short or info.is_view or info.writes or not info.pointwise or rule.localize is not None:
+        return None
+    if mesh.fabric == dry.name or not coordinates_here(mesh) or any_complex(signature.specs, sharding.outputs):
+        return None
+    op, wrapper, form = (
+        rule.local_op or info.op,
+        signature.wrapping.wrapper,
+        _form(signature, mesh.fabric == virtual.name),
+    )
+    if form is None or sharding.inputs != signature.specs or info.returns != ("Tensor",) or op in PHYSICAL:
+        return None
+    return lambda spec: form(op, wrapper(spec))
 
 
 def _unary(op: Callable[..., Any], wrap: Wrap) -> Executor:
@@ -105,7 +138,7 @@ def _view(info: OpInfo, op: Callable[..., Any], wrap: Wrap) -> Executor:
     return view
 
 
-def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
+def _binary(tensor_class: Any, op: Callable[..., Any], wrap: Wrap) -> Executor:
     def binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         a, b, *rest = args
         if isinstance(a, tensor_class):
@@ -115,6 +148,13 @@ def _binary(op: Callable[..., Any], wrap: Wrap, tensor_class: Any) -> Executor:
         return wrap(op(a, b, *rest, **kwargs))
 
     return binary
+
+
+def _several(tensor_class: Any, op: Callable[..., Any], wrap: Wrap) -> Executor:
+    def several(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return wrap(op(*[a._local_tensor if isinstance(a, tensor_class) else a for a in args], **kwargs))
+
+    return several
 
 
 def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any]) -> Executor:
@@ -200,6 +240,36 @@ def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Seque
     return shared_view
 
 
+# ---------------------------------------------------------------- lists of operands, nothing to move
+
+
+def _takes_lists(signature: Signature) -> bool:
+    """Whether a call is one on lists, whose results are lists too or nothing, and runs once here."""
+    if signature.mesh.fabric in (virtual.name, dry.name) or not coordinates_here(signature.mesh):
+        return False
+    return signature.info.returns in ((), ("List[Tensor]",)) and all(slot.index is not None for slot in signature.slots)
+
+
+def _lists(signature: Signature, outputs: tuple[DTensorSpec, ...], op: Callable[..., Any]) -> Executor:
+    """The same call on the lists of locals: what an optimizer does to all parameters at once."""
+    wrapping = signature.wrapping
+    tensor_class, wraps = wrapping.tensor_class, [wrapping.wrapper(spec) for spec in outputs]
+    at_items = sorted({slot.index for slot in signature.slots if slot.index is not None and slot.item is not None})
+    alone = [slot.index for slot in signature.slots if slot.index is not None and slot.item is None]
+
+    def lists(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        held = list(args)
+        for index in at_items:
+            held[index] = [t._local_tensor if isinstance(t, tensor_class) else t for t in held[index]]
+        for index in alone:
+            if isinstance(held[index], tensor_class):
+                held[index] = held[index]._local_tensor
+        results = op(*held, **kwargs)
+        return None if results is None else [wrap(r) for wrap, r in zip(wraps, results, strict=True)]
+
+    return lists
+
+
 # ---------------------------------------------------------------- all others
 
 
@@ -216,17 +286,14 @@ def general_executor(
     """Move the operands, run on locals, wrap; `outputs` is None where only the results tell their shapes."""
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     op, writes = info.op, bool(signature.pinned)
-    run_local = local_runner(info, slots, patches, mesh, draws)
+    bring, run_local = bringing(signature, routes), local_runner(info, slots, patches, mesh, draws)
     wraps = None if outputs is None else [wrapping.wrapper(spec) for spec in outputs]
     moving = [route.route for route in routes if route is not None and route.communicates]
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(op, moving)
-        locals_ = []
-        for slot, route in zip(slots, routes, strict=True):
-            local = wrapping.local_of(slot.get(args, kwargs), mesh)
-            locals_.append(local if route is None else route.run(local))
+        locals_ = bring(args, kwargs)
         results = run_local(local_op or op, args, kwargs, locals_)
         if writes:
             return with_written(wrapping, info, args, kwargs, results, wraps, mesh)

@@ -53,10 +53,14 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
         if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
             return tuple(value)
         return tuple(
-            _plain_key(item, _nobody_else_holds(item, 3))
-            if isinstance(item, torch.Tensor) and not isinstance(item, tensor_class)
-            else _part(tensor_class, item, looked_at)
-            for item in value
+            [
+                item._spec
+                if item.__class__ is tensor_class
+                else _plain_key(item, _nobody_else_holds(item, 3))
+                if isinstance(item, torch.Tensor) and not isinstance(item, tensor_class)
+                else _part(tensor_class, item, looked_at)
+                for item in value
+            ]
         )
     if isinstance(value, torch.Tensor):
         return _plain_key(value, False)

@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate
 from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import MeshError
 from shardwise.schema import OpInfo, Slot
@@ -54,6 +55,9 @@ def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, An
             return _seen(
                 wrapping, info, [(slot, new) for slot, spec, new in seen if new is not None and new is not spec]
             )
+    waiting = [slot for slot, spec in laid_out if spec.partial_axes and slot.name not in info.writes]
+    if waiting:
+        return reduced_first(info, wrapping, waiting)
     sliced = any(mesh.size() != mesh.grid_size for mesh in meshes)
     raise MeshError(
         f"{info.op}: the operands lie on different meshes: {', '.join(str(spec) for _, spec in laid_out)}, "

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.key import Key
@@ -24,7 +25,7 @@ class ResultMetas:
     """Finds results' metadata, and remembers what a new shape does not change: the dtype."""
 
     def __init__(self) -> None:
-        self._dtypes: dict[Key, torch.dtype] = {}
+        self._dtypes: BoundedCache[Key, torch.dtype] = BoundedCache(MAX_DTYPES)
 
     def find(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -34,15 +35,17 @@ class ResultMetas:
         if not (info.pointwise or info.op in SHAPES) or info.writes or info.returns != ("Tensor",):
             return _by_running(signature, args, kwargs)
         shapeless = _without_shapes(key)
-        dtype = self._dtypes.get(shapeless)
-        if dtype is not None and all(spec.tensor_meta.is_contiguous for spec in signature.specs):
-            shape = _shape(signature)
-            if shape is not None:
-                return (TensorMeta(shape, None, dtype),)
-        metas = _by_running(signature, args, kwargs)
-        if metas is not None and len(self._dtypes) < MAX_DTYPES:
-            self._dtypes[shapeless] = metas[0].dtype
-        return metas
+        dtype, metas = self._dtypes.get(shapeless), None
+        if dtype is None:
+            metas = _by_running(signature, args, kwargs)
+            if metas is None:
+                return None
+            dtype = self._dtypes.keep(shapeless, metas[0].dtype)
+        contiguous = all(spec.tensor_meta.is_contiguous for spec in signature.specs)
+        shape = _shape(signature) if contiguous else None  # even now: torch's own on meta tensors is not always right
+        if shape is not None:
+            return (TensorMeta(shape, None, dtype),)
+        return metas or _by_running(signature, args, kwargs)
 
 
 def _shape(signature: Signature) -> Sequence[int] | None:

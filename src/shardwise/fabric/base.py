@@ -1,7 +1,8 @@
 """The protocol of a fabric: bind a step to a callable on locals, and give each rank its own values.
 
 A local is what a DTensor holds here: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Nothing outside
-a fabric may depend on "my rank": it asks for per-rank values by `build` and `map`.
+a fabric may depend on "my rank": it asks for the `coordinates` that are here, and for
+per-rank values by `build` and `map`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.core import mesh as mesh_module
-from shardwise.core.mesh import DeviceMesh
-from shardwise.errors import UnsupportedError
+from shardwise.core.mesh import Coordinate, DeviceMesh
+from shardwise.errors import MeshError, UnsupportedError
 from shardwise.plan.route import Route
 from shardwise.plan.step import Step
 
-__all__ = ["BoundStep", "Fabric", "choosing", "fabric_of", "fabrics"]
+__all__ = ["BoundStep", "Fabric", "choosing", "device_of", "fabric_of", "fabrics", "on_new_world"]
 
-Coordinate = tuple[int, ...]
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -41,6 +41,10 @@ class Fabric(ABC):
             f"{mesh} has no process groups: it runs on the {self.name} fabric",
             hint="use DTensor operations, which communicate on every fabric; process groups exist under torchrun",
         )
+
+    @abstractmethod
+    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
+        """The coordinates of the ranks that run in this process; none outside the mesh."""
 
     @abstractmethod
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
@@ -67,6 +71,9 @@ class Fabric(ABC):
     @abstractmethod
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
         """What each rank of the mesh says, in the order of the grid; the same list on every rank."""
+
+    def resized(self, tensor: torch.Tensor) -> None:  # noqa: B027  # most need not know
+        """The memory behind a local was given back or taken again; who counts memory must know."""
 
     def start(self, step: Step) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         """Like `bind`, but the callable returns at once with a function that waits. Only if `asynchronous`."""
@@ -106,6 +113,23 @@ class Fabric(ABC):
             return finish
 
         return start
+
+
+def check_source(mesh: DeviceMesh, source: int | None) -> None:
+    """Refuse a source of data that is no rank of the mesh."""
+    if source is not None and not 0 <= source < mesh.size():
+        raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
+
+
+# Called where the ranks here are of another world than before: forget what was worked out for those of the former one.
+on_new_world: list[Callable[[], object]] = []
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device that this process uses for a mesh."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 AnyFabric = TypeVar("AnyFabric", bound=Fabric)

@@ -5,7 +5,9 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -15,35 +17,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.errors import MeshError, UnsupportedError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
-from shardwise.fabric.packing import (
-    Line,
-    Parcels,
-    as_carried,
-    as_reducible,
-    extremum_of,
-    from_reducible,
-    gathering,
-    is_product,
-    parcels,
-    scattering,
-    split_in_front,
-    swapping,
+from shardwise.fabric.agreement import CheckedGroup, RankCheck
+from shardwise.fabric.base import BoundStep, Fabric, check_source, device_of, on_new_world, register
+from shardwise.fabric.collectives import (
+    Start,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    exchange,
+    reduce_by_gathering,
+    reduce_scatter,
 )
-from shardwise.fabric.pieces import average_divider, empty_block, local_step, reduce_tensors, slicer
+from shardwise.fabric.packing import Line, Parcels, parcels
+from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.recorded import is_recorded, recorded_exchange, recorded_step, recorded_unreduce
 from shardwise.fabric.traffic import traffic
+from shardwise.fabric.wire import as_carried
 from shardwise.plan.route import Route
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, Unreduce, reduction
 
-__all__ = ["C10dFabric"]
+__all__ = ["C10dFabric", "c10d"]
 
 T = TypeVar("T")
-Wait = Callable[[], torch.Tensor]
-Start = Callable[[torch.Tensor], Wait]
 _Tensor = torch.Tensor
 _modes_active = torch._C._len_torch_dispatch_stack
 
@@ -60,6 +58,10 @@ class C10dFabric(Fabric):
         self._groups: dict[tuple[int, ...], Any] = {}
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
+        self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
+        self._checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
+        self._check: RankCheck | None = None
+        self._checked = 0  # how often it was begun, on every rank alike
 
     # ---------------------------------------------------------------- who am I
 
@@ -71,10 +73,11 @@ class C10dFabric(Fabric):
                 "no process group is up, so this process has no rank",
                 hint="start the program with torchrun, or call torch.distributed.init_process_group first",
             )
-        self._world, self._rank = dist.group.WORLD, dist.get_rank()
-        self._groups.clear()  # they are gone with the former world
-        self._lines.clear()
-        self._coordinates.clear()
+        former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
+        if former is not None:
+            for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+                forget()
+        self.check_ranks(self._checks, self._interval)
         return self._rank
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
@@ -93,8 +96,7 @@ class C10dFabric(Fabric):
             raise MeshError(f"rank {self.rank()} is not in {mesh}")
         found = self._lines.get((mesh, axes))
         if found is None:
-            rows = mesh.groups(axes)
-            members = rows[(rows == position).any(axis=1).argmax()].tolist()
+            members = mesh.group_through(axes, position)
             ranks = [mesh.grid_ranks[i] for i in members]
             coordinates = [tuple(row) for row in mesh.coordinates[members].tolist()]
             where = dict(zip(ranks, coordinates, strict=True))
@@ -105,7 +107,7 @@ class C10dFabric(Fabric):
             self._lines[mesh, axes] = found
         return found
 
-    def group_of(self, ranks: Sequence[int]) -> Any:
+    def group_of(self, ranks: Sequence[int], use: str = "a program's own use") -> Any:
         """The process group of these ranks; made on first use, by its members alone."""
         self.rank()  # forgets the groups of a former world
         key = tuple(sorted(ranks))
@@ -113,10 +115,40 @@ class C10dFabric(Fabric):
         if found is None:
             if key == tuple(range(dist.get_world_size())):
                 found = dist.group.WORLD
+            elif self._check is not None:
+                found = self._check.run(lambda: _new_group(key), key, f"a group is made for {use}")
             else:
                 found = _new_group(key)
             self._groups[key] = found
         return found
+
+    def check_ranks(self, on: bool, interval: float) -> None:
+        """Compare the collectives that ranks issue, or no longer. Routes that are bound stay as they are."""
+        self._checks, self._interval = on, interval
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+        if on and dist.is_initialized() and dist.get_backend() != "fake":
+            self._checked += 1
+            prefix = f"shardwise_check_{self._checked}"
+            store = dist.PrefixStore(prefix, distributed_c10d._get_default_store().clone())
+            self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), interval, self._leave_groups)
+
+    def _leave_groups(self) -> None:
+        """Let the process end although collectives are in flight: groups wait for these when they are taken down."""
+        for group in (dist.group.WORLD, *self._groups.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # so they are never taken down
+
+    def _carrier(self, ranks: Sequence[int], step: Step) -> Any:
+        """What carries a step among these ranks out: their group, which tells the others where that is asked for."""
+        if self._check is None:
+            return self.group_of(ranks)
+        text = f"{step.describe()} of {step.before}"
+        return CheckedGroup(self._check, self.group_of(ranks, text), tuple(sorted(ranks)), text)
+
+    def _together(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
+        """What ranks do together outside of steps."""
+        return function() if self._check is None else self._check.run(function, tuple(sorted(ranks)), text)
 
     def adopt(self, group: Any) -> None:
         """Use an existing process group for its ranks instead of making one."""
@@ -124,6 +156,10 @@ class C10dFabric(Fabric):
         self._groups.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
 
     # ---------------------------------------------------------------- values of this rank
+
+    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
+        coordinate = self.coordinate(mesh)
+        return [] if coordinate is None else [coordinate]
 
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         coordinate = self.coordinate(mesh)
@@ -134,8 +170,7 @@ class C10dFabric(Fabric):
         return locals_[0] if coordinate is None else fn(coordinate, *locals_)
 
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
-        coordinate = self.coordinate(mesh)
-        return [] if coordinate is None else [(coordinate, local)]
+        return [(coordinate, local) for coordinate in self.coordinates(mesh)]
 
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
@@ -150,24 +185,22 @@ class C10dFabric(Fabric):
             )
         ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
         group = self.group_of(ranks)
-        if not 0 <= source < len(ranks):
-            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {len(ranks) - 1}")
+        check_source(mesh, source)
         own = blocks(coordinate).contiguous()
         sender = ranks[source]
         if len(ranks) == 1:
             return own
+        text = f"scatter from rank {sender} over {mesh}"
         if self.rank() == sender:
             others = [
                 (rank, blocks(at).contiguous()) for rank, at in zip(ranks, coordinates, strict=True) if rank != sender
             ]
             sends = [dist.P2POp(dist.isend, as_carried(block), rank, group) for rank, block in others if block.numel()]
-            for work in dist.batch_isend_irecv(sends) if sends else ():
-                work.wait()
+            self._together(ranks, text, lambda: _finish(sends))
             return own
         received = torch.empty_like(own)
-        if received.numel():
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, as_carried(received), sender, group)]):
-                work.wait()
+        receives = [dist.P2POp(dist.irecv, as_carried(received), sender, group)] if received.numel() else []
+        self._together(ranks, text, lambda: _finish(receives))
         return received
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
@@ -177,7 +210,8 @@ class C10dFabric(Fabric):
         if dist.get_backend(group) == "fake":  # where nobody else is there to answer
             return [facts] * mesh.size()
         said: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(said, facts, group=group)
+        ranks = self._line(mesh, tuple(range(mesh.ndim))).ranks
+        self._together(ranks, "ranks compare", lambda: dist.all_gather_object(said, facts, group=group))
         return said
 
     # ---------------------------------------------------------------- steps
@@ -230,21 +264,22 @@ class C10dFabric(Fabric):
         coordinate = self.coordinate(step.before.mesh)
         if coordinate is None:
             return lambda local: lambda: local
+        line = self._line(step.before.mesh, step.axes)
+        group = self._carrier(line.ranks, step)
         match step:
             case AllGather():
-                return self._all_gather(step, coordinate)
-            case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and is_product(step):
-                return self._reduce_by_gathering(step, coordinate)
+                return all_gather(step, line, group, coordinate)
+            case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and _is_product(step):
+                return reduce_by_gathering(step, group, coordinate)
             case AllReduce():
-                return self._all_reduce(step)
+                return all_reduce(step, group)
             case ReduceScatter():
-                return self._reduce_scatter(step, coordinate)
+                return reduce_scatter(step, line, group, coordinate)
             case AllToAll():
                 general = Exchange(step.before, step.after, step.over)
-                return self._all_to_all(step, coordinate) or self._exchange(general)
+                return all_to_all(step, line, group, coordinate) or self._exchange(general)
             case _:
-                bound = self.bind(step)
-                return lambda local: lambda: bound(local)
+                raise AssertionError(f"{step.describe()}: not a collective")
 
     def _nothing_to_send(self, step: Step) -> Start:
         """A tensor without elements: every rank knows, so none is called."""
@@ -253,127 +288,22 @@ class C10dFabric(Fabric):
             return lambda local: lambda: local
         return lambda local: lambda: empty_block(step.after, coordinate, local)
 
-    def _all_gather(self, step: AllGather, coordinate: Coordinate) -> Start:
-        line = self._line(step.before.mesh, step.over)
-        group, n = self.group_of(line.ranks), len(line.ranks)
-        part, pad, assemble, as_it_comes, shape = gathering(step, line, coordinate)
-
-        def start(local: torch.Tensor) -> Wait:
-            local = pad(local)
-            buffer = local.new_empty((n, *part))
-            work = group._allgather_base(as_carried(buffer).view(-1), as_carried(local).view(-1))
-
-            def wait() -> torch.Tensor:
-                work.wait()
-                return assemble(buffer)
-
-            return wait
-
-        def start_in_place(local: torch.Tensor) -> Wait:
-            local = local.contiguous()
-            out = local.new_empty(shape)
-            return _after(group._allgather_base(as_carried(out), as_carried(local)), out)
-
-        return start_in_place if as_it_comes else start
-
-    def _all_reduce(self, step: AllReduce) -> Start:
-        group = self.group(step.before.mesh, step.over)
-        options = dist.AllreduceOptions()
-        options.reduceOp = _REDUCE_OPS[reduction(step)]
-        finish = average_divider(step)
-        extremum = extremum_of(step)
-
-        def start(local: torch.Tensor) -> Wait:
-            buffer = as_reducible(local, extremum)
-            if buffer is local or not buffer.is_contiguous():
-                buffer = buffer.clone(memory_format=torch.contiguous_format)
-            work = group.allreduce([buffer], options)
-
-            def wait() -> torch.Tensor:
-                work.wait()
-                return from_reducible(buffer if finish is None else finish(buffer), local.dtype, extremum)
-
-            return wait
-
-        return start
-
-    def _reduce_by_gathering(self, step: AllReduce | ReduceScatter, coordinate: Coordinate) -> Start:
-        """A reduction that process groups lack: each rank gets all parts and reduces them itself."""
-        group = self.group(step.before.mesh, step.over)
-        cut = slicer(step.before.block(coordinate), step.after.block(coordinate))
-
-        def start(local: torch.Tensor) -> Wait:
-            local = local.contiguous()
-            buffer = local.new_empty((group.size(), *local.shape))
-            work = group._allgather_base(as_carried(buffer).view(-1), as_carried(local).view(-1))
-
-            def wait() -> torch.Tensor:
-                work.wait()
-                return cut(reduce_tensors(buffer.unbind(), reduction(step)))
-
-            return wait
-
-        return start
-
-    def _reduce_scatter(self, step: ReduceScatter, coordinate: Coordinate) -> Start:
-        line = self._line(step.before.mesh, step.over)
-        group = self.group_of(line.ranks)
-        part, pack, own = scattering(step, line, coordinate)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = _REDUCE_OPS[reduction(step)]
-        finish = average_divider(step)
-        extremum = extremum_of(step)
-
-        def start(local: torch.Tensor) -> Wait:
-            packed = pack(as_reducible(local, extremum))
-            buffer = packed.new_empty(part)
-            work = group._reduce_scatter_base(buffer.view(-1), packed.view(-1), options)
-
-            def wait() -> torch.Tensor:
-                work.wait()
-                return from_reducible(own(buffer if finish is None else finish(buffer)), local.dtype, extremum)
-
-            return wait
-
-        return start
-
-    def _all_to_all(self, step: AllToAll, coordinate: Coordinate) -> Start | None:
-        """Where all parts are of one size, in order and row-major; None where the general exchange must do it."""
-        line = self._line(step.before.mesh, step.over)
-        goal = swapping(step, line, coordinate)
-        if goal is None:
-            return None
-        group, n, source_dim, target_dim = self.group_of(line.ranks), len(line.ranks), step.source_dim, step.target_dim
-
-        def start(local: torch.Tensor) -> Wait:
-            packed = split_in_front(local, target_dim, n)
-            buffer = torch.empty_like(packed)
-            work = group.alltoall_base(as_carried(buffer).view(-1), as_carried(packed).view(-1), [], [])
-
-            def wait() -> torch.Tensor:
-                work.wait()
-                return buffer.movedim(0, source_dim).reshape(goal)
-
-            return wait
-
-        return start
-
     def _exchange(self, step: Exchange) -> Start:
         found = self._parcels(step)
         if found is None:
             return lambda local: lambda: local
-        group, have, goods = found
-        return _exchanger(step, group, have, goods)
+        ranks, have, goods = found
+        return exchange(step, self._carrier(ranks, step), have, goods)
 
     def _exchange_recorded(self, step: Exchange) -> BoundStep:
         fixed = step.before.tensor_meta.specialized()  # who lacks what is worked out in numbers
         found = self._parcels(Exchange(step.before.with_meta(fixed), step.after.with_meta(fixed), step.over))
         if found is None:
             return lambda local: local
-        group, have, goods = found
-        return recorded_exchange(goods, group, have, fixed.dtype)
+        ranks, have, goods = found
+        return recorded_exchange(goods, self.group_of(ranks), have, fixed.dtype)
 
-    def _parcels(self, step: Exchange) -> tuple[Any, Coordinate | None, Parcels] | None:
+    def _parcels(self, step: Exchange) -> tuple[list[int], Coordinate | None, Parcels] | None:
         """Between whom an exchange goes on, and what this rank sends and gets; None where it takes no part."""
         before, after = step.before, step.after
         if before.mesh is not after.mesh:
@@ -388,33 +318,17 @@ class C10dFabric(Fabric):
             return None
         me = ranks.index(self.rank())
         goods = parcels(step, me, traffic(before, after, ranks, me, having, wanting), wanting[me])
-        return self.group_of(ranks), having[me], goods
+        return ranks, having[me], goods
 
 
-def _exchanger(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels) -> Start:
-    """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
-    sent, got, sends = sum(goods.sent_sizes), sum(goods.got_sizes), goods.sends
+def _finish(operations: list[dist.P2POp]) -> None:
+    """Send and receive."""
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
 
-    def start(local: torch.Tensor) -> Wait:
-        if have is None:  # a rank outside held nothing, of no dtype in particular
-            local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
-        packed, buffer = local.new_empty(sent), local.new_empty(got)
-        for box, part in zip(sends.boxes, packed.split_with_sizes(sends.lengths), strict=True):
-            if box is not None:
-                part.view(box.shape).copy_(local[box.source])
-        carried = as_carried(buffer)
-        scale = buffer.element_size() // carried.element_size()
-        work = group.alltoall_base(
-            carried, as_carried(packed), [n * scale for n in goods.got_sizes], [n * scale for n in goods.sent_sizes]
-        )
 
-        def wait() -> torch.Tensor:
-            work.wait()
-            return goods.unpack(local, buffer)
-
-        return wait
-
-    return start
+def _is_product(step: AllReduce | ReduceScatter) -> bool:
+    return reduction(step) == "product"
 
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -436,32 +350,6 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
             return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
-
-
-_REDUCE_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no average of every dtype
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this process uses for a mesh."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
-def _after(work: Any, result: torch.Tensor) -> Wait:
-    """Waits for `work`, which fills `result`."""
-
-    def wait() -> torch.Tensor:
-        work.wait()
-        return result
-
-    return wait
 
 
 def _of_this_world(

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from shardwise.core.mesh import DeviceMesh
-from shardwise.errors import MeshError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, choosing, register
+from shardwise.core.mesh import Coordinate, DeviceMesh
+from shardwise.fabric.base import BoundStep, Fabric, check_source, choosing, register
 from shardwise.fabric.pieces import empty_block
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.step import Step
@@ -76,6 +75,15 @@ class DryRun:
         entry[0] += 1
         weakref.finalize(tensor, self._release, key)
 
+    def resized(self, tensor: torch.Tensor) -> None:
+        """The storage of `tensor` has another size now."""
+        storage = tensor.untyped_storage()
+        entry = self._storages.get(storage._cdata)
+        if entry is not None:
+            self.live_bytes += storage.nbytes() - entry[1]
+            entry[1] = storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
     def _release(self, key: int) -> None:
         entry = self._storages[key]
         entry[0] -= 1
@@ -95,6 +103,9 @@ class DryFabric(Fabric):
     def rank(self) -> int:
         return 0
 
+    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
+        return [(0,) * mesh.ndim]
+
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         with torch.device("meta"):
             made = make((0,) * mesh.ndim)
@@ -109,8 +120,7 @@ class DryFabric(Fabric):
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
     ) -> torch.Tensor:
-        if source is not None and not 0 <= source < mesh.size():
-            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
+        check_source(mesh, source)
         return self.build(mesh, blocks)
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
@@ -125,6 +135,10 @@ class DryFabric(Fabric):
         for run in self.runs:
             run.hold(tensor)
         return tensor
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        for run in self.runs:
+            run.resized(tensor)
 
     def bind_route(self, route: Route) -> BoundStep:
         run = super().bind_route(route)

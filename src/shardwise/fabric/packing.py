@@ -13,22 +13,15 @@ from typing import NamedTuple
 import torch
 
 from shardwise.core.layout import Block, dense_strides
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.base import Coordinate
 from shardwise.fabric.pieces import Box, fill_from, overlap
 from shardwise.fabric.traffic import Traffic
-from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, reduction
+from shardwise.plan.step import AllGather, AllToAll, Exchange, ReduceScatter
 
 __all__ = [
-    "Gathering", "Line", "Parcels", "Scattering", "as_carried", "as_reducible", "extremum_of", "from_reducible",
-    "gathering", "is_product", "parcels", "scattering", "split_in_front", "swapping",
+    "Gathering", "Line", "Parcels", "Scattering", "gathering", "parcels", "scattering", "split_in_front", "swapping",
 ]  # fmt: skip
-
-# What process groups carry as it is. Anything else travels as bytes (copies) or is widened (reductions).
-_CARRIED = {
-    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
-}  # fmt: skip
-_WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32, torch.bfloat16: torch.float32}
 
 
 class Line(NamedTuple):
@@ -208,50 +201,6 @@ def _follow_each_other(blocks: Sequence[Block], whole: Block, dim: int) -> bool:
     runs = [run for block in blocks for run in block.runs[dim] if run.length]
     ends = [run.start + run.length for run in runs]
     return len(whole.runs[dim]) == 1 and all(run.start == end for run, end in zip(runs[1:], ends, strict=False))
-
-
-# ---------------------------------------------------------------- dtypes
-
-
-def is_product(step: AllReduce | ReduceScatter) -> bool:
-    return reduction(step) == "product"
-
-
-def extremum_of(step: AllReduce | ReduceScatter) -> str | None:
-    op = reduction(step)
-    return op if op in ("min", "max") else None
-
-
-# Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of
-# floats travel as integers in the same order, with NaN at the end that wins.
-_ORDERED = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
-
-
-def as_reducible(local: torch.Tensor, extremum: str | None) -> torch.Tensor:
-    """`local` as process groups can reduce it: itself, wider, or as integers that keep its order."""
-    if extremum is None or not local.is_floating_point():
-        wide = _WIDENED.get(local.dtype)
-        return local if wide is None else local.to(wide)
-    floats = local if local.dtype in _ORDERED else local.float()
-    kind, shift = _ORDERED[floats.dtype]
-    limits = torch.iinfo(kind)
-    bits = floats.contiguous().view(kind)
-    ordered = bits ^ ((bits >> shift) & limits.max)
-    return ordered.masked_fill_(floats.isnan(), limits.max if extremum == "max" else limits.min)
-
-
-def from_reducible(total: torch.Tensor, dtype: torch.dtype, extremum: str | None) -> torch.Tensor:
-    """The reduced value in the dtype that it came in."""
-    if extremum is None or not dtype.is_floating_point:
-        return total if total.dtype is dtype else total.to(dtype)
-    floats = torch.float64 if dtype is torch.float64 else torch.float32
-    kind, shift = _ORDERED[floats]
-    return (total ^ ((total >> shift) & torch.iinfo(kind).max)).view(floats).to(dtype)
-
-
-def as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as process groups can carry it: itself, or its bytes."""
-    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 def split_in_front(local: torch.Tensor, dim: int, parts: int) -> torch.Tensor:

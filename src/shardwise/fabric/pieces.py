@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.layout import Block, dense_strides, intersect
+from shardwise.core.layout import Block, intersect
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import settled, unrecorded
 from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
 
 __all__ = ["Box", "Piece", "box_of", "choose_sender", "local_step", "overlap", "pieces_for"]
 
-Coordinate = tuple[int, ...]
 Local = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -81,10 +82,8 @@ def choose_sender(receiver: int, holders: Sequence[int]) -> int:
     return receiver if receiver in holders else holders[receiver % len(holders)]
 
 
-def distinct_blocks(
-    spec: DTensorSpec, members: Sequence[int], name: Callable[[int], int]
-) -> list[tuple[Block, list[int]]]:
-    """The different blocks that the grid positions `members` hold, each with the names of its holders."""
+def distinct_blocks(spec: DTensorSpec, members: Sequence[int]) -> list[tuple[Block, list[int]]]:
+    """The different blocks that the grid positions `members` hold, each with its holders."""
     coordinates = spec.mesh.coordinates
     sharding = sorted(axis for axes in spec.dim_axes for axis in axes)
     found: dict[Coordinate, tuple[Block, list[int]]] = {}
@@ -93,7 +92,7 @@ def distinct_blocks(
         key = tuple(coordinate[a] for a in sharding)
         if key not in found:
             found[key] = (spec.block(coordinate), [])
-        found[key][1].append(name(position))
+        found[key][1].append(position)
     return list(found.values())
 
 
@@ -105,8 +104,7 @@ def fill_from(out: torch.Tensor, source: torch.Tensor, boxes: Sequence[Box]) -> 
 
 def empty_block(spec: DTensorSpec, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:
     """An uninitialised block of `spec`, its dims in memory as those of the global tensor."""
-    shape = spec.local_shape(coordinate)
-    stride = dense_strides(shape, like=spec.tensor_meta.stride)
+    shape, stride = spec.local_shape(coordinate), spec.local_stride(coordinate)
     return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
 
 
@@ -183,12 +181,25 @@ _REDUCERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of equal-shaped tensors, in their order; sums of averages are divided by `divide_average`."""
+    order = norm_order(op)
+    if order is not None:
+        return norm_from_powers(reduce_tensors([powers_of(t, order) for t in tensors], "sum"), order, tensors[0].dtype)
     # the average of truth values is rounded down, as that of integers: true where all are
     combine = torch.logical_and if op == "avg" and tensors[0].dtype is torch.bool else _REDUCERS[op]
     total = combine(tensors[0], tensors[1])
     for tensor in tensors[2:]:
         total = combine(total, tensor)
     return total
+
+
+def powers_of(norm: torch.Tensor, order: float) -> torch.Tensor:
+    """What adds up where norms are to be reduced, in the precision that one device computes a norm in."""
+    return (norm.float() if norm.dtype.itemsize < 4 else norm).pow(order)
+
+
+def norm_from_powers(total: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm that a sum of powers is of."""
+    return (total.sqrt() if order == 2 else total.pow(1 / order)).to(dtype)
 
 
 def divide_average(step: AllReduce | ReduceScatter, total: torch.Tensor) -> torch.Tensor:

@@ -14,21 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from shardwise.fabric.base import BoundStep, Coordinate
-from shardwise.fabric.packing import (
-    Line,
-    Parcels,
-    as_carried,
-    as_reducible,
-    extremum_of,
-    from_reducible,
-    gathering,
-    is_product,
-    scattering,
-    split_in_front,
-    swapping,
-)
+from shardwise.core.mesh import Coordinate
+from shardwise.fabric.base import BoundStep
+from shardwise.fabric.packing import Line, Parcels, gathering, scattering, split_in_front, swapping
 from shardwise.fabric.pieces import average_divider, neutral_element, reduce_tensors, slicer
+from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
 
 __all__ = ["is_recorded", "recorded_exchange", "recorded_step", "recorded_unreduce"]
@@ -68,7 +58,7 @@ def recorded_step(step: Step, line: Line, group: Any, coordinate: Coordinate) ->
     match step:
         case AllGather():
             return _all_gather(step, line, group, coordinate)
-        case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and is_product(step):
+        case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and reduction(step) == "product":
             return _reduce_by_gathering(step, group, coordinate)
         case AllReduce():
             return _all_reduce(step, group)
@@ -92,30 +82,31 @@ def _reduce_by_gathering(step: AllReduce | ReduceScatter, group: Any, coordinate
 
 def _reduce_name(step: AllReduce | ReduceScatter) -> str:
     op = reduction(step)
-    return "sum" if op == "avg" else op  # divided afterwards, as issued ones are
+    # averages are divided afterwards and norms are sums of powers, as issued ones are
+    return op if op in ("min", "max", "product") else "sum"
 
 
 def _all_reduce(step: AllReduce, group: Any) -> BoundStep:
-    finish, extremum, name = average_divider(step), extremum_of(step), _reduce_name(step)
+    finish, op, name = average_divider(step), reduction(step), _reduce_name(step)
 
     def run(local: torch.Tensor) -> torch.Tensor:
-        given = as_reducible(local, extremum).contiguous()
+        given = as_reducible(local, op).contiguous()
         total = _arrived(_operators().all_reduce(given, name, group.group_name))
-        return from_reducible(total if finish is None else finish(total), local.dtype, extremum)
+        return from_reducible(total if finish is None else finish(total), local.dtype, op)
 
     return run
 
 
 def _reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coordinate) -> BoundStep:
     how = scattering(step, line, coordinate)
-    finish, extremum, name = average_divider(step), extremum_of(step), _reduce_name(step)
+    finish, op, name = average_divider(step), reduction(step), _reduce_name(step)
 
     def run(local: torch.Tensor) -> torch.Tensor:
-        packed = how.pack(as_reducible(local, extremum))
+        packed = how.pack(as_reducible(local, op))
         rows = packed.view(-1, *packed.shape[2:]) if packed.dim() > 1 else packed
         total = _arrived(_operators().reduce_scatter_tensor(rows, name, group.size(), group.group_name))
         total = total.view(how.part)
-        return from_reducible(how.own(total if finish is None else finish(total)), local.dtype, extremum)
+        return from_reducible(how.own(total if finish is None else finish(total)), local.dtype, op)
 
     return run
 

@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import BoundStep, fabric_of
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 
-__all__ = ["BoundRoute", "bound_route", "observers"]
+__all__ = ["BoundRoute", "bound_route", "observers", "scatter", "scatter_observers"]
 
 MAX_ROUTES = 8192
 
 # Called with each route that communicates, before it runs.
 observers: list[Callable[[Route], None]] = []
+# Called with the spec of each tensor of which one rank is about to send the others their blocks.
+scatter_observers: list[Callable[[DTensorSpec], None]] = []
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +44,7 @@ class BoundRoute:
         return self._begin(local)
 
 
-_bound: dict[tuple[Any, ...], BoundRoute] = {}
+_bound: BoundedCache[tuple[Any, ...], BoundRoute] = BoundedCache(MAX_ROUTES)
 
 
 def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None = None) -> BoundRoute:
@@ -52,10 +55,7 @@ def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None 
     if found is None:
         if source.tensor_meta.is_symbolic:
             return _bind_symbolic(source, target, max_bytes, model)
-        if len(_bound) >= MAX_ROUTES:  # the oldest quarter goes: dicts keep the order of insertion
-            for old in list(_bound)[: MAX_ROUTES // 4]:
-                _bound.pop(old, None)
-        found = _bound[key] = _bind(source, target, max_bytes, model)
+        found = _bound.keep(key, _bind(source, target, max_bytes, model))
     return found
 
 
@@ -91,6 +91,19 @@ def _bind_symbolic(source: DTensorSpec, target: DTensorSpec, max_bytes: int | No
 def _notify(route: Route) -> None:
     for observer in tuple(observers):
         observer(route)
+
+
+def scatter(spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor], source: int | None) -> torch.Tensor:
+    """The local of each rank's block of a tensor of this spec; the rank `source` sends, None: each makes its own."""
+    if scatter_observers and source is not None and spec.mesh.size() > 1:
+        for observer in tuple(scatter_observers):
+            observer(spec)
+    return fabric_of(spec.mesh).scatter(spec.mesh, blocks, source)
+
+
+def forget_routes() -> None:
+    """Drop every bound route: fabrics bind otherwise from now on."""
+    _bound.clear()
 
 
 def cached_routes() -> int:

@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.core.layout import Block, intersect
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.pieces import Box, Coordinate, box_of, choose_sender
+from shardwise.fabric.pieces import Box, box_of, choose_sender
 
 __all__ = ["Coordinates", "Traffic", "traffic"]
 

@@ -5,6 +5,7 @@ A local is a `RankTensor`, which holds one tensor for each rank; an operator on 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
-from shardwise.fabric.base import BoundStep, Coordinate, Fabric, register
+from shardwise.fabric.base import BoundStep, Fabric, check_source, register
 from shardwise.fabric.pieces import (
     distinct_blocks,
     divide_average,
@@ -27,7 +28,7 @@ from shardwise.fabric.pieces import (
 )
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
-__all__ = ["RankTensor", "VirtualFabric"]
+__all__ = ["RankTensor", "VirtualFabric", "together", "virtual"]
 
 
 class RankTensor(torch.Tensor):
@@ -102,7 +103,7 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for i in at:
         if all(result is tensor for result, tensor in zip(results, leaves[i].tensors, strict=True)):
             return leaves[i]
-    return _combine(results, func)
+    return together(results, functools.partial(_agreed, func))
 
 
 _aten = torch.ops.aten
@@ -125,16 +126,23 @@ def _with_own_size(tensor: torch.Tensor, size: Any, *rest: Any) -> list[Any]:
     return [tensor, tensor.shape, *rest]
 
 
-def _combine(results: list[Any], func: Any) -> Any:
+def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any]) -> Any:
+    """The results of all ranks as one: tensors as a `RankTensor`, sequences item by item, other values by `plain`."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         return RankTensor(results)
     if isinstance(first, tuple | list):
-        items = (_combine([r[i] for r in results], func) for i in range(len(first)))
+        items = (together(column, plain) for column in zip(*results, strict=True))
         return list(items) if isinstance(first, list) else tuple(items)
-    if any(result != first and result == result for result in results[1:]):
+    return plain(results)
+
+
+def _agreed(func: Any, values: Sequence[Any]) -> Any:
+    """The plain value that every rank has; a NaN agrees with anything."""
+    first = values[0]
+    if any(value != first and value == value for value in values[1:]):
         raise UnsupportedError(
-            f"{func} gives a different plain value on each virtual rank ({results[:4]}...)",
+            f"{func} gives a different plain value on each virtual rank ({values[:4]}...)",
             hint="ranks run in lockstep here: take the values of one rank with local.tensors[rank]",
         )
     return first
@@ -151,21 +159,23 @@ class VirtualFabric(Fabric):
             hint="ask the mesh for the coordinate_of(rank) you mean, or compute on DTensors, which need no rank",
         )
 
+    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
+        return [tuple(row) for row in mesh.coordinates.tolist()]
+
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
-        return RankTensor([make(coordinate) for coordinate in _coordinates(mesh)])
+        return RankTensor([make(coordinate) for coordinate in self.coordinates(mesh)])
 
     def map(self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor) -> torch.Tensor:
         columns = [_tensors(local, mesh) for local in locals_]
-        return RankTensor([fn(c, *row) for c, *row in zip(_coordinates(mesh), *columns, strict=True)])
+        return RankTensor([fn(c, *row) for c, *row in zip(self.coordinates(mesh), *columns, strict=True)])
 
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
-        return list(zip(_coordinates(mesh), _tensors(local, mesh), strict=True))
+        return list(zip(self.coordinates(mesh), _tensors(local, mesh), strict=True))
 
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
     ) -> torch.Tensor:
-        if source is not None and not 0 <= source < mesh.size():
-            raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
+        check_source(mesh, source)
         return self.build(mesh, blocks)
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
@@ -174,15 +184,13 @@ class VirtualFabric(Fabric):
     def bind(self, step: Step) -> BoundStep:
         mesh = step.before.mesh
         if step.collective is None:
-            steps: list[Any] = [local_step(step, coordinate) for coordinate in _coordinates(mesh)]
+            steps: list[Any] = [local_step(step, coordinate) for coordinate in self.coordinates(mesh)]
             return lambda local: RankTensor([fn(t) for fn, t in zip(steps, _tensors(local, mesh), strict=True)])
         match step:
             case AllGather():
                 return self._all_gather(step)
-            case AllReduce():
-                return self._all_reduce(step)
-            case ReduceScatter():
-                return self._reduce_scatter(step)
+            case AllReduce() | ReduceScatter():
+                return self._reduce(step)
             case _:
                 return self._move(step)
 
@@ -209,14 +217,14 @@ class VirtualFabric(Fabric):
         jobs: list[tuple[int, Coordinate, list[Any]]] = []
         if before.mesh is after.mesh:
             for row in before.mesh.groups(step.axes).tolist():
-                holders = distinct_blocks(before, row, lambda position: position)
+                holders = distinct_blocks(before, row)
                 for position in row:
                     coordinate = tuple(after.mesh.coordinates[position].tolist())
                     jobs.append((position, coordinate, pieces_for(after.block(coordinate), position, holders)))
             jobs.sort(key=lambda job: job[0])
         else:
-            holders = distinct_blocks(before, range(len(ranks)), lambda position: position)
-            for coordinate, rank in zip(_coordinates(after.mesh), after.mesh.grid_ranks, strict=True):
+            holders = distinct_blocks(before, range(len(ranks)))
+            for coordinate, rank in zip(self.coordinates(after.mesh), after.mesh.grid_ranks, strict=True):
                 own = before.mesh.position_of(rank)
                 receiver = rank % len(ranks) if own is None else own
                 jobs.append((receiver, coordinate, pieces_for(after.block(coordinate), receiver, holders)))
@@ -233,25 +241,11 @@ class VirtualFabric(Fabric):
 
         return run
 
-    def _all_reduce(self, step: AllReduce) -> BoundStep:
-        rows = step.before.mesh.groups(step.over).tolist()
-        op = reduction(step)
-
-        def run(local: torch.Tensor) -> torch.Tensor:
-            tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
-            out: list[Any] = [None] * len(tensors)
-            for row in rows:
-                total = divide_average(step, reduce_tensors([tensors[i] for i in row], op))
-                for i in row:
-                    out[i] = total.clone()
-            return RankTensor(out)
-
-        return run
-
-    def _reduce_scatter(self, step: ReduceScatter) -> BoundStep:
+    def _reduce(self, step: AllReduce | ReduceScatter) -> BoundStep:
+        """The reduction of each group, of which every rank gets its part: after an all-reduce, a copy of all."""
         mesh = step.before.mesh
         rows = mesh.groups(step.over).tolist()
-        cuts = [slicer(step.before.block(c), step.after.block(c)) for c in _coordinates(mesh)]
+        cuts = [slicer(step.before.block(c), step.after.block(c)) for c in self.coordinates(mesh)]
         op = reduction(step)
 
         def run(local: torch.Tensor) -> torch.Tensor:
@@ -264,10 +258,6 @@ class VirtualFabric(Fabric):
             return RankTensor(out)
 
         return run
-
-
-def _coordinates(mesh: DeviceMesh) -> list[Coordinate]:
-    return [tuple(row) for row in mesh.coordinates.tolist()]
 
 
 def _tensors(local: torch.Tensor, mesh: DeviceMesh) -> Sequence[torch.Tensor]:

@@ -58,6 +58,7 @@ def init_device_mesh(
     size = math.prod(shape)
     if fabric == c10d.name:
         _ensure_process_group(device_type)
+        c10d.rank()  # in a new world, what was worked out for the former one is forgotten now
         world = dist.get_world_size()
         if size != world:
             raise MeshError(

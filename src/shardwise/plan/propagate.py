@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.rules.notation import Factors, Row, candidates
@@ -27,7 +28,7 @@ __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 REPLICATE = Replicate()
 MAX_FITTING = 4096
 # Operands that lie so that nothing must be moved, of any size: how the results then lie. By mesh, factors and layouts.
-_fitting: dict[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = {}
+_fitting: BoundedCache[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = BoundedCache(MAX_FITTING)
 # Assumed, not measured: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
 GATHERED_AGAIN = 1.5
 # Seconds against splitting a dim of symbolic size into parts that are not equal: the size would have to be fixed.
@@ -124,8 +125,8 @@ class ShardingPropagator:
             inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
             unfit = _unfit(factors, inputs, order)
             if not unfit:
-                if inputs == specs and not (factors.even or factors.nonempty) and len(_fitting) < MAX_FITTING:
-                    _fitting[layouts] = tuple((out.placements, out.dim_axes) for out in outputs)
+                if inputs == specs and not (factors.even or factors.nonempty):
+                    _fitting.keep(layouts, tuple((out.placements, out.dim_axes) for out in outputs))
                 # an order of axes that cannot be kept would move what is written to
                 kept = all(inputs[i] is specs[i] for i in pinned)
                 return OutputSharding(inputs, outputs, call, rule) if kept else None
@@ -159,7 +160,7 @@ class ShardingPropagator:
             best = next((row for row in rows if row.inputs == given), None)
             if best is None:
                 held = held or [spec.local_bytes for spec in specs]
-                costs = [self._row_cost(specs, axis, held, given, row) for row in rows]
+                costs = [self.row_cost(specs, axis, held, given, row) for row in rows]
                 cheapest = min(costs)
                 if math.isinf(cheapest[0]):
                     return None
@@ -167,7 +168,7 @@ class ShardingPropagator:
             chosen.append(best)
         return chosen
 
-    def _row_cost(
+    def row_cost(
         self,
         specs: Sequence[DTensorSpec],
         axis: int,
@@ -251,6 +252,8 @@ def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
     """Bytes that a rank receives when one axis of an operand changes."""
+    if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want:
+        return math.inf  # a norm has no sign, so that nothing else can be seen as one
     if (
         n == 1
         or have is want

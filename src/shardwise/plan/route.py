@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.core.mesh import DeviceMesh  # noqa: F401  # in the examples
-from shardwise.core.placement import Replicate, Shard, StridedShard
+from shardwise.core.placement import Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta  # noqa: F401  # in the examples
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
 from shardwise.plan.cost import CostModel, current_cost_model
@@ -171,7 +171,8 @@ def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
         return
     for axis in target.partial_axes:
         old, new = source.placements[axis], target.placements[axis]
-        if isinstance(old, Shard | StridedShard):
+        norm = new is not old and norm_order(new.reduce_op) is not None  # pyright: ignore[reportAttributeAccessIssue]
+        if norm or isinstance(old, Shard | StridedShard):
             raise LayoutError(
                 f"cannot redistribute {source} to {target.layout}: axis {a.axis_name(axis)!r} would go from "
                 f"{old!r} to {new!r}",

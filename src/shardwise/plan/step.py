@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from shardwise.core.spec import DTensorSpec
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Exchange", "ReduceScatter", "Slice", "Step", "Unreduce"]
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Collective", "Exchange", "ReduceScatter", "Slice", "Step", "Unreduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,55 +62,54 @@ class Unreduce(Step):
         return f"make partial over {self._names(self.new_axes)}"
 
 
+class Collective(Step):
+    """A step in which ranks talk to each other: those along the axes `over`, which every kind has as its last field."""
+
+    __slots__ = ()
+    over: tuple[int, ...]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.over
+
+
 @dataclass(frozen=True, slots=True)
-class AllGather(Step):
+class AllGather(Collective):
     """The minor axes of a dim -> R, over their product group."""
 
     dim: int
     over: tuple[int, ...]
     collective = "all_gather"
 
-    @property
-    def axes(self) -> tuple[int, ...]:
-        return self.over
-
     def describe(self) -> str:
         return f"all-gather dim {self.dim} over {self._names(self.over)}"
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(Step):
+class AllReduce(Collective):
     """P -> R over the axes' product group."""
 
     over: tuple[int, ...]
     collective = "all_reduce"
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        return self.over
 
     def describe(self) -> str:
         return f"all-reduce ({reduction(self)}) over {self._names(self.over)}"
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Step):
+class ReduceScatter(Collective):
     """P -> S over the axes' product group; the axes become the minor ones of `dim`."""
 
     dim: int
     over: tuple[int, ...]
     collective = "reduce_scatter"
 
-    @property
-    def axes(self) -> tuple[int, ...]:
-        return self.over
-
     def describe(self) -> str:
         return f"reduce-scatter ({reduction(self)}) onto dim {self.dim} over {self._names(self.over)}"
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll(Step):
+class AllToAll(Collective):
     """The minor axes of one dim become the minor axes of another."""
 
     source_dim: int
@@ -118,16 +117,12 @@ class AllToAll(Step):
     over: tuple[int, ...]
     collective = "all_to_all"
 
-    @property
-    def axes(self) -> tuple[int, ...]:
-        return self.over
-
     def describe(self) -> str:
         return f"all-to-all dim {self.source_dim} -> dim {self.target_dim} over {self._names(self.over)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Step):
+class Exchange(Collective):
     """Any layout to any other with the Partial axes kept: each rank sends every other what that one lacks.
 
     On one mesh it runs over `over`, the axes whose part in the layout changes. Between two meshes `over` is empty and
@@ -136,10 +131,6 @@ class Exchange(Step):
 
     over: tuple[int, ...]
     collective = "all_to_all"
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        return self.over
 
     def describe(self) -> str:
         where = f"over {self._names(self.over)}" if self.over else "between meshes"

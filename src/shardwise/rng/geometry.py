@@ -5,14 +5,17 @@ Knows nothing of random numbers or devices.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from shardwise.core.layout import Block, Run
 
-__all__ = ["Extent", "count_below", "extents_of", "index_of"]
+__all__ = ["Extent", "count_below", "extents_of", "indices_between", "is_run"]
 
 
 class Extent(NamedTuple):
@@ -70,23 +73,43 @@ def _extents_of_dim(runs: tuple[Run, ...], stride: int) -> tuple[Extent, ...]:
     return Extent((Run(before, len(runs)),), stride * spacing), Extent((Run(start, length),), stride)
 
 
-def index_of(extents: Sequence[Extent], element: int) -> int:
-    """The index in the whole tensor of an element of the block, both counted in row-major order.
+def is_run(extents: Sequence[Extent]) -> bool:
+    """Whether the elements of the block follow each other in the whole tensor.
+
+    Example:
+        >>> is_run(extents_of((4, 6), Block((2, 6), (2, 0), ((Run(2, 2),), (Run(0, 6),)))))
+        True
+    """
+    return len(extents) == 1 and len(extents[0].runs) == 1
+
+
+def indices_between(extents: Sequence[Extent], low: int, high: int, device: torch.device | None = None) -> torch.Tensor:
+    """The indices in the whole tensor of the elements `low` to `high` of the block, both counted in row-major order.
 
     Example:
         >>> columns = extents_of((4, 6), Block((4, 2), (0, 2), ((Run(0, 4),), (Run(2, 2),))))
-        >>> [index_of(columns, element) for element in range(8)]
-        [2, 3, 8, 9, 14, 15, 20, 21]
+        >>> indices_between(columns, 1, 8).tolist()
+        [3, 8, 9, 14, 15, 20, 21]
     """
-    index = 0
-    for extent in reversed(extents):
-        element, at = divmod(element, extent.size)
-        for run in extent.runs:
-            if at < run.length:
-                index += (run.start + at) * extent.stride
-                break
-            at -= run.length
-    return index
+    element = torch.arange(low, high, device=device)
+    index: torch.Tensor | int = 0
+    for extent in reversed(extents[1:]):
+        size = max(extent.size, 1)
+        outer = element // size
+        index = index + _indices_of_dim(extent, element - outer * size)
+        element = outer
+    return index + _indices_of_dim(extents[0], element)
+
+
+def _indices_of_dim(extent: Extent, element: torch.Tensor) -> torch.Tensor:
+    """What the elements of one dim of a block add to the index in the whole tensor."""
+    runs, stride = extent
+    if len(runs) == 1:
+        return (element + runs[0].start) * stride
+    begins = list(itertools.accumulate((run.length for run in runs[:-1]), initial=0))
+    ahead = torch.tensor([run.start - begin for run, begin in zip(runs, begins, strict=True)], device=element.device)
+    run = torch.searchsorted(torch.tensor(begins, device=element.device), element, right=True) - 1
+    return (element + ahead[run]) * stride
 
 
 def count_below(extents: Sequence[Extent], index: int) -> int:

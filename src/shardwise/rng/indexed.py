@@ -14,7 +14,7 @@ import torch
 from shardwise.core.layout import Block
 from shardwise.errors import UnsupportedError
 from shardwise.rng.draw import Draw
-from shardwise.rng.positions import Positions
+from shardwise.rng.geometry import extents_of, indices_between
 
 __all__ = ["draw"]
 
@@ -34,9 +34,9 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     seed = int(torch.empty((), dtype=torch.int64, device=wanted.device).random_(generator=generator))
     parts = [torch.empty(block.shape, dtype=wanted.dtype, device=wanted.device) for block in blocks]
     for part, block in zip(parts, blocks, strict=True):
-        flat, positions = part.view(-1), Positions(wanted.shape, block)
-        for low, high in _spans(positions.count, BLOCK.get(wanted.device.type, LARGE_BLOCK)):
-            words = _Words(seed, positions.between(low, high, wanted.device), wanted.dtype)
+        flat, extents = part.view(-1), extents_of(wanted.shape, block)
+        for low, high in _spans(part.numel(), BLOCK.get(wanted.device.type, LARGE_BLOCK)):
+            words = _Words(seed, indices_between(extents, low, high, wanted.device), wanted.dtype)
             flat[low:high] = make(words, *wanted.numbers)
     return parts
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.core.layout import Block, Run
+from shardwise.core.layout import Block, whole_block
 from shardwise.rng import plain
 from shardwise.rng.draw import Draw
 from shardwise.rng.kernel import Part, fill_part, threads_of
@@ -121,7 +121,7 @@ def _agrees(wanted: Draw, recipe: Recipe) -> bool:
     probe = wanted._replace(shape=(numel,), numbers=numbers)
     generator = torch.Generator(wanted.device).manual_seed(_SEED)
     try:
-        (ours,) = draw(probe, [Block((numel,), (0,), ((Run(0, numel),),))], generator)
+        (ours,) = draw(probe, [whole_block((numel,))], generator)
     except CompilerError:
         return False
     theirs, state = _by_torch(probe)

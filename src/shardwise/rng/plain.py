@@ -5,9 +5,11 @@ Only for what comes out the same bit for bit: products and comparisons, but no l
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from shardwise.core.layout import dense_strides
+from shardwise.rng.geometry import extents_of, indices_between
 from shardwise.rng.kernel import Part, threads_of
 from shardwise.rng.recipe import Piece, Recipe
 
@@ -34,10 +36,8 @@ def follows(recipe: Recipe, pieces: tuple[Piece, ...]) -> bool:
 
 def fill_part(part: Part, seed: int, counter: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """The block, drawn from `seed`, where the tensor begins at `counter`; into `out`, if there is one."""
-    index = torch.zeros((), dtype=torch.int64, device=part.device)
-    for runs, stride in zip(part.block.runs, dense_strides(part.shape), strict=True):
-        held = torch.cat([torch.arange(run.start, run.start + run.length, device=part.device) for run in runs])
-        index = index.unsqueeze(-1) + held * stride
+    extents, shape = extents_of(part.shape, part.block), part.block.shape
+    index = indices_between(extents, 0, math.prod(shape), part.device).view(shape)
     thread, call, word = _call_of(index, part.recipe, threads_of(part.device))
     drawn = _drawn(philox(seed, call + counter, thread), word, part.recipe).to(part.recipe.dtype)
     return drawn if out is None else out.copy_(drawn)

@@ -9,7 +9,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.rng.geometry import Extent, count_below
+from shardwise.rng.geometry import Extent, count_below, is_run
 from shardwise.rng.recipe import Piece
 
 __all__ = ["Launch", "launch_of"]
@@ -56,7 +56,7 @@ def launch_of(extents: tuple[Extent, ...], piece: Piece, values: int, vector: in
 def _neighbours(extents: tuple[Extent, ...], piece: Piece, first: int, last: int, values: int) -> Launch | None:
     """A call serves neighbours: those of one call must stand together in the block."""
     lead = 0
-    if len(extents) == 1 and len(extents[0].runs) == 1:
+    if is_run(extents):
         lead = (extents[0].runs[0].start - piece.start) % values
     elif any(extent.stride % values for extent in extents[:-1]) or any(
         run.start % values or run.length % values for run in extents[-1].runs

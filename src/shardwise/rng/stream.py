@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from shardwise.core.layout import Block
 from shardwise.rng.draw import Draw
-from shardwise.rng.positions import Positions
+from shardwise.rng.geometry import Extent, count_below, extents_of, indices_between, is_run
 
 __all__ = ["draw", "is_sequential"]
 
@@ -33,26 +33,31 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     if wanted.contiguous and len(blocks) == 1 and blocks[0].shape == wanted.shape:
         wanted.op(parts[0], *wanted.numbers, generator=generator)
         return parts
-    kept = [(part.view(-1), Positions(wanted.shape, block)) for part, block in zip(parts, blocks, strict=True)]
+    kept = [(part.view(-1), extents_of(wanted.shape, block)) for part, block in zip(parts, blocks, strict=True)]
     total = math.prod(wanted.shape)
     scratch = _scratch(wanted, min(total, BLOCK + ALIGNED))
     words = _words(wanted.op, wanted.numbers, wanted.dtype) if wanted.op in SLOW else 0
     passed = torch.empty(words * BLOCK)
     for begin, end in _spans(total):
-        if words and end - begin == BLOCK and not any(p.before(begin) < p.before(end) for _, p in kept):
+        if words and end - begin == BLOCK and not any(_holds(e, begin, end) for _, e in kept):
             passed.uniform_(generator=generator)
             continue
         drawn = wanted.op(scratch[: end - begin], *wanted.numbers, generator=generator)
-        for part, positions in kept:
-            low, high = positions.before(begin), positions.before(end)
+        for part, extents in kept:
+            low, high = count_below(extents, begin), count_below(extents, end)
             if low == high:
                 continue
-            if positions.is_run:
-                first = int(positions.starts) + low - begin
+            if is_run(extents):
+                first = extents[0].runs[0].start + low - begin
                 part[low:high] = drawn[first : first + high - low]
             else:
-                part[low:high] = drawn[positions.between(low, high) - begin]
+                part[low:high] = drawn[indices_between(extents, low, high) - begin]
     return parts
+
+
+def _holds(extents: tuple[Extent, ...], begin: int, end: int) -> bool:
+    """Whether a block has something of these numbers of the stream."""
+    return count_below(extents, begin) < count_below(extents, end)
 
 
 @functools.lru_cache(maxsize=256)

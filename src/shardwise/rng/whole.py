@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from shardwise.core.layout import Block
 from shardwise.rng.draw import Draw
-from shardwise.rng.positions import Positions
+from shardwise.rng.geometry import extents_of, indices_between
 
 __all__ = ["draw"]
 
@@ -19,6 +20,6 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     flat = wanted.op(whole, *wanted.numbers, generator=generator).view(-1)
     parts = []
     for block in blocks:
-        positions = Positions(wanted.shape, block)
-        parts.append(flat[positions.between(0, positions.count, wanted.device)].view(block.shape))
+        indices = indices_between(extents_of(wanted.shape, block), 0, math.prod(block.shape), wanted.device)
+        parts.append(flat[indices].view(block.shape))
     return parts

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from shardwise.rules import (
+from shardwise.rules import (  # noqa: F401  # read for what they declare
     attention,
+    batch_norm,
     convolution,
     creation,
     embedding,
+    extremes,
     fft,
     foreach,
     indexing,
+    joining,
     linalg,
     loss,
     matmul,
     movement,
     normalization,
+    padding,
     pointwise,
     random,
     reduction,
+    slicing,
+    softmax,
+    statistics,
     view,
 )
-
-__all__ = [
-    "attention",
-    "convolution",
-    "creation",
-    "embedding",
-    "fft",
-    "foreach",
-    "indexing",
-    "linalg",
-    "loss",
-    "matmul",
-    "movement",
-    "normalization",
-    "pointwise",
-    "random",
-    "reduction",
-    "view",
-]

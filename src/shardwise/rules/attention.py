@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.matmul import aligned
+from shardwise.rules.dims import aligned
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.registry import Call, rule
 
@@ -69,7 +70,7 @@ def attention(*results: tuple[Dim, ...], whole: str = "") -> Callable[[Call], Fa
 
 
 def local_length(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """How many queries there are here."""
     return {"max_q": inputs[list(call.tensors).index("query")].local_shape(coordinate)[2]}

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.notation import EACH_ALONE, FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, pattern_rule, rule
 
 aten = torch.ops.aten
 Specs = Sequence[DTensorSpec]
-Coordinate = tuple[int, ...]
 
-FIRST = ((0,),)  # linear in the first operand
 REPLICATE, SUM = Replicate(), Partial()
 
 
@@ -67,7 +66,7 @@ def convolution(call: Call) -> Factors | None:
     return Factors(
         dims[: 3 if bias else 2],
         (dims[3],),
-        linear=((0, 2), (1, 2)) if bias else ((0,), (1,)),
+        linear=((0, 2), (1, 2)) if bias else EACH_ALONE,
         additive=(2,) if bias else (),
         nonempty=frozenset("iog"),
         even=frozenset("g"),
@@ -153,11 +152,6 @@ POOLS = {
 }  # fmt: skip
 for (space, linear), ops in POOLS.items():
     rule(*ops)(lambda call, space=space, linear=linear: leading(call, space, linear))
-
-for space in (1, 2, 3):
-    for name in (f"reflection_pad{space}d", f"replication_pad{space}d"):
-        for op in (getattr(aten, name).default, getattr(aten, f"{name}_backward").default):
-            rule(op)(lambda call, space=space: leading(call, space, linear=True))
 
 INTERPOLATIONS = {
     1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import dense_strides
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors
@@ -42,7 +43,7 @@ def like_first(call: Call, specs: Sequence[DTensorSpec]) -> Layouts:
 
 
 def local_sizes(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The size of this rank's part, and its strides where the operator is given some."""
     size = outputs[0].local_shape(coordinate)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import MaskPartial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.notation import Dim, Factors, Row
@@ -17,7 +18,6 @@ from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
 Specs = Sequence[DTensorSpec]
-Coordinate = tuple[int, ...]
 
 
 def index_dims(call: Call) -> tuple[Dim, ...]:

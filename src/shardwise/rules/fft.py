@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.dims import along
+from shardwise.rules.notation import FIRST, Factors
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -15,10 +16,7 @@ aten = torch.ops.aten
 
 def fft(call: Call) -> Factors:
     """Every dim that is not transformed is a factor."""
-    ndim = len(call["self"].shape)
-    whole = {dim % ndim for dim in call["dim"]}
-    dims: tuple[Dim, ...] = tuple(None if d in whole else f"d{d}" for d in range(ndim))
-    return Factors((dims,), (dims,), linear=((0,),))
+    return along(call, call["dim"], linear=FIRST)
 
 
 def on_some(op: Any, local: torch.Tensor, *args: Any) -> torch.Tensor:

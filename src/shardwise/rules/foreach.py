@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.placement import Partial, Replicate
+from shardwise.core.placement import Partial, Replicate, norm_of
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.registry import Call, decomposition, layout_rule
 
@@ -78,18 +78,35 @@ def passes(op: Any, spec: DTensorSpec) -> bool:
 
 
 def one_by_one(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
-    """The layouts as they are, where all lists agree for each index; None where they do not."""
+    """The layouts as they are, where all lists agree for each index. What is written to is what others are brought to.
+
+    None where neither holds.
+    """
     lists, singles = columns_of(call)
     if any(not specs[at].is_replicated for at in singles) or not lists:
         return None
-    first = lists[0]
+    first, wanted = lists[0], list(specs)
     for i in range(first.length):
-        if not _agree(call, [specs[column.start + i] for column in lists if column.length == first.length]):
-            return None
+        places = [column.start + i for column in lists if column.length == first.length]
+        alike = [specs[at] for at in places]
+        if not _agree(call, alike):
+            brought = _brought_to_first(alike) if call.op._schema.is_mutable else None
+            if brought is None:
+                return None
+            for at, spec in zip(places, brought, strict=True):
+                wanted[at] = spec
     results = tuple(specs[first.start + i].with_meta(meta) for i, meta in enumerate(call.results[: first.length]))
     if any(result.ndim != specs[first.start + i].ndim for i, result in enumerate(results)):
         return None
-    return tuple(specs), results
+    return tuple(wanted), results
+
+
+def _brought_to_first(specs: Sequence[DTensorSpec]) -> list[DTensorSpec] | None:
+    """The tensors of one index as the first of them lies; None where they are of other sizes, or it is Partial."""
+    main = specs[0]
+    if main.partial_axes or any(spec.shape != main.shape for spec in specs):
+        return None
+    return [main.with_meta(spec.tensor_meta) for spec in specs]
 
 
 def _agree(call: Call, specs: Sequence[DTensorSpec]) -> bool:
@@ -171,38 +188,27 @@ for each in (*UNARY, *MORE):
 # ---------------------------------------------------------------- one number for each tensor
 
 
-def all_replicated(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
-    """Only where every tensor is whole on every rank."""
-    if not all(spec.is_replicated for spec in specs):
+def norms_of_parts(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
+    """Each rank takes the norms of its parts, which wait for one reduction together."""
+    order = float(call["ord"])
+    if not (0 < order < math.inf) or any(spec.partial_axes for spec in specs):
         return None
-    mesh, placements = specs[0].mesh, specs[0].placements
+    norm, whole = Partial(norm_of(order)), Replicate()
     return tuple(specs), tuple(
-        DTensorSpec.from_dim_axes(mesh, placements, meta, ((),) * len(meta.shape)) for meta in call.results
+        DTensorSpec.from_dim_axes(
+            spec.mesh, tuple(whole if isinstance(p, Replicate) else norm for p in spec.placements), meta, ()
+        )
+        for spec, meta in zip(specs, call.results, strict=True)
     )
 
 
-layout_rule(aten._foreach_norm.Scalar, aten._foreach_max.default)(all_replicated)
+layout_rule(aten._foreach_norm.Scalar, reads=("ord",))(norms_of_parts)
 
 
 @decomposition(aten._foreach_norm.Scalar)
 def norms(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Any]:  # noqa: A002
-    """The norm of each tensor; what the ranks must add up is added up for all of them at once."""
-    power = float(ord)
-    if not power > 0:
-        return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-    sizes = [aten.abs.default(tensor if dtype is None else tensor.to(dtype)) for tensor in tensors]
-    exact = max((size.dtype for size in sizes), key=lambda kind: kind.itemsize)
-    exact = exact if exact.itemsize >= 4 else torch.float32
-    if power == math.inf:
-        parts = [(size.amax() if size.numel() else size.sum()).to(exact) for size in sizes]
-        root = 1.0
-    else:
-        parts = [size.to(exact).pow(power).sum() for size in sizes]
-        root = 1 / power
-    together: Any = torch.stack(parts)
-    # small as it is, in one step: parts of the root on each rank would be gathered right after
-    everywhere = together.redistribute(placements=[Replicate()] * together.device_mesh.ndim).pow(root)
-    return [norm.to(size.dtype) for norm, size in zip(everywhere.unbind(0), sizes, strict=True)]
+    """The norm of each tensor."""
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
 @decomposition(aten._foreach_max.default)

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.layout import Run
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.movement import sums_masks, wrapped
+from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike, pointwise
 from shardwise.rules.registry import Call, declare_rule, decomposition, rule
+from shardwise.rules.slicing import sums_masks
 
 aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
@@ -46,7 +48,7 @@ def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]
     """The part of the indexed dim of the first operand that each rank holds, if it is sharded."""
 
     def localize(
-        call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+        call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
     ) -> Mapping[str, Any]:
         spec = inputs[0]
         dim = dim_of(call)
@@ -102,13 +104,7 @@ def indexed(call: Call) -> Indexed | None:
     places = [f"i{len(common) - k}" for k in range(len(common))]
     alone = "at" if len(dims) == 1 else None
     tensor: list[Dim] = [alone if d in dims else f"d{d}" for d in range(len(shape))]
-    indices = tuple(
-        tuple(
-            None if size != common[len(common) - len(index.shape) + k] else places[len(common) - len(index.shape) + k]
-            for k, size in enumerate(index.shape)
-        )
-        for _, index in found
-    )
+    indices = tuple(aligned(index.shape, places, common) for _, index in found)
     first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     rest = [d for d in range(len(shape)) if d not in dims]
     before, after = [d for d in rest if d < first], [d for d in rest if d >= first]
@@ -182,12 +178,9 @@ def index_put(call: Call) -> Factors | None:
     if found is None or not isinstance(values, TensorMeta):
         return None
     count = len(call.operands)
-    missing = len(found.shape) - len(values.shape)
-    if missing < 0:
+    if len(values.shape) > len(found.shape):
         return None
-    given = tuple(
-        found.taken[missing + k] if size == found.shape[missing + k] else None for k, size in enumerate(values.shape)
-    )
+    given = aligned(values.shape, found.taken, found.shape)
     operands, pair = (found.tensor, *found.indices, given), (0, count - 1)
     if call["accumulate"]:
         return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,))
@@ -299,15 +292,6 @@ def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
     return [f"d{d}" if d != at and len({shape[d] for shape in shapes}) == 1 else None for d in range(ndim)]
 
 
-def unnamed(call: Call, **more: Any) -> Factors:
-    """The factors of a call of which nothing may be sharded."""
-    return Factors(
-        tuple((None,) * len(m.shape) for m in call.operands),
-        tuple((None,) * len(m.shape) for m in call.results),
-        **more,
-    )
-
-
 @rule(aten.gather.default, localize=held_along(own_dim), local_op=local_lookup(aten.gather.default))
 def gather(call: Call) -> Factors:
     """For each index one element along a dim."""
@@ -387,7 +371,7 @@ def index_write(kind: Write) -> Callable[[Call], Factors]:
             chosen = Write(picks=kinds_of(call["value"]))
         if not ndim or not call["index"].shape or (kind.source and len(call[kind.source].shape) not in (0, ndim)):
             return unnamed(call)
-        own: list[Dim] = [None if d == at else f"d{d}" for d in range(ndim)]
+        own = kept(ndim, [at])
         source: list[tuple[Dim, ...]] = []
         if chosen.source:
             scalar = not call[chosen.source].shape
@@ -411,7 +395,7 @@ declare_write(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_wri
 @rule(aten.take.default)
 def take(call: Call) -> Factors:
     """Elements of a whole tensor by their flat index."""
-    taken = tuple(f"d{d}" for d in range(len(call["index"].shape)))
+    taken = tuple(names(len(call["index"].shape)))
     return Factors(((None,) * len(call["self"].shape), taken), (taken,), rows=alike(2, (0,)))
 
 
@@ -422,12 +406,12 @@ def along_dim(call: Call) -> Factors:
     """The factors of an operator that works along one dim of its only operand and may leave that dim out."""
     ndim = len(call.operands[0].shape)
     at = wrapped(call["dim"], ndim)
-    own: tuple[Dim, ...] = tuple(None if d == at else f"d{d}" for d in range(ndim))
+    own = tuple(kept(ndim, [at]))
     left = own if len(call.results[0].shape) == ndim else own[:at] + own[at + 1 :]
     return Factors((own,), (left,) * len(call.results))
 
 
-rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default, aten.kthvalue.default)(along_dim)
+rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default)(along_dim)
 
 
 def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:
@@ -457,7 +441,7 @@ rule(aten.bucketize.Tensor, aten.bucketize.Scalar)(search("self", "boundaries"))
 @rule(aten.isin.Tensor_Tensor)
 def isin(call: Call) -> Factors:
     """Each element against all of the others."""
-    own = tuple(f"d{d}" for d in range(len(call["elements"].shape)))
+    own = tuple(names(len(call["elements"].shape)))
     return Factors((own, (None,) * len(call["test_elements"].shape)), (own,))
 
 
@@ -469,4 +453,4 @@ def histc(call: Call) -> Factors | None:
     """Counts in bins, added up over the parts; without bounds they come from all of the values."""
     if call["min"] == call["max"]:
         return None
-    return Factors((tuple(f"d{d}" for d in range(len(call["self"].shape))),), ((None,),))
+    return Factors((tuple(names(len(call["self"].shape))),), ((None,),))

@@ -12,27 +12,20 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Run
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.movement import names
-from shardwise.rules.normalization import as_result
-from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.reduction import FIRST, HALVES, reduced
+from shardwise.rules.dims import aligned, names
+from shardwise.rules.notation import FIRST, Dim, Factors
+from shardwise.rules.on_the_way import HALVES, as_result, reduced
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2  # as torch numbers the reductions
-Coordinate = tuple[int, ...]
 Specs = Sequence[DTensorSpec]
 
 
 # ---------------------------------------------------------------- losses of elements
-
-
-def element_dims(shape: Sequence[int], whole: Sequence[int]) -> tuple[Dim, ...]:
-    """The factors of an operand that broadcasts to `whole`."""
-    missing = len(whole) - len(shape)
-    return tuple(f"d{missing + d}" if size == whole[missing + d] else None for d, size in enumerate(shape))
 
 
 def elementwise(call: Call) -> Factors | None:
@@ -41,8 +34,9 @@ def elementwise(call: Call) -> Factors | None:
     operands = call.operands[1:] if "grad_output" in call.arguments else call.operands
     if any(torch.broadcast_shapes(meta.shape, whole) != whole for meta in operands):
         return None
-    dims = tuple(element_dims(meta.shape, whole) for meta in call.operands)
-    result = element_dims(call.results[0].shape, whole)
+    own = names(len(whole))
+    dims = tuple(aligned(meta.shape, own, whole) for meta in call.operands)
+    result = aligned(call.results[0].shape, own, whole)
     linear = FIRST if "grad_output" in call.arguments else ()
     if call.op is aten.mse_loss_backward.default:  # also in the difference of the two
         linear = (*linear, (1, 2))
@@ -214,7 +208,9 @@ def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index
         return as_result(losses, scores.dtype), torch.zeros((), dtype=scores.dtype, device=scores.device)
     if reduction == SUM:
         return as_result(losses.sum(), scores.dtype), as_result(weights.sum(), scores.dtype)
-    total = reduced(weights.sum())
+    # without weights the targets alone say how many count: no rank needs to be asked which of them it has
+    counted = (target != ignore_index).to(weights.dtype) if weight is None else weights
+    total = reduced(counted.sum())
     loss = losses.sum() / total
     return as_result(loss, scores.dtype), as_result(total, scores.dtype)
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from shardwise.rules.notation import Dim, Factors, parse
+from shardwise.rules.dims import aligned
+from shardwise.rules.notation import EACH_ALONE, FIRST, Factors, parse
 from shardwise.rules.registry import Call, pattern_factors, pattern_rule, rule
 
 aten = torch.ops.aten
-
-EACH_ALONE = ((0,), (1,))  # bilinear: a sum passes in one operand while the other is whole
-
-
-def aligned(shape: Sequence[int], names: Sequence[Dim], sizes: Sequence[int]) -> tuple[Dim, ...]:
-    """The factors of an operand that broadcasts to a tensor with these factors and sizes."""
-    missing = len(sizes) - len(shape)
-    return tuple(names[missing + d] if size == sizes[missing + d] else None for d, size in enumerate(shape))
 
 
 def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
@@ -90,7 +83,7 @@ CDIST_BACKWARD = parse("... m n, ... m k!, ... n k!, ... m n -> ... m k!")
 @rule(aten._cdist_backward.default)
 def cdist_backward(call: Call) -> Factors:
     """The gradient of the first vectors."""
-    factors = pattern_factors(CDIST_BACKWARD, call, linear=((0,),))
+    factors = pattern_factors(CDIST_BACKWARD, call, linear=FIRST)
     # where one is empty the kernel gives the shape before broadcasting
     broadcasts = call["x1"].shape != call.results[0].shape
     return replace(factors, nonempty=frozenset(factors.names)) if broadcasts else factors

@@ -23,6 +23,10 @@ from shardwise.errors import NotationError
 __all__ = ["Factors", "Pattern", "Row", "candidates", "parse"]
 
 REPLICATE = Replicate()
+# groups of operands in which an operator is linear: the first; each of two while the other is whole; both together
+FIRST: tuple[tuple[int, ...], ...] = ((0,),)
+EACH_ALONE: tuple[tuple[int, ...], ...] = ((0,), (1,))
+TOGETHER: tuple[tuple[int, ...], ...] = ((0, 1),)
 Dim = str | None  # the factor of a dim; None for one that cannot be sharded together with anything
 
 
@@ -101,62 +105,98 @@ def parse(text: str) -> Pattern:
         >>> parse("m k!, k! n -> m n").operands
         ((('m',), ('k',)), (('k',), ('n',)))
     """
-    sides: list[list[list[tuple[str, ...]]]] = [[[]]]
-    whole: set[str] = set()
-    group: list[str] | None = None
-    opened = at = 0
-    last: str | None = None
-    stripped = text.rstrip()
-    while at < len(stripped):
+    reader = _Reader(text)
+    at, end = 0, len(text.rstrip())
+    while at < end:
         found = _TOKEN.match(text, at)
         if found is None:
             position = at + len(text[at:]) - len(text[at:].lstrip())
             raise NotationError.at(text, position, f"unexpected {text[position]!r} in a rule")
-        name, mark = found["name"], found["mark"]
         start = found.end() - len(found[0].lstrip())
-        operand = sides[-1][-1]
-        if name:
-            if group is None:
-                operand.append((name,))
-            else:
-                group.append(name)
+        if found["name"]:
+            reader.name(found["name"])
         elif found["dots"]:
-            if ELLIPSIS in operand or group is not None:
-                raise NotationError.at(text, start, "'...' stands once in an operand, outside brackets")
-            operand.append(ELLIPSIS)
-        elif mark == "!":
-            if last is None:
-                raise NotationError.at(text, start, "'!' must follow the factor that it marks")
-            whole.add(last)
-        elif mark == "(":
-            if group is not None:
-                raise NotationError.at(text, start, "brackets do not nest")
-            group, opened = [], start
-        elif mark == ")":
-            if not group:
-                raise NotationError.at(
-                    text, start, "')' closes nothing" if group is None else "'()' names no factor; write 1"
-                )
-            operand.append(tuple(group))
-            group = None
-        elif group is not None:
-            raise NotationError.at(text, opened, "this bracket is not closed")
-        elif mark == "1":
-            operand.append(())
-        elif mark == ",":
-            sides[-1].append([])
-        elif len(sides) == 2:
-            raise NotationError.at(text, start, "'->' stands once in a rule")
+            reader.dots(start)
         else:
-            sides.append([[]])
-        last = name
+            reader.mark(found["mark"], start)
+        reader.last = found["name"]
         at = found.end()
-    if group is not None:
-        raise NotationError.at(text, opened, "this bracket is not closed")
-    if len(sides) != 2:
-        raise NotationError.at(text, len(stripped), "expected '->' and the results")
-    operands, results = (tuple(tuple(dims) for dims in side) for side in sides)
-    return Pattern(operands, results, frozenset(whole))
+    return reader.pattern(end)
+
+
+class _Reader:
+    """A rule string as far as it has been read."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sides: list[list[list[tuple[str, ...]]]] = [[[]]]  # operands and results, each a list of dims
+        self.whole: set[str] = set()
+        self.group: list[str] | None = None  # the bracket that is open, if one is
+        self.opened = 0
+        self.last: str | None = None  # the factor that was read last, if nothing has followed it
+
+    def name(self, name: str) -> None:
+        """A factor: a dim of its own, or a part of the bracket."""
+        if self.group is None:
+            self.sides[-1][-1].append((name,))
+        else:
+            self.group.append(name)
+
+    def dots(self, start: int) -> None:
+        """As many dims as the tensor has left."""
+        operand = self.sides[-1][-1]
+        if ELLIPSIS in operand or self.group is not None:
+            raise self._error(start, "'...' stands once in an operand, outside brackets")
+        operand.append(ELLIPSIS)
+
+    def mark(self, mark: str, start: int) -> None:
+        """What stands between factors."""
+        match mark:
+            case "!":
+                self._must_be_whole(start)
+            case "(":
+                self._open(start)
+            case ")":
+                self._close(start)
+            case _ if self.group is not None:
+                raise self._error(self.opened, "this bracket is not closed")
+            case "1":
+                self.sides[-1][-1].append(())
+            case ",":
+                self.sides[-1].append([])
+            case _ if len(self.sides) == 2:
+                raise self._error(start, "'->' stands once in a rule")
+            case _:
+                self.sides.append([[]])
+
+    def _must_be_whole(self, start: int) -> None:
+        if self.last is None:
+            raise self._error(start, "'!' must follow the factor that it marks")
+        self.whole.add(self.last)
+
+    def _open(self, start: int) -> None:
+        if self.group is not None:
+            raise self._error(start, "brackets do not nest")
+        self.group, self.opened = [], start
+
+    def _close(self, start: int) -> None:
+        if not self.group:
+            problem = "')' closes nothing" if self.group is None else "'()' names no factor; write 1"
+            raise self._error(start, problem)
+        self.sides[-1][-1].append(tuple(self.group))
+        self.group = None
+
+    def pattern(self, end: int) -> Pattern:
+        """All of it, once it has been read to its end."""
+        if self.group is not None:
+            raise self._error(self.opened, "this bracket is not closed")
+        if len(self.sides) != 2:
+            raise self._error(end, "expected '->' and the results")
+        operands, results = (tuple(tuple(dims) for dims in side) for side in self.sides)
+        return Pattern(operands, results, frozenset(self.whole))
+
+    def _error(self, position: int, problem: str) -> NotationError:
+        return NotationError.at(self.text, position, problem)
 
 
 def factors_of(

@@ -12,7 +12,8 @@ import torch
 
 from shardwise.core.placement import MaskPartial, Partial, Replicate
 from shardwise.core.spec import TensorMeta
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.dims import aligned, along
+from shardwise.rules.notation import EACH_ALONE, FIRST, TOGETHER, Dim, Factors, Row
 from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise, is_zero, overloads, rule
 
 aten = torch.ops.aten
@@ -22,14 +23,12 @@ Groups = tuple[tuple[int, ...], ...]
 def broadcast(call: Call) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
     """The factors of operands that broadcast to the results: numbered from the last dim."""
     shape = call.results[0].shape if call.results else call.operands[0].shape
+    names = [f"d{d}" for d in range(len(shape), 0, -1)]
 
     def dims(own: Sequence[int]) -> tuple[Dim, ...]:
-        missing = len(shape) - len(own)
-        if missing < 0:
-            return (None,) * len(own)
-        return tuple(None if size != shape[missing + d] else f"d{len(own) - d}" for d, size in enumerate(own))
+        return aligned(own, names, shape) if len(own) <= len(shape) else (None,) * len(own)
 
-    return tuple(dims(m.shape) for m in call.operands), tuple(dims(m.shape) for m in call.results)
+    return tuple([dims(m.shape) for m in call.operands]), tuple([dims(m.shape) for m in call.results])
 
 
 def pointwise(**facts: Any) -> Rule:
@@ -120,10 +119,6 @@ def with_inplace(*ops: Any) -> list[Any]:
     return found
 
 
-FIRST: Groups = ((0,),)
-TOGETHER: Groups = ((0, 1),)
-EACH_ALONE: Groups = ((0,), (1,))
-
 # zero stays zero and each element stands alone, so a MaskPartial passes; otherwise not linear
 ZERO_KEEPING = (
     aten.abs, aten.sqrt, aten.sin, aten.tan, aten.asin, aten.atan, aten.sinh, aten.asinh, aten.tanh, aten.atanh,
@@ -166,11 +161,11 @@ LINEAR: dict[Rule, Sequence[Any]] = {
     ),
 }  # fmt: skip
 
-# pointwise operators that torch does not tag, or only in their functional form
+# pointwise operators that torch does not tag, or only in their functional form, and of which no list above speaks
 UNTAGGED = (
-    aten.abs_, aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
-    aten.gelu_, aten.mish_, aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_,
-    aten.hardswish, aten.hardswish_, aten.polar, aten._prelu_kernel,
+    aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
+    aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_, aten.polar,
+    aten._prelu_kernel,
 )  # fmt: skip
 
 
@@ -312,14 +307,13 @@ def prelu_backward(call: Call) -> Factors:
     return Factors(*broadcast(call), linear=FIRST)
 
 
-def halves(call: Call, whole_of: str) -> Factors:
-    """The factors of an operator that treats two halves of a dim unlike: that dim is whole."""
-    ndim = len(call.operands[0].shape)
-    at = call["dim"] % ndim
-    dims: tuple[Dim, ...] = tuple(None if d == at else f"d{d}" for d in range(ndim))
-    linear = FIRST if whole_of == "backward" else ()
-    return Factors((dims,) * len(call.operands), (dims,) * len(call.results), linear=linear)
+@rule(aten.glu.default)
+def halves(call: Call) -> Factors:
+    """Two halves of a dim are treated unlike: that dim is whole."""
+    return along(call, [call["dim"]])
 
 
-rule(aten.glu.default)(lambda call: halves(call, "forward"))
-rule(aten.glu_backward.default)(lambda call: halves(call, "backward"))
+@rule(aten.glu_backward.default)
+def halves_backward(call: Call) -> Factors:
+    """Linear in the gradient."""
+    return along(call, [call["dim"]], linear=FIRST)

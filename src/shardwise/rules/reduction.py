@@ -1,6 +1,6 @@
-"""Reductions: a dim that is reduced over may be sharded and leaves a Partial; what does not fit that is decomposed.
+"""Reductions: a dim that is reduced over may be sharded and leaves a Partial, or must be whole. Pure.
 
-Decompositions reduce something small in place of gathering the operand. Pure.
+Those that must see all of a dim and can be computed by small reductions are decomposed in `statistics` and `extremes`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import intersect
-from shardwise.core.placement import Partial, Replicate, Shard, StridedShard
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.movement import names, wrapped
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.dims import along, names, wrapped
+from shardwise.rules.notation import FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
 
 Sizes = tuple[int, ...] | list[int]
 Dims = int | Sizes | None
-Coordinate = tuple[int, ...]
-FIRST = ((0,),)  # linear in the first operand
-HALVES = (torch.float16, torch.bfloat16)
 
 
 # ---------------------------------------------------------------- what is reduced over
@@ -183,20 +181,6 @@ def every(call: Call) -> Factors | None:
     return reducing(call, reduce=by(call, "min"), rows=passing("min") if call["self"].dtype is torch.bool else ())
 
 
-@decomposition(aten.aminmax.default)
-def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
-    """Both extremes; a sum is added up once for the two."""
-    dims = () if dim is None else (dim,)
-    if dim is None and keepdim:
-        dims = tuple(range(x.dim()))
-    x = settled(x, reduced_dims(dims, x.dim()))
-    return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
-
-
-decomposition(aten._aminmax.default)(lambda x: aminmax(x))
-decomposition(aten._aminmax.dim)(lambda x, dim, keepdim=False: aminmax(x, dim=dim, keepdim=keepdim))
-
-
 @decomposition(aten.equal.default)
 def equal(a: Any, b: Any) -> bool:
     """Whether two tensors are the same: each rank compares what it has."""
@@ -217,13 +201,6 @@ def reducing_whole(call: Call) -> Factors | None:
     return reducing(call, whole=True)
 
 
-def along(call: Call, dim: int, **facts: Any) -> Factors:
-    """The factors of an operator that mixes the elements along one dim and keeps the shape."""
-    ndim = len(call.operands[0].shape)
-    own = tuple(None if d == wrapped(dim, ndim) else f"d{d}" for d in range(ndim))
-    return Factors((own,) * len(call.operands), (own,) * len(call.results), **facts)
-
-
 @rule(
     aten.cumprod.default,
     aten.cummax.default,
@@ -233,13 +210,13 @@ def along(call: Call, dim: int, **facts: Any) -> Factors:
 )
 def scanning(call: Call) -> Factors:
     """Each element depends on those before it."""
-    return along(call, call["dim"])
+    return along(call, [call["dim"]])
 
 
 @rule(aten.cumsum.default)
 def summing_up(call: Call) -> Factors:
     """Sums of the elements so far."""
-    return along(call, call["dim"], **sums_pass(call))
+    return along(call, [call["dim"]], **sums_pass(call))
 
 
 @rule(aten.renorm.default)
@@ -271,257 +248,3 @@ def sum_of_pieces(local: torch.Tensor, pieces: Sequence[tuple[int, int, int]]) -
 def trace(call: Call) -> Factors:
     """Every rank adds what it holds of the diagonal."""
     return Factors((("m", "n"),), ((),), linear=FIRST)
-
-
-# ---------------------------------------------------------------- on the way: layouts inside decompositions
-
-
-def split_axes(x: Any, dims: Sequence[int]) -> list[int]:
-    """The mesh axes that split some of these dims."""
-    placements = getattr(x, "placements", ())
-    return [a for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in dims]
-
-
-def settled(x: Any, dims: Sequence[int] = ()) -> Any:
-    """`x` with nothing Partial: sharded by a dim that is free and not among `dims` where that is even, else whole."""
-    placements: list[Any] = list(getattr(x, "placements", ()))
-    if not x.numel():  # nothing to move, and no extreme to be found
-        return moved_to(x, [Replicate()] * len(placements))
-    partial = [a for a, p in enumerate(placements) if isinstance(p, Partial)]
-    if not partial:
-        return x
-    for axis in partial:
-        free = (
-            d for d, size in enumerate(x.shape)
-            if d not in dims and size % x.device_mesh.shape[axis] == 0 and not _splits(placements, d)
-        )  # fmt: skip
-        dim = next(free, None)
-        placements[axis] = Replicate() if dim is None else Shard(dim)
-    return moved_to(x, placements)
-
-
-def _splits(placements: Sequence[Any], dim: int) -> bool:
-    return any(isinstance(p, Shard | StridedShard) and p.dim == dim for p in placements)
-
-
-def reduced(x: Any) -> Any:
-    """`x` with Partial made whole: for something small that is used more than once."""
-    placements = getattr(x, "placements", ())
-    return moved_to(x, [Replicate() if isinstance(p, Partial) else p for p in placements])
-
-
-def moved_to(x: Any, placements: Sequence[Any]) -> Any:
-    """`x` with these placements, outside of autograd; plain tensors and None as they are."""
-    if not hasattr(x, "placements") or tuple(placements) == x.placements:
-        return x
-    order = [entry for entry in x.spec.shard_order if _same_axes(entry, placements)]
-    with torch.no_grad():
-        return x.redistribute(placements=placements, shard_order=order)
-
-
-def _same_axes(entry: Any, placements: Sequence[Any]) -> bool:
-    axes = [a for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim == entry.dim]
-    return sorted(entry.axes) == axes
-
-
-def widened(x: Any) -> Any:
-    """`x` in the dtype that one device computes in."""
-    return x.to(torch.float32) if x.dtype in HALVES else x
-
-
-# ---------------------------------------------------------------- norms
-
-
-_library = torch.library.Library("shardwise", "FRAGMENT")
-_library.define("power_sum(Tensor self, Scalar ord, int[]? dim, bool keepdim, *, ScalarType? dtype=None) -> Tensor")
-
-
-def power_sum(
-    local: torch.Tensor,
-    ord: float,  # noqa: A002  as torch has it
-    dim: Sizes | None,
-    keepdim: bool,
-    *,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The sum of powers of absolute values, without a temporary of the operand's size."""
-    dims = reduced_dims(dim, local.dim())
-    if not all(local.shape[d] for d in dims):  # most norms of nothing are not defined
-        return aten.linalg_vector_norm.default(local, 0, dims, keepdim, dtype=dtype)
-    return aten.linalg_vector_norm.default(local, ord, dims, keepdim, dtype=dtype).pow(ord)
-
-
-_library.impl("power_sum", power_sum, "CompositeExplicitAutograd")
-rule(torch.ops.shardwise.power_sum.default, local_op=power_sum)(counting)
-
-
-def local_vector_norm(
-    local: torch.Tensor,
-    ord: float = 2,  # noqa: A002  as torch has it
-    dim: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The norm of a shard that may be empty."""
-    dims = reduced_dims(dim, local.dim())
-    if all(local.shape[d] for d in dims):
-        return aten.linalg_vector_norm.default(local, ord, dims, keepdim, dtype=dtype)
-    nothing = aten.linalg_vector_norm.default(local, 0, dims, keepdim, dtype=dtype)
-    return nothing if ord >= 0 else nothing.fill_(math.inf)
-
-
-NORM_REDUCTIONS = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
-
-
-@rule(aten.linalg_vector_norm.default, reads=("ord",), local_op=local_vector_norm)
-def vector_norm(call: Call) -> Factors | None:
-    """Norms that are a sum or an extreme reduce as such; the others must see all of a dim, or are decomposed."""
-    reduction = NORM_REDUCTIONS.get(call["ord"])
-    return reducing(call, whole=True) if reduction is None else reducing(call, reduce=by(call, reduction))
-
-
-@decomposition(aten.linalg_vector_norm.default)
-def vector_norm_of_shards(
-    x: Any,
-    ord: float = 2,  # noqa: A002  as torch has it
-    dim: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """The root of a sum of powers: only that sum is reduced."""
-    dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
-    if not split_axes(x, dims) or ord in NORM_REDUCTIONS:
-        return aten.linalg_vector_norm.default(x, ord, dims if x.dim() else dim, keepdim, dtype=dtype)
-    wanted = dtype or x.dtype
-    wide = torch.float32 if wanted in HALVES else dtype
-    powers = reduced(torch.ops.shardwise.power_sum.default(x, ord, dims, keepdim, dtype=wide))
-    norm = powers.sqrt() if ord == 2 else powers.pow(1 / ord)
-    return norm.to(wanted) if wanted in HALVES else norm
-
-
-def any_norm(x: Any, p: float | None, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """The old name of a norm."""
-    return aten.linalg_vector_norm.default(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
-
-
-decomposition(aten.norm.Scalar)(lambda x, p=2: any_norm(x, p))
-decomposition(aten.norm.ScalarOpt_dtype)(lambda x, p, *, dtype: any_norm(x, p, dtype=dtype))
-decomposition(aten.norm.ScalarOpt_dim)(lambda x, p, dim, keepdim=False: any_norm(x, p, dim, keepdim))
-decomposition(aten.norm.ScalarOpt_dim_dtype)(lambda x, p, dim, keepdim, *, dtype: any_norm(x, p, dim, keepdim, dtype))
-decomposition(aten.dist.default)(lambda x, other, p=2: any_norm(x - other, p))
-
-
-# ---------------------------------------------------------------- variances
-
-
-def moments(x: Any, dims: Sequence[int], correction: float) -> tuple[Any, Any]:
-    """Variance and mean over `dims`, which stay with size one: computed wide, in two passes."""
-    wide = widened(x)
-    mean = reduced(wide.mean(dims, keepdim=True))
-    squares = torch.ops.shardwise.power_sum.default(wide - mean, 2, dims, True)
-    return squares / max(math.prod(x.shape[d] for d in dims) - correction, 0), mean
-
-
-def variance(
-    op: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False, root: bool, both: bool
-) -> Any:
-    """Any of var, std, var_mean, std_mean; `op` is which."""
-    dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
-    if not split_axes(x, dims):
-        return op(x, dim, correction=correction, keepdim=keepdim)
-    var, mean = moments(x, dims, 1 if correction is None else correction)
-    spread = reduced(var).sqrt() if root else var
-    results = [spread.to(x.dtype.to_real()), mean.to(x.dtype)] if both else [spread.to(x.dtype.to_real())]
-    if not keepdim:
-        results = [result.squeeze(dims) for result in results]
-    return tuple(results) if both else results[0]
-
-
-def _declare_variance(op: Any, root: bool, both: bool) -> None:
-    def quietly(
-        local: torch.Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
-    ) -> Any:
-        if local.numel():
-            return op(local, dim, correction=correction, keepdim=keepdim)
-        # the operator would warn of too few elements where a rank just has none of the results
-        spread = local.real.mean(dim, keepdim) if local.is_complex() else local.mean(dim, keepdim)
-        return (spread, local.mean(dim, keepdim)) if both else spread
-
-    rule(op, local_op=quietly)(reducing_whole)
-    decomposition(op)(lambda *args, **kwargs: variance(op, *args, **kwargs, root=root, both=both))
-
-
-_declare_variance(aten.var.correction, root=False, both=False)
-_declare_variance(aten.std.correction, root=True, both=False)
-_declare_variance(aten.var_mean.correction, root=False, both=True)
-_declare_variance(aten.std_mean.correction, root=True, both=True)
-
-
-# ---------------------------------------------------------------- where the extremes are
-
-
-def first_index(match: Any, dims: Sizes, keepdim: bool) -> Any:
-    """The first position, counted over `dims`, at which `match` is true: a sharded count and a small minimum."""
-    position: Any = torch.zeros_like(match, dtype=torch.int64)
-    step = 1
-    for dim in reversed(dims):
-        size = match.shape[dim]
-        shape = [size if d == dim else 1 for d in range(match.dim())]
-        position = position + (torch.arange(size, device=match.device) * step).view(shape)
-        step *= size
-    return torch.amin(position.masked_fill(~match, step), dims, keepdim)
-
-
-def at_extreme(x: Any, extreme: Any) -> Any:
-    """Where `x` is its extreme; a NaN is more extreme than any number."""
-    match = x == extreme
-    return match | (x != x) if x.is_floating_point() else match
-
-
-def extreme_and_index(op: Any, reduce: Any, x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The extremes along a dim and where they first are."""
-    dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
-    if not split_axes(x, dims):
-        return op(x, dim, keepdim)
-    extreme = reduced(reduce(x, dims, True))
-    index = first_index(at_extreme(x, extreme), dims, keepdim)
-    return (extreme if keepdim else extreme.squeeze(dims)), index
-
-
-def index_of_extreme(op: Any, reduce: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Where the extremes along a dim, or of the whole tensor, first are."""
-    dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
-    if not split_axes(x, dims):
-        return op(x, dim, keepdim)
-    return first_index(at_extreme(x, reduced(reduce(x, dims, True))), dims, keepdim)
-
-
-def _declare_extreme(compute: Any, op: Any, reduce: Any) -> None:
-    decomposition(op)(lambda *args, **kwargs: compute(op, reduce, *args, **kwargs))
-
-
-_declare_extreme(extreme_and_index, aten.max.dim, torch.amax)
-_declare_extreme(extreme_and_index, aten.min.dim, torch.amin)
-_declare_extreme(index_of_extreme, aten.argmax.default, torch.amax)
-_declare_extreme(index_of_extreme, aten.argmin.default, torch.amin)
-
-
-@decomposition(aten.logsumexp.default)
-def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
-    """The logarithm of a sum, with the largest summand taken out: two small reductions."""
-    dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
-    if not split_axes(x, dims):
-        return aten.logsumexp.default(x, dim, keepdim)
-    wide = widened(x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype()))
-    top = reduced(torch.amax(torch.real(wide) if wide.is_complex() else wide, dims, True))
-    top = top.masked_fill(top.abs() == math.inf, 0)
-    result = reduced((wide - top).exp().sum(dims, keepdim=True)).log() + top
-    result = result.to(x.dtype) if x.dtype in HALVES else result
-    return result if keepdim else result.squeeze(dims)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors, Pattern, factors_of, parse
 
 __all__ = ["Call", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
-
-Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +103,25 @@ def _looked_at(reads: Sequence[str] | Mapping[str, Callable[[Any], Any]]) -> Map
     return reads if isinstance(reads, Mapping) else dict.fromkeys(reads, lambda value: value)
 
 
-def layout_rule(*ops: Any, localize: Localize | None = None, local_op: Callable[..., Any] | None = None) -> Callable:
+def layout_rule(
+    *ops: Any,
+    localize: Localize | None = None,
+    reads: Sequence[str] = (),
+    local_op: Callable[..., Any] | None = None,
+) -> Callable:
     """Declare a rule that looks at all axes at once."""
 
     def declare(layouts: Layouts) -> Layouts:
-        declare_rule(Rule(layouts=layouts, localize=localize, local_op=local_op), *ops)
+        declare_rule(Rule(layouts=layouts, localize=localize, reads=_looked_at(reads), local_op=local_op), *ops)
         return layouts
 
     return declare
 
 
-def declare_rule(made: Rule, *ops: Any) -> None:
-    """Enter a rule for some operators."""
+def declare_rule(made: Rule, *ops: Any, replace: bool = False) -> None:
+    """Enter a rule for some operators. They have none yet, unless theirs is to be replaced."""
     for op in overloads(ops):
+        assert replace or op not in RULES, f"{op} has a rule already"
         RULES[op] = made
 
 
@@ -151,6 +156,7 @@ def decomposition(*ops: Any) -> Callable:
 
     def declare(compute: Callable[..., Any]) -> Callable:
         for op in overloads(ops):
+            assert op not in DECOMPOSITIONS, f"{op} is computed from others already"
             DECOMPOSITIONS[op] = compute
         return compute
 

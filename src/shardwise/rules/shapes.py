@@ -88,7 +88,18 @@ SHAPES: dict[OpOverload, ShapeOf] = {
     op: shape_of
     for shape_of, ops in (
         (_same, (aten._softmax.default, aten._log_softmax.default)),
-        (_reduced, (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax, aten.amin)),
+        (
+            _reduced,
+            (
+                aten.sum.default,
+                aten.sum.dim_IntList,
+                aten.mean.default,
+                aten.mean.dim,
+                aten.amax,
+                aten.amin,
+                aten.linalg_vector_norm.default,
+            ),
+        ),
         (_product, (aten.mm.default, aten.addmm.default, aten.bmm.default)),
         (_concatenated, (aten.cat.default,)),
         (_viewed, (aten.view.default, aten._unsafe_view.default)),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.registry import Call, layout_rule
@@ -192,7 +193,7 @@ def _with_axes(spec: DTensorSpec, axes: Sequence[Sequence[int]]) -> DTensorSpec:
 
 
 def local_size(
-    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: tuple[int, ...]
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The size argument on the rank at `coordinate`: the shape of its block of the result."""
     name = "shape" if "shape" in call.arguments else "size"

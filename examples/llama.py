@@ -1,0 +1,220 @@
+"""A Llama-style transformer in plain PyTorch, and plans that spread it over a mesh of devices.
+
+    python examples/llama.py --plan tp --mesh 4                     # four ranks inside this process
+    python examples/llama.py --plan tp+sp --mesh 2 4                # two by four: batches sharded, layers too
+    torchrun --nproc-per-node 4 examples/llama.py --plan tp         # real processes, the same file
+
+The model knows nothing of Shardwise. It learns to read this file, and the losses stand beside those of one device.
+"""
+
+import argparse
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+# ---------------------------------------------------------------- the model
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: several heads of queries share one of keys and values."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.key = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value))
+        q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding: pairs of features, turned by an angle that grows with the position."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-5), nn.RMSNorm(dim, eps=1e-5)
+        self.attention, self.feed_forward = Attention(dim, heads, kv_heads), FeedForward(dim, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Llama(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        dim: int = 64,
+        blocks: int = 2,
+        heads: int = 8,
+        kv_heads: int = 4,
+        hidden: int = 192,
+        longest: int = 64,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, hidden, dropout) for _ in range(blocks))
+        self.norm = nn.RMSNorm(dim, eps=1e-5)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        half = dim // heads // 2
+        angles = torch.outer(torch.arange(longest), 10000.0 ** (-torch.arange(half) / half))[:, None]
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, length = self.embedding(tokens), tokens.shape[1]
+        for block in self.blocks:
+            x = block(x, self.cos[:length], self.sin[:length])
+        return self.head(self.norm(x))
+
+
+# ---------------------------------------------------------------- the plans
+
+
+def tensor_parallel(model: nn.Module, mesh: sw.DeviceMesh) -> nn.Module:
+    """Heads and hidden features are split over tp; a sum after each half of a block."""
+    columns = ColwiseParallel(use_local_output=False)
+    rows = RowwiseParallel(use_local_output=False)
+    plan = {
+        "embedding": rows,
+        "blocks.*.attention.[qkv]*": columns,
+        "blocks.*.attention.out": rows,
+        "blocks.*.feed_forward.gate": columns,
+        "blocks.*.feed_forward.up": columns,
+        "blocks.*.feed_forward.down": rows,
+        "head": columns,
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    return sw.distribute_module(model, mesh)  # what the plan does not name, on every rank
+
+
+def sequence_parallel(model: nn.Module, mesh: sw.DeviceMesh) -> nn.Module:
+    """As above, and between the halves of a block each rank keeps a part of the sequence."""
+    columns = ColwiseParallel(use_local_output=False)
+    onto_sequence = RowwiseParallel(output_layouts=sw.Shard(1), use_local_output=False)
+    whole = PrepareModuleInput(input_layouts=sw.Shard(1), desired_input_layouts=sw.Replicate())
+    whole_of_three = PrepareModuleInput(
+        input_layouts=(sw.Shard(1), None, None), desired_input_layouts=(sw.Replicate(), None, None)
+    )
+    plan = {
+        "embedding": onto_sequence,
+        "blocks.*.*_norm": SequenceParallel(),
+        "blocks.*.attention": whole_of_three,
+        "blocks.*.attention.[qkv]*": columns,
+        "blocks.*.attention.out": onto_sequence,
+        "blocks.*.feed_forward": whole,
+        "blocks.*.feed_forward.gate": columns,
+        "blocks.*.feed_forward.up": columns,
+        "blocks.*.feed_forward.down": onto_sequence,
+        "norm": SequenceParallel(),
+        "head": columns,
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    return sw.distribute_module(model, mesh)
+
+
+PLANS: dict[str, Callable[[nn.Module, sw.DeviceMesh], nn.Module]] = {
+    "tp": tensor_parallel,
+    "tp+sp": sequence_parallel,
+}
+
+
+# ---------------------------------------------------------------- training
+
+
+def batches(steps: int, size: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of this file, and the same moved on by one letter."""
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - length, (size, 1), generator=generator)
+        window = text[starts + torch.arange(length + 1)]
+        yield window[:, :-1], window[:, 1:]
+
+
+def train(
+    model: nn.Module, data: Iterator[tuple[Tensor, Tensor]], place: Callable[[Tensor], Tensor] = lambda t: t
+) -> Iterator[float]:
+    """The loss of each step. `place` puts a batch where it belongs."""
+    torch.manual_seed(0)  # dropout: the numbers of one device, on every mesh
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for tokens, targets in data:
+        logits = model(place(tokens))
+        loss = F.cross_entropy(logits.flatten(0, 1), place(targets).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A transformer on one device and under a plan, side by side.")
+    parser.add_argument("--plan", choices=PLANS, default="tp")
+    parser.add_argument("--mesh", type=int, nargs="+", help="sizes of dp (left out: 1) and tp; all ranks by default")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    options = parser.parse_args()
+
+    shape = options.mesh or [int(os.environ.get("WORLD_SIZE", 4))]
+    mesh = sw.init_device_mesh("cpu", (1, *shape)[-2:], mesh_dim_names=("dp", "tp"))
+
+    torch.manual_seed(0)
+    model = Llama(dropout=options.dropout)
+    spread = PLANS[options.plan](copy.deepcopy(model), mesh)
+
+    def place(batch: Tensor) -> Tensor:
+        return sw.distribute_tensor(batch, mesh, [sw.Shard(0), sw.Replicate()])
+
+    data = (options.steps, 8, 32)
+    alone = list(train(model, batches(*data)))
+    together = train(spread, batches(*data), place)
+    say = print if os.environ.get("RANK", "0") == "0" else lambda line: None
+    say(f"{options.plan} on {mesh}\nstep   one device   {options.plan}")
+    for step, losses in enumerate(zip(alone, together, strict=True)):
+        say(f"{step:4}   {losses[0]:<10.6f}   {losses[1]:.6f}")
+
+
+if __name__ == "__main__":
+    main()

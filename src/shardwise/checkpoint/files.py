@@ -1,0 +1,146 @@
+"""Block files: safetensors files written once from front to back, past the page cache.
+
+The format (8 bytes of length, a JSON header, the data) is written and read here and not by the safetensors package:
+blocks go to disk without a copy of the state, with checksums made on the way, and readers (ranges.py) must know that a
+range lies in the file before anything is allocated for it. Files are the same to any safetensors reader.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.checksum import MODULUS, checksum
+from shardwise.checkpoint.dtypes import stored_as
+
+__all__ = ["FileWriter", "Item", "as_bytes", "block_header", "write_blocks"]
+
+PAGE = 4096
+BUFFER = 8 << 20  # bytes that go to disk at a time
+STRIDE = 1 << 20  # bytes that are summed at a time, so that they are still in the cache
+Count = Callable[[int], None]
+
+
+class Item(NamedTuple):
+    """A block to be written: its name in the file, dtype, sizes, and how to get it as a tensor in host memory."""
+
+    key: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    get: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        numel = 1
+        for size in self.sizes:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor in host memory, row-major; without a copy where it lies so."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+def block_header(items: Sequence[Item]) -> tuple[bytes, list[int]]:
+    """The header of a file of these blocks, filled up to whole pages, and where each block starts in the file."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, starts = 0, []
+    for item in items:
+        name, sizes = stored_as(item.dtype, item.sizes)
+        described[item.key] = {"dtype": name, "shape": sizes, "data_offsets": [at, at + item.nbytes]}
+        starts.append(at)
+        at += item.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % PAGE)
+    return len(text).to_bytes(8, "little") + text, [start + len(text) + 8 for start in starts]
+
+
+def write_blocks(path: Path, items: Sequence[Item], count: Count) -> tuple[int, list[tuple[int, int]]]:
+    """Write a block file and flush it to disk; its bytes, and start and checksum of each block."""
+    header, starts = block_header(items)
+    sums = []
+    with FileWriter(path) as file:
+        file.put(np.frombuffer(header, dtype=np.uint8))
+        for item in items:
+            data = as_bytes(item.get())
+            total = 0
+            for first in range(0, len(data), STRIDE):
+                part = data[first : first + STRIDE]
+                total += checksum(part, first)
+                file.put(part)
+                count(len(part))
+            sums.append(total % MODULUS)
+    return file.written, list(zip(starts, sums, strict=True))
+
+
+class FileWriter:
+    """A new file, written from front to back in large pieces that go around the page cache where the disk allows it."""
+
+    def __init__(self, path: Path) -> None:
+        self.written = 0
+        self._buffer = mmap.mmap(-1, BUFFER)  # begins at a page, which direct writes need
+        self._array = np.frombuffer(self._buffer, dtype=np.uint8)
+        self._filled = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._set_direct(True)
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            os.close(self._fd)
+
+    def put(self, data: np.ndarray) -> None:
+        """Append bytes."""
+        self.written += len(data)
+        while len(data):
+            part = data[: BUFFER - self._filled]
+            self._array[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == BUFFER:
+                self._flush(BUFFER)
+
+    def _flush(self, length: int) -> None:
+        view = memoryview(self._buffer)[:length]
+        while len(view):
+            try:
+                view = view[os.write(self._fd, view) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._set_direct(False):
+                    raise
+        self._filled = 0
+
+    def _finish(self) -> None:
+        if self._filled:
+            length = -(-self._filled // PAGE) * PAGE  # whole pages, cut off again below
+            self._array[self._filled : length] = 0
+            self._flush(length)
+            os.ftruncate(self._fd, self.written)
+        os.fsync(self._fd)
+
+    def _set_direct(self, on: bool) -> bool:
+        """Turn direct writes on or off; whether that changed anything."""
+        flag = getattr(os, "O_DIRECT", 0)
+        before = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, before | flag if on else before & ~flag)
+        except OSError:  # a file system without them
+            return False
+        return bool(flag) and bool(before & flag) != on

@@ -1,0 +1,102 @@
+"""The tensors in safetensors files of others: headers and indexes read with every claim checked. Data only.
+
+Links are followed: the caches in which such models lie are made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint.boxes import whole
+from shardwise.checkpoint.dtypes import SAFETENSORS
+from shardwise.checkpoint.ranges import open_regular, read_all
+from shardwise.errors import CheckpointError
+
+__all__ = ["FileTensor", "find_tensors", "read_header"]
+
+LONGEST_HEADER = 100 << 20
+SINGLE, INDEXED = "model.safetensors", "model.safetensors.index.json"
+
+
+class FileTensor(NamedTuple):
+    """A tensor in a file: where its bytes start, and what they are."""
+
+    file: str
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def find_tensors(source: Path) -> tuple[Path, dict[str, int], dict[str, FileTensor]]:
+    """The directory, its files with their sizes, and all tensors by name, of a file or a directory in this layout."""
+    if not source.is_dir():
+        size, tensors = read_header(source.parent, source.name)
+        return source.parent, {source.name: size}, tensors
+    if not (source / INDEXED).exists():
+        size, tensors = read_header(source, SINGLE)
+        return source, {SINGLE: size}, tensors
+    named = _weight_map(source)
+    files: dict[str, int] = {}
+    found: dict[str, FileTensor] = {}
+    for file in sorted(set(named.values())):
+        files[file], inside = read_header(source, file)
+        found |= {name: tensor for name, tensor in inside.items() if named.get(name) == file}
+    if lost := sorted(set(named) - set(found)):
+        raise CheckpointError(f"{INDEXED} names {', '.join(lost[:8])}, which its files do not have")
+    return source, files, found
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    content = _json(read_all(directory / INDEXED, "the index", links=True), INDEXED)
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise CheckpointError(f"{directory / INDEXED} has no weight_map")
+    for file in named.values():
+        if os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{INDEXED} names the file {file[:80]!r}", hint="files lie beside the index")
+    return named
+
+
+def _json(data: bytes, what: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON: {str(error)[:120]}") from None
+
+
+def read_header(directory: Path, file: str) -> tuple[int, dict[str, FileTensor]]:
+    """Size and tensors of one file; every range lies in the file and has the bytes that its shape needs."""
+    fd = open_regular(directory / file, "the header", links=True)
+    try:
+        size = os.fstat(fd).st_size
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        if size < 8 or length > min(size - 8, LONGEST_HEADER):
+            raise CheckpointError(f"{file} is not a safetensors file: its header would have {length} bytes")
+        described = _json(os.pread(fd, length, 8), f"the header of {file}")
+    finally:
+        os.close(fd)
+    if not isinstance(described, dict):
+        raise CheckpointError(f"the header of {file} is not an object")
+    described.pop("__metadata__", None)
+    return size, {name: _tensor(file, name, entry, 8 + length, size) for name, entry in described.items()}
+
+
+def _tensor(file: str, name: str, entry: Any, data: int, end: int) -> FileTensor:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        sizes = tuple(shape)
+        known = all(type(n) is int and n >= 0 for n in (*sizes, start, stop)) and len(sizes) <= 64
+    except (TypeError, KeyError, ValueError):
+        known, dtype, sizes, start, stop = False, None, (), 0, 0
+    if not known or not isinstance(dtype, str):
+        raise CheckpointError(f"tensor {name} of {file} is not described as one")
+    if dtype not in SAFETENSORS:
+        raise CheckpointError(f"tensor {name} of {file} has the dtype {dtype}, which torch has not")
+    if stop - start != whole(sizes).numel * SAFETENSORS[dtype].itemsize or data + stop > end:
+        raise CheckpointError(f"tensor {name} of {file}: {list(sizes)} of {dtype} do not lie at {start} to {stop}")
+    return FileTensor(file, data + start, SAFETENSORS[dtype], sizes)

@@ -1,0 +1,229 @@
+"""The index of a checkpoint: what is stored where, as data; written as JSON, read with every claim of it checked.
+
+Knows nothing of tensors in memory. Reading believes nothing: sizes, products, offsets, overlaps, coverage, names of
+files and dtypes are checked before anybody allocates or reads by them, so that what it says is bounded by what lies on
+disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint.boxes import Box, overlapping
+from shardwise.checkpoint.dtypes import DTYPES, NAMES
+from shardwise.errors import CheckpointError
+
+__all__ = ["FORMAT", "INDEX", "VERSION", "Index", "StoredBlock", "StoredTensor", "parse_index", "write_index"]
+
+FORMAT = "shardwise.checkpoint"
+VERSION = 1
+INDEX = "index.json"
+MOST_DIMS = 64
+LARGEST = 2**62  # of any number: sums of two of them still are numbers of files
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+_HEAD = '{{"sha256": "{}", "index": '
+_HEAD_LENGTH = len(_HEAD.format("0" * 64))
+_HINT = "the checkpoint is damaged or was not written by Shardwise; `shardwise checkpoint verify` says more"
+
+
+class StoredBlock(NamedTuple):
+    """A box of a tensor: the file, its first byte there, and the checksum of its bytes, which lie row-major."""
+
+    box: Box
+    file: str
+    start: int
+    checksum: int
+
+
+class StoredTensor(NamedTuple):
+    """A global tensor and the blocks that make it up."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return sum(block.box.numel for block in self.blocks) * self.dtype.itemsize
+
+
+class Index(NamedTuple):
+    """All of it: files with their bytes, tensors by name, and the state in which the tensors stand."""
+
+    files: Mapping[str, int]
+    tensors: Mapping[str, StoredTensor]
+    state: Any  # encoded, see tree.py
+
+
+def write_index(index: Index) -> bytes:
+    """The bytes of the index file.
+
+    Example:
+        >>> parse_index(write_index(Index({}, {}, {"step": 3}))).state
+        {'step': 3}
+    """
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "state": index.state,
+        "tensors": {name: _tensor_data(tensor) for name, tensor in index.tensors.items()},
+        "files": {name: {"bytes": size} for name, size in index.files.items()},
+    }
+    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + b"}\n"
+
+
+def _tensor_data(tensor: StoredTensor) -> dict[str, Any]:
+    blocks = [
+        {
+            "offset": list(block.box.offset),
+            "sizes": list(block.box.sizes),
+            "file": block.file,
+            "start": block.start,
+            "checksum": f"{block.checksum:016x}",
+        }
+        for block in tensor.blocks
+    ]
+    return {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "blocks": blocks}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def parse_index(data: bytes) -> Index:
+    """The index in these bytes, all of whose claims fit each other."""
+    content = _keys(_parse(data), ("format", "version", "state", "tensors", "files"), "the index")
+    if content["format"] != FORMAT or content["version"] != VERSION or type(content["version"]) is not int:
+        raise CheckpointError(
+            f"the index is of format {str(content['format'])[:40]!r}, version {str(content['version'])[:20]}",
+            hint=f"this Shardwise reads {FORMAT!r}, version {VERSION}",
+        )
+    files = {name: _file_size(name, entry) for name, entry in _mapping(content["files"], "files").items()}
+    stored = _mapping(content["tensors"], "tensors").items()
+    tensors = {name: _tensor(name, entry, files) for name, entry in stored}
+    _check_files(files, tensors)
+    return Index(files, tensors, content["state"])
+
+
+def _parse(data: bytes) -> Any:
+    head, body = data[:_HEAD_LENGTH], data[_HEAD_LENGTH:-2]
+    if data[-2:] != b"}\n" or head != _HEAD.format(hashlib.sha256(body).hexdigest()).encode():
+        raise CheckpointError(f"{INDEX} does not have the checksum that it claims", hint=_HINT)
+    try:
+        return json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_refused)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{INDEX} is not JSON: {str(error)[:120]}", hint=_HINT) from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise CheckpointError(f"{INDEX} has a key twice in one object", hint=_HINT)
+    return made
+
+
+def _refused(constant: str) -> Any:
+    raise CheckpointError(f"{INDEX} holds {constant}, which is not JSON", hint=_HINT)
+
+
+def _mapping(data: Any, what: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{what} in {INDEX} is not an object", hint=_HINT)
+    return data
+
+
+def _keys(data: Any, keys: tuple[str, ...], what: str) -> dict[str, Any]:
+    if set(_mapping(data, what)) != set(keys):
+        raise CheckpointError(f"{what} in {INDEX} has not the keys {', '.join(keys)}", hint=_HINT)
+    return data
+
+
+def _number(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise CheckpointError(f"{what} is {str(value)[:40]}, not a number from 0 to 2**62", hint=_HINT)
+    return value
+
+
+def _numbers(value: Any, count: int | None, what: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MOST_DIMS or (count is not None and len(value) != count):
+        raise CheckpointError(f"{what} is not a list of {'few' if count is None else count} numbers", hint=_HINT)
+    return tuple([_number(item, what) for item in value])
+
+
+def _file_size(name: str, entry: Any) -> int:
+    if not _FILE.fullmatch(name):
+        raise CheckpointError(
+            f"the index names a file {name[:80]!r}", hint="files lie beside the index, and end in .safetensors"
+        )
+    return _number(_keys(entry, ("bytes",), f"file {name}")["bytes"], f"the size of {name}")
+
+
+def _tensor(name: str, entry: Any, files: Mapping[str, int]) -> StoredTensor:
+    what = f"tensor {name}"
+    content = _keys(entry, ("dtype", "shape", "blocks"), what)
+    dtype = DTYPES.get(content["dtype"]) if isinstance(content["dtype"], str) else None
+    if dtype is None:
+        raise CheckpointError(f"{what} has the dtype {str(content['dtype'])[:40]!r}, which is none", hint=_HINT)
+    shape = _numbers(content["shape"], None, f"the shape of {what}")
+    if not isinstance(content["blocks"], list):
+        raise CheckpointError(f"the blocks of {what} are not a list", hint=_HINT)
+    blocks = tuple([_block(what, block, shape, dtype.itemsize, files) for block in content["blocks"]])
+    _check_cover(what, shape, [block.box for block in blocks])
+    return StoredTensor(name, dtype, shape, blocks)
+
+
+def _block(what: str, entry: Any, shape: tuple[int, ...], itemsize: int, files: Mapping[str, int]) -> StoredBlock:
+    content = _keys(entry, ("offset", "sizes", "file", "start", "checksum"), f"a block of {what}")
+    offset = _numbers(content["offset"], len(shape), f"the offset of a block of {what}")
+    sizes = _numbers(content["sizes"], len(shape), f"the sizes of a block of {what}")
+    file, checksum = content["file"], content["checksum"]
+    box = Box(offset, sizes)
+    if not all(n and at + n <= size for at, n, size in zip(offset, sizes, shape, strict=True)):
+        raise CheckpointError(f"{what}: the block at {offset} of sizes {sizes} does not lie in {shape}", hint=_HINT)
+    if not isinstance(file, str) or file not in files:
+        raise CheckpointError(f"{what}: its block at {offset} is in no file of the checkpoint", hint=_HINT)
+    start = _number(content["start"], f"the start of a block of {what}")
+    if start + box.numel * itemsize > files[file]:
+        raise CheckpointError(f"{what}: the block at {offset} ends beyond the end of {file}", hint=_HINT)
+    if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+        raise CheckpointError(f"{what}: the block at {offset} in {file} has no checksum", hint=_HINT)
+    return StoredBlock(box, file, start, int(checksum, 16))
+
+
+def _check_cover(what: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Each element stands in exactly one block: as many as there are, and none twice."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    if sum(box.numel for box in boxes) != numel:
+        raise CheckpointError(f"{what}: the blocks do not make up the whole shape {shape}", hint=_HINT)
+    pair = overlapping(boxes)
+    if pair is not None:
+        first, second = (boxes[i].offset for i in pair)
+        raise CheckpointError(f"{what}: the blocks at {first} and {second} overlap", hint=_HINT)
+
+
+def _check_files(files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> None:
+    """No byte of a file belongs to two blocks, so that all blocks together are no larger than the files."""
+    spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in files}
+    for tensor in tensors.values():
+        for block in tensor.blocks:
+            end = block.start + block.box.numel * tensor.dtype.itemsize
+            spans[block.file].append((block.start, end, tensor.name))
+    for file, blocks in spans.items():
+        end_before, name_before = 0, ""
+        for start, end, name in sorted(blocks):
+            if start < end_before:
+                raise CheckpointError(f"tensors {name_before} and {name} overlap in {file}", hint=_HINT)
+            end_before, name_before = end, name

@@ -1,0 +1,225 @@
+"""Files read in exact ranges: whole runs, or rows of a block with what is between them left out; summed on the way.
+
+Long runs that are not in the page cache are read around it: to fill the cache costs more than the reading. What is in
+the cache is taken from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.checkpoint.boxes import rows_of
+from shardwise.checkpoint.checksum import MODULUS, checksum, sum_of_rows
+from shardwise.checkpoint.files import BUFFER, PAGE, STRIDE, Count
+from shardwise.errors import CheckpointError
+
+__all__ = ["FileReader", "open_regular", "read_all"]
+
+SECTOR = 512  # runs shorter than this are read with what lies between them: a disk has nothing smaller
+LONG = 4 << 20  # bytes of a run that are read at a time
+MOST_OPEN = 64
+
+
+def open_regular(path: Path, what: str, *, links: bool = False) -> int:
+    """A file opened for reading that is a plain file: no pipe that would block, no link unless they are allowed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+    except OSError as error:
+        why = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})"
+        raise CheckpointError(f"{what}: {path} {why}", hint="the checkpoint is incomplete or damaged") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{what}: {path} is not a plain file", hint="the checkpoint is damaged")
+    return fd
+
+
+def read_all(path: Path, what: str, *, links: bool = False) -> bytes:
+    """The bytes of a small file."""
+    fd = open_regular(path, what, links=links)
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+class FileReader:
+    """The files of a checkpoint, read in exact ranges; counts the bytes that are read."""
+
+    def __init__(
+        self, directory: Path, files: Mapping[str, int], count: Count = lambda n: None, *, links: bool = False
+    ) -> None:
+        self.bytes_read = 0
+        self._links = links
+        self._directory = directory
+        self._sizes = files
+        self._count = count
+        self._open: dict[str, int] = {}
+        self._around: AroundCache | None = None
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+        if self._around is not None:
+            self._around.close()
+
+    def descriptor(self, file: str, what: str) -> int:
+        """The open file, which is as long as the index says."""
+        fd = self._open.pop(file, None)
+        if fd is None:
+            fd = open_regular(self._directory / file, what, links=self._links)
+            have, want = os.fstat(fd).st_size, self._sizes[file]
+            if have != want:
+                os.close(fd)
+                raise CheckpointError(
+                    f"{what}: {file} has {have:,} bytes instead of {want:,}", hint="the file is truncated or damaged"
+                )
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+        self._open[file] = fd  # the last of the dict is the latest used
+        return fd
+
+    def read_part(
+        self,
+        file: str,
+        start: int,
+        sizes: Sequence[int],
+        part: Sequence[slice],
+        itemsize: int,
+        out: np.ndarray,
+        what: str,
+    ) -> int:
+        """Read a part of the block that starts at byte `start` into `out`, dense; its share of the block's checksum."""
+        fd = self.descriptor(file, what)
+        total, at = 0, 0
+        for first, count, pitch, length in rows_of(sizes, part, itemsize):
+            if count > 1 and 4 * length >= pitch:  # most pages have something of it: let the disk begin
+                os.posix_fadvise(fd, start + first, count * pitch, os.POSIX_FADV_WILLNEED)
+            if count == 1 or length >= SECTOR:
+                step = max(1, STRIDE // length)
+            else:
+                step = max(1, STRIDE // pitch)
+            for row in range(0, count, step):
+                rows = out[at : at + min(step, count - row) * length].reshape(-1, length)
+                total += self._rows(fd, start, first + row * pitch, pitch, rows, f"{what}: {file}")
+                at += rows.size
+        return total % MODULUS
+
+    def _rows(self, fd: int, start: int, first: int, pitch: int, rows: np.ndarray, what: str) -> int:
+        """Read rows of a block; the sum of them."""
+        count, length = rows.shape
+        if count == 1:
+            return self._read_run(fd, rows[0], start, first, what)
+        if length >= SECTOR:
+            self._read_apart(fd, rows, start + first, pitch, what)
+        else:
+            span = np.empty((count - 1) * pitch + length, dtype=np.uint8)
+            self._read(fd, span, start + first, what)
+            rows[:] = np.lib.stride_tricks.as_strided(span, rows.shape, (pitch, 1))
+        return sum_of_rows(rows, first, pitch)
+
+    def _read_run(self, fd: int, run: np.ndarray, start: int, first: int, what: str) -> int:
+        """Read one run of a block, and sum it while it is at hand."""
+        total = 0
+        for at in range(0, len(run), LONG):
+            part = run[at : at + LONG]
+            self._read(fd, part, start + first + at, what)
+            total += checksum(part, first + at)
+        return total
+
+    def _read_apart(self, fd: int, rows: np.ndarray, at: int, pitch: int, what: str) -> None:
+        """Read rows that have something between them: many short reads, so the loop is kept bare."""
+        count, length = rows.shape
+        view, preadv = rows.reshape(-1).data, os.preadv
+        for first in range(0, count * length, length):
+            if preadv(fd, (view[first : first + length],), at) != length:
+                raise CheckpointError(f"{what} cannot be read at byte {at:,}", hint="the file is truncated or damaged")
+            at += pitch
+        self._counted(count * length)
+
+    def _read(self, fd: int, out: np.ndarray, at: int, what: str) -> None:
+        view = out.data
+        while len(view):
+            got = self._some(fd, view, at)
+            if not got:
+                raise CheckpointError(f"{what} ends at byte {at:,}, before its blocks do", hint="the file is truncated")
+            view, at = view[got:], at + got
+
+    def _some(self, fd: int, view: memoryview, at: int) -> int:
+        """Read as much as comes at once: long runs from the cache or around it, short ones as the system likes."""
+        got = 0
+        if len(view) >= STRIDE:
+            if self._around is None:
+                self._around = AroundCache()
+            got = self._around.read(fd, view, at)
+        got = got or os.preadv(fd, [view], at)
+        self._counted(got)
+        return got
+
+    def _counted(self, count: int) -> None:
+        self.bytes_read += count
+        self._count(count)
+
+
+class AroundCache:
+    """Long reads of open files: what is in the page cache from there, the rest directly from the disk.
+
+    Direct reads are of whole pages, to a buffer that begins at one, and are copied from there.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = mmap.mmap(-1, BUFFER)
+        self._array = np.frombuffer(self._buffer, dtype=np.uint8)
+        self._of: tuple[int, int, int] | None = None
+        self._opened: tuple[int, int] | None = None  # one to ask the cache, one to read directly
+
+    def read(self, fd: int, view: memoryview, at: int) -> int:
+        """How many bytes were read into `view`; 0 if this file cannot be read in this way."""
+        opened = self._descriptors(fd)
+        if opened is None:
+            return 0
+        asking, direct = opened
+        try:
+            return os.preadv(asking, [view], at, os.RWF_NOWAIT)
+        except OSError:  # not in the cache
+            pass
+        skipped = at % PAGE
+        wanted = min(BUFFER, -(-(skipped + len(view)) // PAGE) * PAGE)
+        try:
+            got = os.preadv(direct, [memoryview(self._buffer)[:wanted]], at - skipped)
+        except OSError:
+            return 0
+        useful = max(0, min(got - skipped, len(view)))
+        np.frombuffer(view, dtype=np.uint8)[:useful] = self._array[skipped : skipped + useful]
+        return useful
+
+    def _descriptors(self, fd: int) -> tuple[int, int] | None:
+        """The same file opened twice more; None where that cannot be."""
+        status = os.fstat(fd)
+        key = (fd, status.st_dev, status.st_ino)
+        if self._of != key:
+            self.close()
+            self._of = key
+            name, flags = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC
+            try:
+                direct = os.open(name, flags | os.O_DIRECT)
+                asking = os.open(name, flags)
+                os.posix_fadvise(asking, 0, 0, os.POSIX_FADV_RANDOM)  # to ask must not make it read ahead
+                self._opened = (asking, direct)
+            except (OSError, AttributeError):
+                return None
+        return self._opened
+
+    def close(self) -> None:
+        """Close the file."""
+        for fd in self._opened or ():
+            os.close(fd)
+        self._of, self._opened = None, None

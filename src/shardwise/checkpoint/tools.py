@@ -1,0 +1,273 @@
+"""What one does with a checkpoint without a model: inspect, verify, compare, lay out for another mesh.
+
+Each goes block by block: none holds more of a tensor than one block of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint import atomic
+from shardwise.checkpoint.background import finish_pending
+from shardwise.checkpoint.boxes import held_boxes
+from shardwise.checkpoint.dtypes import NAMES
+from shardwise.checkpoint.files import Item, as_bytes
+from shardwise.checkpoint.headers import read_header
+from shardwise.checkpoint.index import Index, StoredTensor
+from shardwise.checkpoint.owners import Share, Shared, share_out
+from shardwise.checkpoint.progress import Progress
+from shardwise.checkpoint.ranges import FileReader
+from shardwise.checkpoint.reading import Sums, check_sums, open_index, read_box
+from shardwise.checkpoint.together import Processes, Turn, processes_of
+from shardwise.checkpoint.tree import stored_entries, tensor_name
+from shardwise.checkpoint.values import decode
+from shardwise.checkpoint.writing import Described, Job, run_job
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Replicate, Shard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.fabric.world import as_mesh
+
+__all__ = ["Difference", "Summary", "TensorSummary", "diff", "inspect", "reshard", "verify"]
+
+Placements = Callable[[str, tuple[int, ...]], Sequence[Any]]
+
+
+class TensorSummary(NamedTuple):
+    """A tensor of a checkpoint: its name, dtype, shape, bytes, and how many blocks it is stored in."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    blocks: int
+
+
+class Summary(NamedTuple):
+    """What a checkpoint holds, by what its index says."""
+
+    tensors: tuple[TensorSummary, ...]
+    objects: dict[str, Any]
+    files: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Difference(NamedTuple):
+    """Something in which two checkpoints differ."""
+
+    name: str
+    what: str
+
+
+def inspect(path: str | Path) -> Summary:
+    """What a checkpoint holds. Reads the index alone.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> path = tempfile.mkdtemp() + "/first"
+        >>> sw.checkpoint.save({"w": torch.ones(2, 2), "step": 3}, path)
+        >>> summary = sw.checkpoint.inspect(path)
+        >>> summary.tensors[0].name, summary.nbytes, summary.objects
+        ('w', 16, {'step': 3})
+    """
+    index = open_index(Path(path))
+    tensors = tuple(TensorSummary(t.name, t.dtype, t.shape, t.nbytes, len(t.blocks)) for t in index.tensors.values())
+    return Summary(tensors, _objects(index), dict(index.files))
+
+
+def _objects(index: Index) -> dict[str, Any]:
+    entries = stored_entries(index.state).items()
+    return {name: decode(value) for name, (_, value) in entries if tensor_name(value) is None}
+
+
+def verify(path: str | Path) -> list[str]:
+    """Read all of a checkpoint; a line for each thing that is wrong with it, none if it is whole.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> path = tempfile.mkdtemp() + "/first"
+        >>> sw.checkpoint.save({"w": torch.ones(2, 2)}, path)
+        >>> sw.checkpoint.verify(path)
+        []
+        >>> __import__("os").truncate(path + "/blocks-00000.safetensors", 100)
+        >>> sw.checkpoint.verify(path)[0].splitlines()[0]
+        'blocks-00000.safetensors is not a safetensors file: its header would have 4088 bytes'
+    """
+    directory = Path(path)
+    try:
+        index = open_index(directory)
+        _objects(index)
+    except CheckpointError as error:
+        return [str(error)]
+    found = list(_header_problems(directory, index))
+    total = sum(tensor.nbytes for tensor in index.tensors.values())
+    with (
+        Progress("verifying", total, shown=True) as progress,
+        FileReader(directory, index.files, progress.add) as files,
+    ):
+        for stored in index.tensors.values():
+            for block in stored.blocks:
+                single = stored._replace(blocks=(block,))
+                try:
+                    _, sums = read_box(files, single, block.box)
+                    check_sums(index._replace(tensors={stored.name: single}), [{(stored.name, block.box): sums}])
+                except CheckpointError as error:
+                    found.append(error.problem)
+    return found
+
+
+def _header_problems(directory: Path, index: Index) -> Iterator[str]:
+    """Where the header of a file does not say what the index says."""
+    for file in index.files:
+        try:
+            _, inside = read_header(directory, file)
+        except CheckpointError as error:
+            yield error.problem
+            continue
+        for stored in index.tensors.values():
+            for block in stored.blocks:
+                key = f"{stored.name}@{','.join(map(str, block.box.offset))}"
+                if block.file == file and (key not in inside or inside[key].start != block.start):
+                    yield f"{file}: its header and the index do not agree where {key} is"
+
+
+def diff(a: str | Path, b: str | Path) -> list[Difference]:
+    """In what two checkpoints differ: names, shapes, dtypes, values of tensors and objects. Layouts do not count.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> sw.checkpoint.save({"w": torch.zeros(4), "step": 1}, f"{folder}/a")
+        >>> sw.checkpoint.save({"w": torch.tensor([0, 0, 2.0, 0]), "step": 2}, f"{folder}/b")
+        >>> for name, what in sw.checkpoint.diff(f"{folder}/a", f"{folder}/b"):
+        ...     print(name, what)
+        step is 1 in the first, 2 in the second
+        w differs in 1 of 4 elements, by at most 2
+    """
+    first, second = open_index(Path(a)), open_index(Path(b))
+    found = list(_different_entries(first, second))
+    both = [name for name in first.tensors if name in second.tensors]
+    with FileReader(Path(a), first.files) as in_a, FileReader(Path(b), second.files) as in_b:
+        for name in both:
+            what = _difference(in_a, first.tensors[name], in_b, second.tensors[name])
+            if what is not None:
+                found.append(Difference(name, what))
+    return found
+
+
+def _different_entries(first: Index, second: Index) -> Iterator[Difference]:
+    here, there = stored_entries(first.state), stored_entries(second.state)
+    for name in [*here, *(name for name in there if name not in here)]:
+        if name not in there:
+            yield Difference(name, "is in the first only")
+        elif name not in here:
+            yield Difference(name, "is in the second only")
+        else:
+            a, b = here[name][1], there[name][1]
+            if (tensor_name(a) is None) != (tensor_name(b) is None):
+                yield Difference(name, "is a tensor in one and a plain object in the other")
+            elif tensor_name(a) is None and a != b:
+                yield Difference(name, f"is {decode(a)!r:.60} in the first, {decode(b)!r:.60} in the second")
+
+
+def _difference(in_a: FileReader, a: StoredTensor, in_b: FileReader, b: StoredTensor) -> str | None:
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        one, other = TensorMeta(a.shape, dtype=a.dtype), TensorMeta(b.shape, dtype=b.dtype)
+        return f"is {one} in the first, {other} in the second"
+    differing, total, largest = 0, 0, 0.0
+    for block in a.blocks:
+        left, right = read_box(in_a, a, block.box)[0], read_box(in_b, b, block.box)[0]
+        total += left.numel()
+        unequal = (as_bytes(left) != as_bytes(right)).reshape(-1, a.dtype.itemsize).any(axis=1)
+        if unequal.any():
+            differing += int(unequal.sum())
+            wide = torch.complex128 if a.dtype.is_complex else torch.float64
+            largest = max(largest, (left.to(wide) - right.to(wide)).abs().nan_to_num(torch.inf).max().item())
+    return f"differs in {differing:,} of {total:,} elements, by at most {largest:.6g}" if differing else None
+
+
+# ---------------------------------------------------------------- another layout
+
+
+def reshard(
+    path: str | Path, out: str | Path, mesh: Any, placements: Placements | None = None, *, process_group: Any = None
+) -> None:
+    """Write a checkpoint anew as ranks of a mesh would have saved it, so that loading there reads long ranges.
+
+    Any checkpoint loads on any mesh; this only makes it faster to do so often. Under torchrun every process calls it
+    and does its part; on a virtual mesh this process does all, one block at a time.
+
+    Args:
+        path: the checkpoint.
+        out: the directory to make.
+        mesh: the mesh, virtual or of processes.
+        placements: from a tensor's name and shape to its placements on the mesh; by default all axes split dim 0.
+        process_group: the processes that take part, if not all.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> sw.checkpoint.save({"w": torch.arange(6.0)}, f"{folder}/a")
+        >>> sw.checkpoint.reshard(f"{folder}/a", f"{folder}/b", sw.init_device_mesh("cpu", (3,)))
+        >>> sw.checkpoint.inspect(f"{folder}/b").tensors[0].blocks, sw.checkpoint.diff(f"{folder}/a", f"{folder}/b")
+        (3, [])
+    """
+    finish_pending()
+    grid = as_mesh(mesh)
+    if grid.fabric == "dry":
+        raise UnsupportedError("a dry run has no files", hint="use a virtual mesh, or processes")
+    processes = Processes() if grid.fabric == "virtual" else processes_of([], process_group)
+    turn, target = Turn(), Path(out).absolute()
+
+    def decide() -> tuple[Index, dict[str, DTensorSpec]]:
+        index = open_index(Path(path))
+        layout = placements or _by_rows(grid)
+        specs = {
+            name: DTensorSpec(grid, layout(name, stored.shape), TensorMeta(stored.shape, dtype=stored.dtype))
+            for name, stored in index.tensors.items()
+        }
+        if processes.is_first:
+            atomic.check_target(target, None, False)
+            atomic.prepare(target)
+        return index, specs
+
+    index, specs = turn.attempt(decide, (Index({}, {}, {}), {}))
+    processes.tell(turn)
+    shares = share_out(
+        [Shared(name, stored.dtype.itemsize, held_boxes(specs[name])) for name, stored in index.tensors.items()]
+    )
+    described = {
+        name: Described(NAMES[stored.dtype], stored.shape, repr(specs[name])) for name, stored in index.tensors.items()
+    }
+    sums: Sums = {}
+    with FileReader(Path(path), index.files) as files:
+        items = {
+            rank: [(share, _copied(files, index, share, sums)) for share in of_rank]
+            for rank, of_rank in shares.items()
+            if processes.alone or rank == processes.rank
+        }
+        check: Callable[[list[Any]], None] = lambda told: check_sums(index, told)  # noqa: E731
+        run_job(Job(target, processes, described, index.state, items, sums=sums, check=check))
+
+
+def _by_rows(mesh: DeviceMesh) -> Placements:
+    return lambda name, shape: [Shard(0) if shape else Replicate()] * mesh.ndim
+
+
+def _copied(files: FileReader, index: Index, share: Share, sums: Sums) -> Item:
+    """A block that is read from another checkpoint when it is to be written."""
+    stored, box = index.tensors[share.name], share.box
+
+    def get() -> torch.Tensor:
+        values, sums[share.name, box] = read_box(files, stored, box)
+        return values
+
+    return Item(f"{share.name}@{','.join(map(str, box.offset))}", stored.dtype, box.sizes, get)

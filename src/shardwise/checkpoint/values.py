@@ -1,0 +1,136 @@
+"""Plain objects as JSON and back: exactly, of a closed list of kinds, running nothing.
+
+What JSON has no word for is an object with one key that starts with `$`. Anything not on the list is an error that
+names where in the state it stands.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.dtypes import DTYPES, NAMES
+from shardwise.errors import CheckpointError
+
+__all__ = ["Name", "decode", "encode", "is_plain", "join"]
+
+Name = tuple[Any, ...]  # the keys that lead to an entry
+DEEPEST = 100  # levels of nesting, of what is written and of what is read
+EXACT = 2**53  # integers beyond this are floats to some readers of JSON
+_HEX = re.compile(r"-?0x[0-9a-f]+")
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_KEYS = (str, int)
+
+
+def join(path: Sequence[Any]) -> str:
+    """The name of an entry: its keys with `/` between them; `~` and `/` inside a key are `~0` and `~1`.
+
+    Example:
+        >>> join(("optimizer", "state", 0, "exp_avg"))
+        'optimizer/state/0/exp_avg'
+    """
+    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether no tensor is inside `value`: it is stored as one object."""
+    if isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else True
+
+
+def encode(value: Any, path: Name = (), depth: int = 0) -> Any:
+    """What JSON can say of `value`, from which `decode` makes it again.
+
+    Example:
+        >>> encode({"betas": (0.9, float("inf")), 3: [None, 2**60]})
+        {'$dict': [['betas', {'$tuple': [0.9, {'$float': 'inf'}]}], [3, [None, {'$int': '0x1000000000000000'}]]]}
+    """
+    if depth > DEEPEST:
+        raise CheckpointError(
+            f"{join(path[:8])}... is nested more than {DEEPEST} levels deep", hint="does it contain itself?"
+        )
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -EXACT <= value <= EXACT else {"$int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind is list:
+        return [encode(item, (*path, i), depth + 1) for i, item in enumerate(value)]
+    if kind is torch.dtype and value in NAMES:
+        return {"$dtype": NAMES[value]}
+    if kind is torch.Size:
+        return {"$size": list(value)}
+    if kind is tuple:
+        return {"$tuple": [encode(item, (*path, i), depth + 1) for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        return encode_items([(key, encode(item, (*path, key), depth + 1)) for key, item in value.items()], path)
+    raise CheckpointError(
+        f"{join(path) or 'the state'} is {_what(value)}, which a checkpoint cannot hold",
+        hint="it holds tensors, numbers, strings, None, lists, tuples and dicts; of numpy: .item(), .tolist()",
+    )
+
+
+def encode_items(items: Sequence[tuple[Any, Any]], path: Name) -> Any:
+    """A dict whose values are encoded already."""
+    for key, _ in items:
+        if type(key) not in _KEYS:
+            raise CheckpointError(
+                f"{join(path) or 'the state'} has the key {key!r}, {_what(key)}", hint="keys are strings or integers"
+            )
+    if all(type(key) is str and not key.startswith("$") for key, _ in items):
+        return dict(items)
+    return {"$dict": [[encode(key), item] for key, item in items]}
+
+
+def _what(value: Any) -> str:
+    return f"of type {type(value).__module__}.{type(value).__qualname__}"
+
+
+def decode(data: Any, depth: int = 0) -> Any:
+    """The value that `encode` made `data` of; an error for anything that it cannot have made.
+
+    Example:
+        >>> decode({"$tuple": [1, {"$float": "nan"}]})
+        (1, nan)
+    """
+    if depth > 2 * DEEPEST:
+        raise CheckpointError(f"an object is nested more than {DEEPEST} levels deep")
+    if isinstance(data, list):
+        return [decode(item, depth + 1) for item in data]
+    if not isinstance(data, dict):
+        return data
+    tag = next(iter(data), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, depth + 1) for key, item in data.items()}
+    content = data[tag]
+    if len(data) == 1 and tag in ("$tuple", "$dict") and isinstance(content, list):
+        items = [decode(item, depth + 1) for item in content]
+        return tuple(items) if tag == "$tuple" else _dict_of(items)
+    if len(data) == 1 and isinstance(content, str):
+        if tag == "$int" and _HEX.fullmatch(content):
+            return int(content, 16)
+        if tag == "$float" and content in _FLOATS:
+            return _FLOATS[content]
+        if tag == "$dtype" and content in DTYPES:
+            return DTYPES[content]
+    if len(data) == 1 and tag == "$size" and isinstance(content, list) and all(type(n) is int for n in content):
+        return torch.Size(content)
+    raise CheckpointError(f"an object that means nothing: {str(data)[:80]}")
+
+
+def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS or pair[0] in made:
+            raise CheckpointError(f"a dict with an entry that means nothing: {str(pair)[:80]}")
+        made[pair[0]] = pair[1]
+    return made

@@ -1,0 +1,43 @@
+"""check_ranks: compare the collectives that ranks issue while a part of a program runs.
+
+The switch alone; the comparison is the fabric's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from shardwise.fabric.c10d import c10d
+from shardwise.fabric.routes import forget_routes
+from shardwise.tensor import forget_operators
+
+__all__ = ["check_ranks"]
+
+
+@contextlib.contextmanager
+def check_ranks(interval: float = 1.0) -> Iterator[None]:
+    """Inside, ranks that issue different collectives all raise an error, instead of waiting for each other.
+
+    Call it on every rank. `SHARDWISE_CHECK=1` in the environment does the same for a whole program. On the virtual
+    fabric, where ranks cannot part, it does nothing.
+
+    Args:
+        interval: seconds between two comparisons.
+
+    Example:
+        >>> import shardwise as sw
+        >>> with sw.debug.check_ranks():
+        ...     x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)))
+    """
+    _switch(True, interval)
+    try:
+        yield
+    finally:
+        _switch(False, interval)
+
+
+def _switch(on: bool, interval: float) -> None:
+    c10d.check_ranks(on, interval)
+    forget_routes()  # what is bound goes on as it was bound
+    forget_operators()

@@ -1,0 +1,54 @@
+"""explain: a context in which every operator on DTensors is recorded into a report."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from shardwise.debug.recorder import Listener, listen, unlisten
+from shardwise.debug.records import Record
+from shardwise.debug.report import Report
+
+__all__ = ["explain"]
+
+
+class _Recording(Listener):
+    """Puts what it hears into a report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def begin(self, record: Record) -> None:
+        self.report.records.append(record)
+
+
+@contextlib.contextmanager
+def explain(*, candidates: bool = False) -> Iterator[Report]:
+    """Inside, every operator on DTensors is recorded: what moved, from which line, why, and how to avoid it.
+
+    Backward is recorded as well, on whatever thread it runs; its operators stand with the line and the module of the
+    operator in forward whose gradient they compute.
+
+    Args:
+        candidates: also show what each operator that communicated could have done instead, with the costs.
+
+    Example:
+        >>> import shardwise as sw, torch
+        >>> mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        >>> x = sw.ones(8, 8, device_mesh=mesh, placements=[sw.Shard(1)])
+        >>> w = sw.ones(8, 8, device_mesh=mesh, placements=[sw.Shard(1)])
+        >>> with sw.explain() as report:
+        ...     y = x @ w
+        >>> report.total.collectives, [move.words for _, move in report.moves]
+        (1, ['all-to-all dim 1 -> dim 0 over tp'])
+        >>> print(report.advice(report.records[0]))
+        self is tp:S1, mat2 is tp:S1. Were mat2 tp:S0, nothing would move, and the result would be tp:P. To bring it
+        there takes all-to-all dim 1 -> dim 0 over tp, 48 B.
+    """
+    report = Report(candidates=candidates)
+    recording = _Recording(report)
+    listen(recording)
+    try:
+        yield report
+    finally:
+        unlisten(recording)

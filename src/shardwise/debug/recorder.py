@@ -1,0 +1,287 @@
+"""The recorder: while somebody listens, every operator on DTensors and every move goes through here.
+
+Then, and only then, a few methods of DTensor are replaced by ones that record: inactive, it costs nothing at all. The
+state is process-wide, so that it holds in backward, which may run on other threads. Knows nothing of reports.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise import modes
+from shardwise.core.spec import DTensorSpec
+from shardwise.debug.modules import ModuleTracker
+from shardwise.debug.records import NOWHERE, Move, Operand, Record, Where, moves_of_route, scatter_move
+from shardwise.debug.where import standing
+from shardwise.dispatch.decision import Decision
+from shardwise.fabric import routes
+from shardwise.plan.cost import current_cost_model
+from shardwise.plan.route import Route
+from shardwise.schema import op_info, tensor_slots
+from shardwise.tensor import DTensor, _dispatcher, unrecorded
+from shardwise.tensor import record as record_operators
+
+__all__ = ["Listener", "listen", "modules", "unlisten"]
+
+MAX_KNOWN = 16384
+EXPLICIT = ("redistribute", "full_tensor", "to_local", "from_local")
+_LEAF = 2**63  # nodes that accumulate gradients have a number larger than all others
+
+
+class Listener:
+    """Who wants to know."""
+
+    def begin(self, record: Record) -> None:
+        """A record was begun. What comes out of it is filled in when it ends."""
+
+    def move(self, record: Record, move: Move) -> None:
+        """A collective of the record is about to be issued; to raise prevents it."""
+
+
+class _State:
+    """What is kept while somebody listens."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.decisions: dict[Any, Decision] = {}  # by key and cost model
+        self.by_node: dict[int, Record] = {}  # by the number of the autograd node that an operator in forward made
+        self.made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensors, and the record they came out of
+        self.thread = threading.local()
+
+    @property
+    def open(self) -> list[Record]:
+        """The records that are running on this thread, innermost last."""
+        thread = self.thread
+        if not hasattr(thread, "open"):
+            thread.open, thread.nodes = [], torch.autograd._get_sequence_nr()
+        return thread.open
+
+
+modules = ModuleTracker()
+_listeners: list[Listener] = []
+_lock = threading.RLock()
+_state = _State()
+_originals: dict[str, Any] = {}
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` from now on. The first one switches recording on."""
+    with _lock:
+        _listeners.append(listener)
+        if len(_listeners) == 1:
+            _switch_on()
+
+
+def unlisten(listener: Listener) -> None:
+    """Tell it no longer. The last one switches recording off."""
+    with _lock:
+        _listeners.remove(listener)
+        if not _listeners:
+            _switch_off()
+
+
+def _switch_on() -> None:
+    global _state
+    _state = _State()
+    assert _state.open == []
+    record_operators(_dispatch)
+    _originals.update({name: DTensor.__dict__[name] for name in EXPLICIT})
+    for name in EXPLICIT:
+        recording = _explicit(name, _originals[name])
+        setattr(DTensor, name, staticmethod(recording) if name == "from_local" else recording)
+    routes.observers.append(_routed)
+    routes.scatter_observers.append(_scattered)
+    modules.start()
+
+
+def _switch_off() -> None:
+    global _state
+    record_operators(None)
+    for name, original in _originals.items():
+        setattr(DTensor, name, original)
+    routes.observers.remove(_routed)
+    routes.scatter_observers.remove(_scattered)
+    modules.stop()
+    _state = _State()
+
+
+# ---------------------------------------------------------------- what is called in place of DTensor's own
+
+
+def _dispatch(
+    cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    if _is_traced():
+        return unrecorded(func, types, args, kwargs)
+    state = _state
+    record = _begin(state, str(func), "operator", *_described(state, func, args, kwargs or {}))
+    record.directly = modes.is_decomposing(func)
+    _remember_node(state, record)
+    return _run(state, record, lambda: unrecorded(func, types, args, kwargs))
+
+
+def _is_traced() -> bool:
+    """Whether a graph is being made: its operators run later, and elsewhere."""
+    modes_of, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    return modes_of(keys.FAKE) is not None or modes_of(keys.PROXY) is not None
+
+
+def _explicit(name: str, original: Any) -> Callable[..., Any]:
+    """A method that moves because it was asked to, recorded; one that another of them calls is a part of that."""
+    function: Callable[..., Any] = original.__func__ if isinstance(original, staticmethod) else original
+
+    @functools.wraps(function)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        state = _state
+        if _is_traced() or (state.open and state.open[-1].kind == "explicit"):
+            return function(*args, **kwargs)
+        tensor = args[0] if args else None
+        operands = (_operand(state, "self", tensor),) if isinstance(tensor, DTensor) else ()
+        record = _begin(state, name, "explicit", operands, None)
+        first = torch.autograd._get_sequence_nr()
+        try:
+            return _run(state, record, lambda: function(*args, **kwargs))
+        finally:
+            for number in range(first, torch.autograd._get_sequence_nr()):
+                state.by_node.setdefault(number, record)
+            state.thread.nodes = torch.autograd._get_sequence_nr()
+
+    return recording
+
+
+def _run(state: _State, record: Record, call: Callable[[], Any]) -> Any:
+    running = state.open
+    running.append(record)
+    try:
+        result = call()
+    except BaseException as error:
+        record.error = type(error).__name__
+        raise
+    finally:
+        record.ended = time.perf_counter()
+        if running and running[-1] is record:
+            running.pop()
+    record.outputs = tuple(_came_out(state, record, result))
+    return result
+
+
+def _came_out(state: _State, record: Record, result: Any) -> Iterator[DTensorSpec]:
+    for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+        if isinstance(tensor, DTensor):
+            if len(state.made) >= MAX_KNOWN:
+                state.made.clear()
+            state.made[id(tensor)] = (weakref.ref(tensor), record.index)
+            yield tensor._spec
+
+
+# ---------------------------------------------------------------- making a record
+
+
+def _begin(
+    state: _State, name: str, kind: str, operands: tuple[Operand, ...], decision: Decision | None
+) -> Record:  # fmt: skip
+    running = state.open
+    outer = running[-1] if running else None
+    with _lock:
+        index, state.count = state.count, state.count + 1
+    phase, where, called, module, parent, cause = _context(state, outer)
+    record = Record(
+        index, name, kind, phase, where, called, module, parent, cause, operands, decision, started=time.perf_counter()
+    )
+    if outer is not None:
+        outer.children.append(index)
+    for listener in tuple(_listeners):
+        listener.begin(record)
+    return record
+
+
+def _context(state: _State, outer: Record | None) -> tuple[str, Where, Where, str, int | None, int | None]:
+    """Phase, lines, module, parent and cause."""
+    if outer is not None:  # what an operator is computed from stands where that stands
+        return outer.phase, outer.where, outer.called, outer.module, outer.index, outer.cause
+    node: Any = torch._C._current_autograd_node()
+    inner, called, recomputing = standing(node is not None)
+    if node is None or recomputing:
+        return "forward" if node is None else "recompute", inner, called, modules.current, None, None
+    number = node._sequence_nr()
+    cause = state.by_node.get(number)
+    if cause is not None:
+        return "backward", cause.where if inner is NOWHERE else inner, called, cause.module, None, cause.index
+    owner = modules.owner_of(node.variable)[0] if number >= _LEAF else ""
+    return "backward", called if inner is NOWHERE else inner, called, owner, None, None
+
+
+def _described(
+    state: _State, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Operand, ...], Decision]:
+    """The tensors of a call, and how it is run. Holds none of them: who holds a tensor tells whose it is."""
+    key = _dispatcher.key(func, args, kwargs), current_cost_model()
+    decision = state.decisions.get(key)
+    if decision is None:
+        if len(state.decisions) >= MAX_KNOWN:
+            state.decisions.clear()
+        decision = state.decisions[key] = _dispatcher.explain(key[0], func, args, kwargs)
+    found = tensor_slots(op_info(func), args, kwargs)
+    operands = [_operand(state, _slot_name(slot), tensor) for slot, tensor in found if isinstance(tensor, DTensor)]
+    return tuple(operands), decision
+
+
+def _slot_name(slot: Any) -> str:
+    return slot.name if slot.item is None else f"{slot.name}[{slot.item}]"
+
+
+def _operand(state: _State, name: str, tensor: Any) -> Operand:
+    module, parameter = modules.owner_of(tensor)
+    made = state.made.get(id(tensor))
+    made_by = made[1] if made is not None and made[0]() is tensor else None
+    return Operand(name, tensor._spec, f"{module}.{parameter}" if parameter else "", made_by)
+
+
+def _remember_node(state: _State, record: Record) -> None:
+    """Autograd makes its node just before the operator: a number that is new since the last record is this one's."""
+    nodes = torch.autograd._get_sequence_nr()
+    if record.parent is None and nodes > state.thread.nodes:
+        state.by_node.setdefault(nodes - 1, record)
+        if len(state.by_node) > 2**20:  # a very long recording: the oldest go
+            for old in list(state.by_node)[: 2**18]:
+                del state.by_node[old]
+    state.thread.nodes = nodes
+
+
+# ---------------------------------------------------------------- what moves
+
+
+def _routed(route: Route) -> None:
+    """Its collectives belong to the innermost record; outside of all, as in the backward of a move, to a new one."""
+    if not _is_traced():
+        _moved(moves_of_route(route), "redistribute", route.source, route.target).routes.append(route)
+
+
+def _scattered(spec: DTensorSpec) -> None:
+    _moved((scatter_move(spec),), "distribute_tensor", None, spec)
+
+
+def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, target: DTensorSpec) -> Record:
+    state = _state
+    running = state.open
+    if running:
+        record = running[-1]
+    else:
+        operands = () if source is None else (Operand("self", source, "", None),)
+        record = _begin(state, name, "explicit", operands, None)
+        record.outputs, record.ended = (target,), record.started
+    for move in moves:
+        for listener in tuple(_listeners):
+            listener.move(record, move)
+        record.moves.append(move)
+        for outer in running[:-1]:
+            outer.received_inside += move.received
+    return record

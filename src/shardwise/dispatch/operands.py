@@ -1,0 +1,147 @@
+"""Operands on their way to where an operator runs: each by its route, and reductions of a list in one collective.
+
+What was Partial and has been reduced is remembered with its tensor: the next operator that reads it moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.dispatch.signature import Executor, Signature, Wrapping
+from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.virtual import RankTensor
+from shardwise.schema import OpInfo, Slot
+
+__all__ = ["Bring", "bringing", "reduced_first"]
+
+Bring = Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
+Versions = tuple[int, int] | None
+
+
+class Settled(NamedTuple):
+    """What a Partial tensor came to when it was reduced, and how often it had been written to then."""
+
+    versions: Versions
+    target: DTensorSpec
+    local: torch.Tensor
+
+
+def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring:
+    """The function that gives the locals of a call's operands where the operator wants them."""
+    slots, mesh, wrapping = signature.slots, signature.mesh, signature.wrapping
+    # what a view shares memory with may be written to
+    remembers = [not signature.info.is_view and _reduces(route) for route in routes]
+    together = _waiting_together(signature, routes) if any(remembers) else []
+
+    def bring(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        for several in together:
+            several.settle([slots[i].get(args, kwargs) for i in several.positions])
+        brought = []
+        for slot, route, remember in zip(slots, routes, remembers, strict=True):
+            tensor = slot.get(args, kwargs)
+            if route is None:
+                brought.append(wrapping.local_of(tensor, mesh))
+            elif remember:
+                brought.append(_settled(tensor, route))
+            else:
+                brought.append(route.run(wrapping.local_of(tensor, mesh)))
+        return brought
+
+    return bring
+
+
+def _reduces(route: BoundRoute | None) -> bool:
+    return route is not None and route.communicates and bool(route.route.source.partial_axes)
+
+
+def _settled(tensor: Any, route: BoundRoute) -> torch.Tensor:
+    """A Partial tensor reduced; as it was before, if nothing has been written to it since."""
+    target = route.route.target
+    kept = _remembered(tensor, target)
+    if kept is None:
+        kept = route.run(tensor._local_tensor)
+        tensor._settled = Settled(_versions(tensor), target, kept)
+    return kept
+
+
+def _remembered(tensor: Any, target: DTensorSpec) -> torch.Tensor | None:
+    kept: Settled | None = tensor._settled
+    if kept is None or kept.target is not target or kept.versions is None or kept.versions != _versions(tensor):
+        return None
+    return kept.local
+
+
+def _versions(tensor: Any) -> Versions:
+    """How often a tensor and its local have been written to; None where torch does not count."""
+    local = tensor._local_tensor
+    parts = (local, *local.tensors) if isinstance(local, RankTensor) else (local,)
+    if tensor._copied_view is not None or tensor.is_inference() or any(part.is_inference() for part in parts):
+        return None
+    return tensor._version, sum(part._version for part in parts)
+
+
+# ---------------------------------------------------------------- lists
+
+
+class _Together(NamedTuple):
+    """Operands of lists that wait for one reduction and are wanted whole: gradients of what every rank has, norms."""
+
+    positions: list[int]
+    targets: list[DTensorSpec]
+    route: BoundRoute
+
+    def settle(self, tensors: Sequence[Any]) -> None:
+        """Reduce them as one, unless that has been done."""
+        if all(_remembered(t, target) is not None for t, target in zip(tensors, self.targets, strict=True)):
+            return
+        flat = torch.cat([tensor._local_tensor.reshape(-1) for tensor in tensors])
+        parts = self.route.run(flat).split([tensor.numel() for tensor in tensors])
+        for tensor, target, part in zip(tensors, self.targets, parts, strict=True):
+            tensor._settled = Settled(_versions(tensor), target, part.view(target.shape))
+
+
+def _waiting_together(signature: Signature, routes: Sequence[BoundRoute | None]) -> list[_Together]:
+    """Those operands of lists that can be reduced in one collective, for each kind of them."""
+    wanted: dict[int, DTensorSpec] = {}
+    for i, (slot, route) in enumerate(zip(signature.slots, routes, strict=True)):
+        if route is not None and slot.item is not None and _reduces(route) and route.route.target.is_replicated:
+            wanted[i] = signature.specs[i]
+    return _alike(wanted)
+
+
+def _alike(waiting: Mapping[int, DTensorSpec]) -> list[_Together]:
+    """Those at least two of which lie alike, sharded on no axis."""
+    groups: dict[Any, list[int]] = {}
+    for i, spec in waiting.items():
+        if spec.tensor_meta.is_contiguous and not any(spec.dim_axes):
+            groups.setdefault((spec.mesh, spec.placements, spec.tensor_meta.dtype), []).append(i)
+    return [
+        _together(positions, [waiting[i] for i in positions]) for positions in groups.values() if len(positions) > 1
+    ]
+
+
+def _together(positions: list[int], specs: Sequence[DTensorSpec]) -> _Together:
+    count = sum(math.prod(spec.shape) for spec in specs)
+    flat = DTensorSpec(specs[0].mesh, specs[0].placements, TensorMeta((count,), (1,), specs[0].tensor_meta.dtype))
+    return _Together(positions, [spec.reduced() for spec in specs], bound_route(flat, flat.reduced()))
+
+
+def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Executor:
+    """The same call with these operands reduced, those that lie alike in one collective."""
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        tensors = [slot.get(args, kwargs) for slot in slots]
+        for several in _alike({i: tensor._spec for i, tensor in enumerate(tensors)}):
+            several.settle([tensors[i] for i in several.positions])
+        for slot, tensor in zip(slots, tensors, strict=True):
+            spec = tensor._spec.reduced()
+            slot.put(new_args, new_kwargs, wrapping.wrapper(spec)(_settled(tensor, bound_route(tensor._spec, spec))))
+        return info.op(*new_args, **new_kwargs)
+
+    return run

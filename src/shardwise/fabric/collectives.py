@@ -1,0 +1,184 @@
+"""One step as a collective on a process group: what is packed, called and unpacked by one rank.
+
+Each function is given the ranks that take part and binds the step to them; what comes back starts the collective and
+gives the function that waits for it. Knows nothing of where groups come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.mesh import Coordinate
+from shardwise.fabric.packing import Line, Parcels, gathering, scattering, split_in_front, swapping
+from shardwise.fabric.pieces import average_divider, reduce_tensors, slicer
+from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, reduction
+
+__all__ = [
+    "Start",
+    "Wait",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "exchange",
+    "reduce_by_gathering",
+    "reduce_scatter",
+]
+
+Wait = Callable[[], torch.Tensor]
+Start = Callable[[torch.Tensor], Wait]
+
+_REDUCE_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no average of every dtype
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def all_gather(step: AllGather, line: Line, group: Any, coordinate: Coordinate) -> Start:
+    """The blocks of all, padded where they are uneven, put together along the dim."""
+    n = len(line.ranks)
+    part, pad, assemble, as_it_comes, shape = gathering(step, line, coordinate)
+
+    def start(local: torch.Tensor) -> Wait:
+        local = pad(local)
+        buffer = local.new_empty((n, *part))
+        work = group._allgather_base(as_carried(buffer).view(-1), as_carried(local).view(-1))
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return assemble(buffer)
+
+        return wait
+
+    def start_in_place(local: torch.Tensor) -> Wait:
+        local = local.contiguous()
+        out = local.new_empty(shape)
+        return _after(group._allgather_base(as_carried(out), as_carried(local)), out)
+
+    return start_in_place if as_it_comes else start
+
+
+def all_reduce(step: AllReduce, group: Any) -> Start:
+    """The reduction on every rank."""
+    options = dist.AllreduceOptions()
+    op = reduction(step)
+    options.reduceOp = _REDUCE_OPS.get(op, dist.ReduceOp.SUM)  # norms are sums of powers
+    finish = average_divider(step)
+
+    def start(local: torch.Tensor) -> Wait:
+        buffer = as_reducible(local, op)
+        if buffer is local or not buffer.is_contiguous():
+            buffer = buffer.clone(memory_format=torch.contiguous_format)
+        work = group.allreduce([buffer], options)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return from_reducible(buffer if finish is None else finish(buffer), local.dtype, op)
+
+        return wait
+
+    return start
+
+
+def reduce_by_gathering(step: AllReduce | ReduceScatter, group: Any, coordinate: Coordinate) -> Start:
+    """A reduction that process groups lack: each rank gets all parts and reduces them itself."""
+    cut = slicer(step.before.block(coordinate), step.after.block(coordinate))
+
+    def start(local: torch.Tensor) -> Wait:
+        local = local.contiguous()
+        buffer = local.new_empty((group.size(), *local.shape))
+        work = group._allgather_base(as_carried(buffer).view(-1), as_carried(local).view(-1))
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return cut(reduce_tensors(buffer.unbind(), reduction(step)))
+
+        return wait
+
+    return start
+
+
+def reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coordinate) -> Start:
+    """The reduction, of which each rank gets its part, padded where parts are uneven."""
+    part, pack, own = scattering(step, line, coordinate)
+    options = dist.ReduceScatterOptions()
+    op = reduction(step)
+    options.reduceOp = _REDUCE_OPS.get(op, dist.ReduceOp.SUM)  # norms are sums of powers
+    finish = average_divider(step)
+
+    def start(local: torch.Tensor) -> Wait:
+        packed = pack(as_reducible(local, op))
+        buffer = packed.new_empty(part)
+        work = group._reduce_scatter_base(buffer.view(-1), packed.view(-1), options)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return from_reducible(own(buffer if finish is None else finish(buffer)), local.dtype, op)
+
+        return wait
+
+    return start
+
+
+def all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -> Start | None:
+    """Where all parts are of one size, in order and row-major; None where the general exchange must do it."""
+    n, source_dim, target_dim = len(line.ranks), step.source_dim, step.target_dim
+    goal = swapping(step, line, coordinate)
+    if goal is None:
+        return None
+
+    def start(local: torch.Tensor) -> Wait:
+        packed = split_in_front(local, target_dim, n)
+        buffer = torch.empty_like(packed)
+        work = group.alltoall_base(as_carried(buffer).view(-1), as_carried(packed).view(-1), [], [])
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return buffer.movedim(0, source_dim).reshape(goal)
+
+        return wait
+
+    return start
+
+
+def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels) -> Start:
+    """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
+    sent, got, sends = sum(goods.sent_sizes), sum(goods.got_sizes), goods.sends
+
+    def start(local: torch.Tensor) -> Wait:
+        if have is None:  # a rank outside held nothing, of no dtype in particular
+            local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
+        packed, buffer = local.new_empty(sent), local.new_empty(got)
+        for box, part in zip(sends.boxes, packed.split_with_sizes(sends.lengths), strict=True):
+            if box is not None:
+                part.view(box.shape).copy_(local[box.source])
+        carried = as_carried(buffer)
+        scale = buffer.element_size() // carried.element_size()
+        work = group.alltoall_base(
+            carried, as_carried(packed), [n * scale for n in goods.got_sizes], [n * scale for n in goods.sent_sizes]
+        )
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return goods.unpack(local, buffer)
+
+        return wait
+
+    return start
+
+
+def _after(work: Any, result: torch.Tensor) -> Wait:
+    """Waits for `work`, which fills `result`."""
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return result
+
+    return wait

@@ -1,0 +1,126 @@
+"""The sequence of collectives that a rank has issued in each group, and where those of two ranks part.
+
+Pure data; knows nothing of process groups or of how the ranks tell each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Entry", "GroupLog", "Ranks", "caller", "difference_text", "first_difference", "ranks_name"]
+
+Ranks = tuple[int, ...]
+KEPT = 4096  # entries of a group
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
+
+
+class Entry(NamedTuple):
+    """One collective: what it is, the same on all ranks, the line that issued it, and a digest of all so far."""
+
+    text: str
+    line: str
+    digest: str
+
+
+class GroupLog:
+    """What one rank has issued in one group. The last entries are kept; their digests stand for all before them.
+
+    Example:
+        >>> log = GroupLog()
+        >>> log.add("all-reduce (sum) over dp of f32[4] dp:P", "train.py:3")
+        >>> log.count, [entry.line for entry in log.entries]
+        (1, ['train.py:3'])
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.entries: deque[Entry] = deque(maxlen=KEPT)
+        self._digest = b""
+
+    def add(self, text: str, line: str) -> None:
+        """One more collective."""
+        self._digest = hashlib.blake2b(self._digest + text.encode(), digest_size=8).digest()
+        self.entries.append(Entry(text, line, self._digest.hex()))
+        self.count += 1
+
+    def summary(self, last: int) -> dict[str, Any]:
+        """How many there were, and the digests of the last ones."""
+        return {"count": self.count, "digests": [entry.digest for entry in list(self.entries)[-last:]]}
+
+    def evidence(self) -> dict[str, Any]:
+        """All that is kept."""
+        return {"count": self.count, "entries": [list(entry) for entry in list(self.entries)]}
+
+
+def _by_index(count: int, kept: Sequence[str]) -> dict[int, str]:
+    return {count - len(kept) + i: digest for i, digest in enumerate(kept)}
+
+
+def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> int | None:
+    """The first index at which two summaries differ, as far back as both reach; None where they do not.
+
+    Example:
+        >>> a, b = GroupLog(), GroupLog()
+        >>> for text in ("x", "y"):
+        ...     a.add(text, "")
+        >>> b.add("x", "")
+        >>> first_difference(a.summary(8), b.summary(8)) is None
+        True
+        >>> b.add("z", "")
+        >>> first_difference(a.summary(8), b.summary(8))
+        1
+    """
+    of_a, of_b = _by_index(a["count"], a["digests"]), _by_index(b["count"], b["digests"])
+    common = sorted(of_a.keys() & of_b.keys())
+    if not common or of_a[common[-1]] == of_b[common[-1]]:  # a digest stands for all before it
+        return None
+    return next(index for index in common if of_a[index] != of_b[index])
+
+
+def difference_text(group: Ranks, evidence: Mapping[int, Mapping[str, Any]], around: int = 3) -> str:
+    """The sequences of two ranks side by side, around the first difference."""
+    logs = {rank: [Entry(*entry) for entry in said["entries"]] for rank, said in evidence.items()}
+    (a, of_a), (b, of_b) = ((rank, _by_index(evidence[rank]["count"], [e.digest for e in logs[rank]])) for rank in logs)
+    common = sorted(of_a.keys() & of_b.keys())
+    at = next((index for index in common if of_a[index] != of_b[index]), max(common, default=0))
+    where = f"in the group of {ranks_name(group)}, from number {at + 1} on"
+    lines = [f"ranks {a} and {b} issue different collectives {where}:"]
+    for rank in (a, b):
+        first = evidence[rank]["count"] - len(logs[rank])
+        lines.append(f"  rank {rank}:")
+        for index in range(max(first, at - around), min(evidence[rank]["count"], at + 2)):
+            mark = ">" if index == at else " "
+            entry = logs[rank][index - first]
+            lines.append(f"  {mark} {index + 1}. {entry.text}, at {entry.line}")
+    return "\n".join(lines)
+
+
+def ranks_name(ranks: Sequence[int]) -> str:
+    """`ranks 0-3`, `ranks 0, 2`.
+
+    Example:
+        >>> ranks_name([0, 1, 2]), ranks_name([0, 2])
+        ('ranks 0-2', 'ranks 0, 2')
+    """
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    shown = list(map(str, ranks)) if len(ranks) <= 8 else [*map(str, ranks[:6]), "...", str(ranks[-1])]
+    return f"ranks {', '.join(shown)}"
+
+
+def caller(frame: Any = None) -> str:
+    """The line of the user's that is running, as `file:line`; in backward, where there is none, says so."""
+    frame = frame if frame is not None else sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "backward"

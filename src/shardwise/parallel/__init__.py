@@ -1,0 +1,32 @@
+"""Modules over a mesh: how a model that knows nothing of DTensors is sharded. The public names, nothing else."""
+
+from __future__ import annotations
+
+from shardwise.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from shardwise.parallel.loss import loss_parallel
+from shardwise.parallel.plan import parallelize_module
+from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from shardwise.parallel.replicate import ReplicateModule, replicate
+from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "ColwiseParallel",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "ReplicateModule",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "UnshardHandle",
+    "fully_shard",
+    "loss_parallel",
+    "parallelize_module",
+    "replicate",
+]

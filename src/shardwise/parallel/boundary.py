@@ -1,0 +1,97 @@
+"""The way of tensors into a layer that runs on locals, and out of it: moved and unwrapped in one step, and wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise import modes
+from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.routes import bound_route
+from shardwise.tensor import DTensor, _make, _redistributed, gradient_spec
+
+__all__ = ["from_layer", "to_layer"]
+
+Specs = Sequence[DTensorSpec]
+
+
+def to_layer(targets: Specs, gradients: Specs, tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """The locals of tensors, each moved to a spec; `gradients` say what the ranks' gradients of them are together."""
+    if torch.is_grad_enabled():
+        graded = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+        if len(graded) == len(tensors):
+            return _ToLayer.apply(targets, gradients, *tensors)
+        if graded:
+            chosen = [[items[i] for i in graded] for items in (targets, gradients, tensors)]
+            found = dict(zip(graded, _ToLayer.apply(chosen[0], chosen[1], *chosen[2]), strict=True))
+            return [found[i] if i in found else _local(t, targets[i]) for i, t in enumerate(tensors)]
+    return [_local(tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
+
+
+def _local(tensor: DTensor, target: DTensorSpec) -> torch.Tensor:
+    return _moved(tensor._local_tensor, tensor._spec, target)
+
+
+def from_layer(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *, to_local: bool) -> torch.Tensor:
+    """What a layer has computed, which lies as `source`, moved to `target`: a DTensor, or the local of one."""
+    if to_local and source is target:
+        return local
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _FromLayer.apply(local, source, target, to_local)
+    moved = _moved(local, source, target)
+    return moved if to_local else _make(target, moved)
+
+
+def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """A local that lies as `source`, moved; itself where there is no way to go."""
+    if source is target:
+        return local
+    bound = bound_route(source, target)
+    if bound.communicates:
+        modes.check_decomposing(bound.route)
+    return bound.run(local)
+
+
+def _wrapped(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    return _make(spec if grad.dtype is spec.tensor_meta.dtype else spec.with_dtype(grad.dtype), grad)
+
+
+class _ToLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, targets: Specs, gradients: Specs, *tensors: DTensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.targets, ctx.gradients = targets, gradients
+        ctx.sources = [tensor._spec for tensor in tensors]
+        return tuple([_local(t, target).detach() for t, target in zip(tensors, targets, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found: list[Any] = [None, None]
+        for grad, spec, source, target in zip(grads, ctx.gradients, ctx.sources, ctx.targets, strict=True):
+            if grad is None:
+                found.append(None)
+            elif source is target:  # a sum of parts stays one: what comes before it may have others to add
+                found.append(_wrapped(grad, spec))
+            else:
+                found.append(_redistributed(_wrapped(grad, spec), gradient_spec(source)))
+        return tuple(found)
+
+
+class _FromLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, to_local: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.source, ctx.target, ctx.to_local = source, target, to_local
+        moved = _moved(local, source, target)
+        if to_local:
+            return moved
+        return _make(target, local.detach() if moved is local else moved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        source, target = gradient_spec(ctx.source), gradient_spec(ctx.target)
+        if ctx.to_local and grad.dtype is target.tensor_meta.dtype:
+            return _moved(grad, target, source), None, None, None
+        given = _wrapped(grad, target) if ctx.to_local else grad
+        return _redistributed(given, source)._local_tensor, None, None, None

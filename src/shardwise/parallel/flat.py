@@ -1,0 +1,180 @@
+"""Many tensors in one flat buffer, so that one collective moves them all: where each lies in it.
+
+A buffer has a row for each rank that shards the parameters, and in each row a slot for each parameter, as long as the
+largest block of it that any rank holds. Works on the tensors of single ranks; communicates nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shardwise.core.spec import DTensorSpec
+
+__all__ = ["FlatLayout", "Slot"]
+
+Coordinate = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """What one of the sharding ranks has of a tensor: indices of the sharded dim, and the shape of the block."""
+
+    start: int
+    length: int
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Slot:
+    """How one parameter lies in a row of the buffer.
+
+    Args:
+        spec: how the parameter is stored.
+        axis: the axis of its mesh that shards it for data parallelism, the most minor one of its dim; None: none does.
+        dim: the dim that is sharded.
+    """
+
+    spec: DTensorSpec
+    axis: int | None
+    dim: int
+    _pieces: dict[Coordinate, tuple[Piece, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Elements of the slot."""
+        return math.prod(self.spec.largest_local_shape)
+
+    def pieces(self, coordinate: Coordinate) -> tuple[Piece, ...]:
+        """The blocks of the ranks that together hold what the rank at `coordinate` computes with, in order."""
+        found = self._pieces.get(coordinate)
+        if found is None:
+            found = self._pieces[coordinate] = tuple(self._find_pieces(coordinate))
+        return found
+
+    def _find_pieces(self, coordinate: Coordinate) -> list[Piece]:
+        if self.axis is None:
+            shape = self.spec.local_shape(coordinate)
+            return [Piece(0, shape[self.dim] if shape else 1, shape)]
+        found, start = [], 0
+        for index in range(self.spec.mesh.shape[self.axis]):
+            shape = self.spec.local_shape((*coordinate[: self.axis], index, *coordinate[self.axis + 1 :]))
+            found.append(Piece(start, shape[self.dim], shape))
+            start += shape[self.dim]
+        return found
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether every block of every rank fills its slot."""
+        sizes = self.spec.mesh.shape
+        parts = [math.prod([sizes[axis] for axis in axes]) for axes in self.spec.dim_axes]
+        return not self.spec.is_strided and all(n % m == 0 for n, m in zip(self.spec.shape, parts, strict=True))
+
+    def whole_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """The shape of what the rank at `coordinate` computes with."""
+        pieces = self.pieces(coordinate)
+        shape = list(pieces[0].shape)
+        if self.axis is not None:
+            shape[self.dim] = pieces[-1].start + pieces[-1].length
+        return tuple(shape)
+
+    def cut(self, whole: torch.Tensor, coordinate: Coordinate) -> torch.Tensor:
+        """A copy of the block that the rank at `coordinate` stores, out of what it computes with."""
+        if self.axis is None:
+            return whole.detach().clone(memory_format=torch.contiguous_format)
+        piece = self.pieces(coordinate)[coordinate[self.axis]]
+        part = whole.detach().narrow(self.dim, piece.start, piece.length)
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+class FlatLayout:
+    """Slots one after the other."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self.sizes = [slot.size for slot in self.slots]
+        self.offsets = [0, *itertools.accumulate(self.sizes)]
+        self.total = self.offsets.pop()
+
+    def joined(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """One row: the blocks that a rank stores, each filled up to its slot."""
+        flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        if self.is_even and all(tensor.dtype is dtype for tensor in flat):
+            return torch.cat(flat)
+        row = (torch.empty if self.is_even else torch.zeros)(self.total, dtype=dtype, device=flat[0].device)
+        torch._foreach_copy_(
+            [row.narrow(0, at, tensor.numel()) for at, tensor in zip(self.offsets, flat, strict=True)], flat
+        )
+        return row
+
+    def block(self, row: torch.Tensor, index: int, coordinate: Coordinate) -> torch.Tensor:
+        """The block that the rank at `coordinate` stores of one parameter, as a view of its row."""
+        slot = self.slots[index]
+        shape = slot.spec.local_shape(coordinate)
+        return row.narrow(0, self.offsets[index], math.prod(shape)).view(shape)
+
+    def spread(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
+        """Fill what a rank computes with from the rows of a gathered buffer; a coordinate for each slot's own mesh."""
+        if self.is_simple:
+            rows = self._ranks
+            targets = [whole.view(rows, -1) for whole in wholes]
+            torch.split_with_sizes_copy(buffer.view(rows, -1), self.sizes, dim=1, out=targets)
+        elif pairs := self._pairs(buffer, coordinates, wholes):
+            torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
+
+    def fill(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
+        """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
+        if self.is_simple and all(whole.dtype is buffer.dtype for whole in wholes):
+            rows = self._ranks
+            torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
+        elif pairs := self._pairs(buffer, coordinates, wholes):
+            torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
+
+    @property
+    def _ranks(self) -> int:
+        """How many rows a buffer has."""
+        slot = self.slots[0]
+        return 1 if slot.axis is None else slot.spec.mesh.shape[slot.axis]
+
+    def _pairs(
+        self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        each = enumerate(zip(coordinates, wholes, strict=True))
+        return [pair for index, (coordinate, whole) in each for pair in self._matched(buffer, index, coordinate, whole)]
+
+    def _matched(
+        self, buffer: torch.Tensor, index: int, coordinate: Coordinate, whole: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the buffer and of `whole` that hold the same elements: one pair where all pieces are alike."""
+        slot, offset = self.slots[index], self.offsets[index]
+        pieces = slot.pieces(coordinate)
+        rows = buffer.view(len(pieces), self.total)
+        if slot.axis is None:
+            size = math.prod(pieces[0].shape)
+            return [(rows[0].narrow(0, offset, size).view(pieces[0].shape), whole)]
+        if slot.is_even:
+            taken = rows.narrow(1, offset, slot.size).view(len(pieces), *pieces[0].shape)
+            return [(taken, whole.unflatten(slot.dim, (len(pieces), pieces[0].length)).movedim(slot.dim, 0))]
+        return [
+            (
+                rows[at].narrow(0, offset, math.prod(piece.shape)).view(piece.shape),
+                whole.narrow(slot.dim, piece.start, piece.length),
+            )
+            for at, piece in enumerate(pieces)
+            if math.prod(piece.shape)
+        ]
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether the slots leave no gap on any row."""
+        return all(slot.is_even for slot in self.slots)
+
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether a row holds even blocks of rows of the tensors: then single calls of torch copy all of them."""
+        return self.is_even and all(slot.axis is not None and slot.dim == 0 for slot in self.slots)

@@ -1,0 +1,253 @@
+"""fully_shard: parameters, gradients and optimizer state split over the data axes. The public face of the engine.
+
+Says what a call means and checks it; when anything is gathered or reduced is the engine's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.api import mesh_or_error
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Shard, as_placement
+from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.fabric.world import init_device_mesh
+from shardwise.parallel.engine import ModuleState
+from shardwise.parallel.group import ParameterGroup, by_dtype
+from shardwise.parallel.managed import ManagedParameter
+from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.tree import STATE, owned_parameters, states_under, subclass_with
+
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard"]
+
+ShardPlacementFn = Callable[[nn.Parameter], Any]
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns.
+
+    Example:
+        >>> UnshardHandle(None).wait()
+    """
+
+    def __init__(self, state: ModuleState | None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Wait until the module has its whole parameters."""
+        if self._state is not None:
+            self._state.show()
+            self._state = None
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module: methods to control gathering and reduction.
+
+    Example:
+        >>> import shardwise as sw
+        >>> module = fully_shard(nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,)))
+        >>> isinstance(module, FSDPModule), type(module).__name__
+        (True, 'FSDPLinear')
+    """
+
+    @property
+    def _state(self) -> ModuleState:
+        return getattr(self, STATE)
+
+    def _states(self, recurse: bool = True) -> list[ModuleState]:
+        return list(states_under(self, recurse=recurse))  # pyright: ignore[reportArgumentType]  # it is a Module too
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the module's own parameters, which it then shows, until `reshard` or the end of its next forward.
+
+        Args:
+            async_op: return at once with a handle to wait on.
+        """
+        self._state.is_held = True
+        self._state.start()
+        handle = UnshardHandle(self._state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the gathered parameters of the module; it shows its shards."""
+        self._state.is_held = False
+        self._state.free()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
+        for state in self._states(recurse):
+            state.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a hybrid mesh: whether backward also adds gradients up over the replicas, or only scatters them."""
+        for state in self._states(recurse):
+            state.requires_all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of the next backward waits for the reductions; if not, a later one does."""
+        for state in self._states():
+            state.context.is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the gathered parameters are freed after forward, and gathered again for backward."""
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether the gathered parameters are freed after backward; if not, the next forward uses them as they are."""
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Which modules begin to gather when this one's forward begins, instead of the one that comes next."""
+        self._state.forward_prefetch = [module._state for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Which modules begin to gather when this one's backward begins, instead of the one that comes next."""
+        self._state.backward_prefetch = [module._state for module in modules]
+
+    def reset_iter_state(self) -> None:
+        """Drop what a failed forward or backward left behind. The next forward does it too, so it is seldom needed."""
+        self._state.context.give_up()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds gradients up where they are, and reduces nothing."""
+        states = self._states()
+        before = [state.requires_gradient_sync for state in states]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, value in zip(states, before, strict=True):
+                state.requires_gradient_sync = value
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot be copied: its hooks belong to one module",
+            hint="copy the module before fully_shard, and load the state_dict of this one into it",
+        )
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    mesh: Any = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> Any:
+    """Split the parameters of a module over the data axes, and gather them when they are used. Changes it in place.
+
+    Wrap the blocks of a model first and then the model: each wrapped module gathers, with one all-gather, what its
+    wrapped children have not taken. Between steps every parameter is a DTensor parameter, of which a rank holds its
+    shard; so are gradients, and with them the state of an optimizer that is made afterwards.
+
+    With plain tensors as inputs each rank computes the loss of its own batch, and gradients are averaged. With DTensors
+    over the data axes as inputs the loss is that of the whole batch, and everything is as on one device.
+
+    Args:
+        module: the module, or several that are gathered together.
+        mesh: one axis to shard over, or two to replicate over the first and shard over the second. A slice of a larger
+            mesh (`world["dp"]`) composes with tensor parallelism on its other axes. All processes, where there are any
+            and none is given.
+        reshard_after_forward: free the gathered parameters after forward. By default all modules do but the outermost.
+        shard_placement_fn: which dim of a parameter to shard, as `Shard(dim)`; None for the first one.
+        mp_policy: dtypes to compute, reduce and return in.
+        offload_policy: only the default one.
+        ignored_params: parameters to leave alone.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer, mesh)
+        >>> _ = fully_shard(model, mesh)
+        >>> model[0].weight.spec
+        f32[8,8] dp:S0
+        >>> batch = sw.distribute_tensor(torch.ones(4, 8), mesh, [sw.Shard(0)])
+        >>> model(batch).sum().backward()
+        >>> model[0].weight.grad.spec
+        f32[8,8] dp:S0
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    data_mesh = _checked_mesh(mesh)
+    _check_modules(modules, offload_policy)
+    policy = mp_policy or MixedPrecisionPolicy()
+    reshard = _checked_reshard(reshard_after_forward, data_mesh)
+    managed: list[ManagedParameter] = []
+    for name, parameter, owners in owned_parameters(modules, ignored_params or ()):
+        dim = _dim_to_shard(parameter, name, shard_placement_fn)
+        managed.append(ManagedParameter(parameter, owners, name, data_mesh, dim))
+    state = ModuleState(modules, policy, reshard)
+    for group in by_dtype(managed):
+        own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
+        state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state.bucket_complete))
+    for each in modules:
+        subclass_with(each, FSDPModule, "FSDP")
+    return modules if not isinstance(module, nn.Module) else module
+
+
+def _checked_mesh(mesh: Any) -> DeviceMesh:
+    if mesh is None and dist.is_initialized():
+        device = torch.accelerator.current_accelerator()
+        mesh = init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
+    ours = mesh_or_error(mesh)
+    if ours.ndim > 2:
+        raise MeshError(
+            f"fully_shard over {ours}, which has {ours.ndim} axes",
+            hint='one axis shards, and one before it may replicate: fully_shard(module, world["dp"])',
+        )
+    return ours
+
+
+def _check_modules(modules: Sequence[nn.Module], offload_policy: OffloadPolicy | None) -> None:
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            "shards are not kept in the host's memory: CPUOffloadPolicy is not supported",
+            hint="leave offload_policy out",
+        )
+    for module in modules:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise UnsupportedError(
+                f"a {type(module).__name__} has no forward, so nothing tells when it is used",
+                hint="wrap the modules in it one by one, or as a list: fully_shard([*modules], mesh)",
+            )
+        if hasattr(module, STATE):
+            raise UnsupportedError(
+                f"the {type(module).__name__} is data parallel already",
+                hint="call fully_shard or replicate once for a module, children first",
+            )
+
+
+def _checked_reshard(given: bool | int | None, mesh: DeviceMesh) -> bool | None:
+    if given is None or isinstance(given, bool):
+        return given
+    if given in (1, mesh.shape[-1]):
+        return given != 1
+    raise UnsupportedError(
+        f"reshard_after_forward={given}: parameters are not resharded to a part of the {mesh.shape[-1]} ranks",
+        hint="use True or False",
+    )
+
+
+def _dim_to_shard(parameter: nn.Parameter, name: str, choose: ShardPlacementFn | None) -> int:
+    chosen = None if choose is None else choose(parameter)
+    if chosen is None:
+        return 0
+    placement = as_placement(chosen)
+    if not isinstance(placement, Shard):
+        raise LayoutError(f"shard_placement_fn gave {chosen!r} for {name}", hint="return Shard(dim), or None")
+    return placement.dim

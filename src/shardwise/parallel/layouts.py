@@ -1,0 +1,103 @@
+"""How a value that goes into or out of a module gets into a layout on the mesh of a style. Knows no module.
+
+The mesh of a style has one axis, and a value may lie on a larger mesh that has this axis too: a batch of which each
+rank of a data-parallel axis has a part. Then only the axis of the style changes, and the others stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, checked_placements
+from shardwise.errors import MeshError
+from shardwise.tensor import DTensor
+
+__all__ = ["axis_in", "in_layout", "in_layouts", "local_of", "replaced"]
+
+MAX_TARGETS = 4096
+_targets: dict[tuple[DTensorSpec, DeviceMesh, Placement], DTensorSpec] = {}
+
+
+def in_layout(value: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, *, async_op: bool = False) -> Any:
+    """A tensor as a DTensor that lies as `wanted` along the axis of `mesh`; anything else as it is.
+
+    Args:
+        value: a DTensor, or what each rank holds of one.
+        mesh: the mesh of the style.
+        given: how the parts make up the whole, where the value is no DTensor.
+        wanted: how it has to lie.
+        async_op: leave the collective in flight until the value is used.
+    """
+    if not isinstance(value, DTensor):
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = DTensor.from_local(value, mesh, (given,))
+    target = target_of(value._spec, mesh, wanted)
+    if target is value._spec:
+        return value
+    return value.redistribute(placements=target.placements, shard_order=_order_of(target), async_op=async_op)
+
+
+def in_layouts(tree: Any, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Any:
+    """The same for every tensor in a tuple, list or dict."""
+    if isinstance(tree, torch.Tensor):
+        return in_layout(tree, mesh, given, wanted)
+    return tree_map_only(torch.Tensor, lambda tensor: in_layout(tensor, mesh, given, wanted), tree)
+
+
+def local_of(tree: Any, mesh: DeviceMesh) -> Any:
+    """What each rank holds of tensors on `mesh`. Those on a larger mesh stay: their locals would not say of what."""
+
+    def local(tensor: DTensor) -> torch.Tensor:
+        return tensor.to_local() if tensor._spec.mesh is mesh else tensor
+
+    return local(tree) if isinstance(tree, DTensor) else tree_map_only(DTensor, local, tree)
+
+
+def target_of(spec: DTensorSpec, mesh: DeviceMesh, wanted: Placement) -> DTensorSpec:
+    """The spec that differs from `spec` only along the axis of `mesh`."""
+    key = (spec, mesh, wanted)
+    found = _targets.get(key)
+    if found is None:
+        axis = axis_in(spec.mesh, mesh)
+        if axis is None:
+            raise MeshError(
+                f"a tensor lies as {spec} on {spec.mesh}, which does not have the axis of {mesh}",
+                hint="give tensors on the mesh of the plan, or on a larger one that the mesh was cut from",
+            )
+        if len(_targets) >= MAX_TARGETS:
+            _targets.clear()
+        found = _targets[key] = replaced(spec, axis, wanted)
+    return found
+
+
+def axis_in(larger: DeviceMesh, mesh: DeviceMesh) -> int | None:
+    """Which axis of `larger` the only axis of `mesh` is; None if it is none of them."""
+    if larger is mesh:
+        return 0
+    if larger.root is not mesh.root or mesh.axes[0] not in larger.axes:
+        return None
+    return larger.axes.index(mesh.axes[0])
+
+
+def replaced(spec: DTensorSpec, axis: int, wanted: Placement) -> DTensorSpec:
+    """The same layout with another placement on one axis, which splits its new dim last."""
+    placements = list(spec.placements)
+    placements[axis] = wanted
+    kept = checked_placements(placements, spec.mesh, spec.ndim)
+    if kept == spec.placements:
+        return spec
+    dim_axes = [tuple(a for a in axes if a != axis) for axes in spec.dim_axes]
+    if isinstance(own := kept[axis], Shard | StridedShard):
+        dim_axes[own.dim] += (axis,)
+    return DTensorSpec.from_dim_axes(spec.mesh, kept, spec.tensor_meta, dim_axes)
+
+
+def _order_of(spec: DTensorSpec) -> Any:
+    """The shard order of a spec where it is not the order of the mesh."""
+    return spec.shard_order if any(list(axes) != sorted(axes) for _, axes in spec.shard_order) else None

@@ -1,0 +1,155 @@
+"""The parameters of a module as DTensors: laid out once, kept tied, and seen on a larger mesh while the module runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.api import distribute_tensor
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Replicate
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import AgreementError, LayoutError, MeshError
+from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.parallel.layouts import axis_in, replaced
+from shardwise.tensor import DTensor
+
+__all__ = ["check_parameters", "keep_one_gradient", "lay_out", "see_on", "unsee", "update_ties"]
+
+_MADE = "_shardwise_made"  # on a parameter that was laid out: a weak reference to what it became
+_OWN = "_shardwise_own"  # on a module that runs on a larger mesh: its own parameters, to put back
+_ONE = "_shardwise_one"  # on a plain parameter whose gradient is looked after
+
+
+# ---------------------------------------------------------------- before anything is changed
+
+
+def check_parameters(
+    module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh, who: str, known: dict[int, Placement]
+) -> None:
+    """Raise if a parameter cannot lie as it is to. `known`: what the plan says of parameters, by their identity."""
+    for name, placement in placements.items():
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        if isinstance(parameter, DTensor) and parameter._spec.mesh is not mesh:
+            raise MeshError(
+                f"{who}: its {name} lies on {parameter._spec.mesh} already, not on {mesh}",
+                hint="apply the plan first, and what puts parameters on a larger mesh afterwards",
+            )
+        try:
+            (wanted,) = DTensorSpec(mesh, (placement,), TensorMeta.of(parameter)).placements
+        except LayoutError as error:
+            raise LayoutError(f"{who}: its {name}: {error.problem}", hint=error.hint) from None
+        before = known.setdefault(id(parameter), wanted)
+        if before is not wanted:
+            raise LayoutError(
+                f"{who}: its {name} is tied to another module's; the plan lays it out as {before} there and as "
+                f"{wanted} here",
+                hint="choose styles that agree, as RowwiseParallel for nn.Embedding and ColwiseParallel for nn.Linear",
+            )
+
+
+# ---------------------------------------------------------------- laying out
+
+
+def lay_out(
+    module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh, src_data_rank: int | None
+) -> None:
+    """Make the named parameters of a module DTensors on `mesh`. One that another module shares stays shared."""
+    for name, placement in placements.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            module._parameters[name] = laid_out(parameter, mesh, placement, src_data_rank)
+
+
+def laid_out(
+    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
+) -> nn.Parameter:
+    """The parameter as a DTensor: what it was made before, where it was."""
+    wanted = DTensorSpec(mesh, (placement,), TensorMeta.of(parameter))
+    if isinstance(parameter, DTensor):
+        if parameter._spec.placements == wanted.placements:
+            return parameter
+        own: Any = parameter.detach()
+        tensor = own.redistribute(placements=wanted.placements)
+    else:
+        made = became(parameter)
+        if made is not None and made._spec.mesh is mesh:
+            return laid_out(made, mesh, placement, src_data_rank)
+        tensor = distribute_tensor(parameter.detach(), mesh, wanted.placements, src_data_rank=src_data_rank)
+    new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    setattr(parameter, _MADE, weakref.ref(new))
+    return new
+
+
+def became(parameter: torch.Tensor) -> Any:
+    """What a plain parameter was made by a plan, if that still exists."""
+    reference = getattr(parameter, _MADE, None)
+    return None if reference is None else reference()
+
+
+def update_ties(module: nn.Module) -> None:
+    """Modules outside a plan that share a parameter with one inside get the new one too."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            made = None if parameter is None else became(parameter)
+            if made is not None:
+                owner._parameters[name] = made
+
+
+def keep_one_gradient(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Plain parameters beside a plan, on a virtual mesh: they stand for every rank's, whose gradients are one."""
+    if mesh.fabric != virtual.name:
+        return
+    for parameter in parameters:
+        if parameter.requires_grad and not isinstance(parameter, DTensor | RankTensor) and not hasattr(parameter, _ONE):
+            parameter.register_hook(_one_gradient)
+            setattr(parameter, _ONE, True)
+
+
+def _one_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    if not isinstance(gradient, RankTensor):
+        return gradient
+    first, *others = gradient.tensors
+    if any(not torch.equal(first, other) for other in others):
+        raise AgreementError(
+            "a plain parameter beside a plan stands for that of every virtual rank, but their gradients differ",
+            hint="each rank sees another part of the input: give the module a style, as SequenceParallel",
+        )
+    return first
+
+
+# ---------------------------------------------------------------- while the module runs
+
+
+def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
+    """Until `unsee`, the parameters that lie on `mesh` are seen on a larger mesh, one value along its other axes.
+
+    Their gradients are added up over these axes.
+    """
+    axis = axis_in(larger, mesh)
+    assert axis is not None, "the input was laid out on the larger mesh before"
+    own: list[tuple[nn.Module, str, Any]] = []
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if isinstance(parameter, DTensor) and parameter._spec.mesh is mesh:
+                own.append((owner, name, parameter))
+    for owner, name, parameter in own:
+        everywhere = DTensorSpec(larger, (Replicate(),) * larger.ndim, parameter._spec.tensor_meta)
+        spec = replaced(everywhere, axis, parameter._spec.placements[0])
+        owner._parameters[name] = DTensor.from_local(  # pyright: ignore[reportArgumentType]
+            parameter.to_local(), larger, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride
+        )
+    if own:
+        module.__dict__[_OWN] = own
+
+
+def unsee(module: nn.Module) -> None:
+    """The parameters are the module's own again."""
+    for owner, name, parameter in module.__dict__.pop(_OWN, ()):
+        owner._parameters[name] = parameter

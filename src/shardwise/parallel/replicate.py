@@ -1,0 +1,149 @@
+"""replicate: data parallel modules. Every rank keeps all parameters; gradients are reduced in buckets.
+
+The public face of the engine for parameters that are stored replicated, so that nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shardwise.api import mesh_or_error
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Replicate
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import UnsupportedError
+from shardwise.fabric.base import fabric_of
+from shardwise.parallel.engine import ModuleState
+from shardwise.parallel.flat import FlatLayout
+from shardwise.parallel.group import ParameterGroup, by_dtype
+from shardwise.parallel.managed import ManagedParameter
+from shardwise.parallel.precision import MixedPrecisionPolicy
+from shardwise.parallel.tree import STATE, owned_parameters, states_under, subclass_with
+from shardwise.tensor import _make
+
+__all__ = ["ReplicateModule", "replicate"]
+
+
+class ReplicateModule:
+    """What `replicate` adds to a module.
+
+    Example:
+        >>> import shardwise as sw
+        >>> module = replicate(nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,)))
+        >>> isinstance(module, ReplicateModule)
+        True
+    """
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
+        for state in states_under(self, recurse=recurse):  # pyright: ignore[reportArgumentType]  # it is a Module too
+            state.requires_gradient_sync = requires_gradient_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds gradients up where they are, and reduces nothing."""
+        states = list(states_under(self))  # pyright: ignore[reportArgumentType]
+        before = [state.requires_gradient_sync for state in states]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, value in zip(states, before, strict=True):
+                state.requires_gradient_sync = value
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot be copied: its hooks belong to one module",
+            hint="copy the module before replicate, and load the state_dict of this one into it",
+        )
+
+
+def replicate(
+    module: nn.Module,
+    mesh: Any = None,
+    *,
+    bucket_cap_mb: float = 25.0,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> Any:
+    """Make a module data parallel: gradients are reduced over the mesh while backward runs. Changes it in place.
+
+    Every rank starts with the parameters of the first. Between steps each of them is a DTensor parameter that is
+    replicated over the data axes. Inputs are as for `fully_shard`: plain tensors, and gradients are averaged; or
+    DTensors over the data axes, and everything is as on one device.
+
+    Args:
+        module: the module.
+        mesh: the data axes. A slice of a larger mesh (`world["dp"]`) composes with tensor parallelism on its others.
+        bucket_cap_mb: gradients travel in buckets of about this many megabytes.
+        ignored_params: parameters to leave alone.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        >>> model = replicate(nn.Linear(4, 1, bias=False), mesh)
+        >>> batches = sw.RankTensor([torch.ones(1, 4), 3 * torch.ones(1, 4)])
+        >>> model(batches).sum().backward()
+        >>> model.weight.grad.spec, model.weight.grad.full_tensor()
+        (f32[1,4] dp:R, tensor([[2., 2., 2., 2.]]))
+    """
+    data_mesh = mesh_or_error(mesh)
+    if hasattr(module, STATE):
+        raise UnsupportedError(
+            f"the {type(module).__name__} is data parallel already", hint="call fully_shard or replicate once"
+        )
+    policy = MixedPrecisionPolicy()
+    managed = [
+        ManagedParameter(parameter, owners, name, data_mesh, None)
+        for name, parameter, owners in owned_parameters([module], ignored_params or ())
+    ]
+    state = ModuleState([module], policy, reshard_after_forward=False)
+    for group in by_dtype(managed):
+        _broadcast(group, data_mesh)
+        buckets = _buckets(group, bucket_cap_mb * 2**20)
+        state.groups.append(ParameterGroup(group, data_mesh, policy, buckets, state.bucket_complete))
+    subclass_with(module, ReplicateModule, "Replicate")
+    return module
+
+
+def _buckets(group: Sequence[ManagedParameter], cap: float) -> list[list[int]]:
+    """Parameters in the reverse order of their making, which is about that of their gradients, cut by bytes."""
+    buckets: list[list[int]] = []
+    room = 0.0
+    for index in reversed(range(len(group))):
+        size = group[index].slot.size * group[index].stored.element_size()
+        if not buckets or size > room:
+            buckets.append([])
+            room = cap
+        buckets[-1].append(index)
+        room -= size
+    return buckets
+
+
+@torch.no_grad()
+def _broadcast(group: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
+    """Every rank gets what the first one along the data axes has: a sum to which only that one adds anything."""
+    if any(parameter.stored.is_meta for parameter in group):
+        return
+    layout = FlatLayout([parameter.slot for parameter in group])
+    fabric = fabric_of(mesh)
+    dtype = group[0].stored.dtype
+    locals_: list[Any] = [parameter.stored._local_tensor for parameter in group]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def first(coordinate: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        row = layout.joined(tensors, dtype)
+        return row.zero_() if any(coordinate) else row
+
+    spec = DTensorSpec(mesh, [Partial()] * mesh.ndim, TensorMeta((layout.total,), dtype=dtype))
+    flat = _make(spec, fabric.map(mesh, first, *locals_)).redistribute(placements=[Replicate()] * mesh.ndim)
+    for index, parameter in enumerate(group):
+        own = parameter.spec.mesh
+        parts = fabric_of(own).parts
+        for (coordinate, row), (_, kept) in zip(
+            parts(own, flat._local_tensor), parts(own, locals_[index]), strict=True
+        ):
+            kept.copy_(layout.block(row, index, coordinate))

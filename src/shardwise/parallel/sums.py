@@ -1,0 +1,107 @@
+"""Gradients as computed, made into what each rank adds to the sum over the data axes, so that nothing counts twice.
+
+What is summed over other axes (a norm's weight that tensor parallelism replicates) is added up here, all of a bucket
+in one collective. The data axes are left for the reduction of the bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Replicate
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.virtual import RankTensor
+from shardwise.tensor import DTensor, _make
+
+__all__ = ["parts_of_sums"]
+
+
+def parts_of_sums(grads: Sequence[Any], leaves: Sequence[Any], data_mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The local of each gradient of a leaf that is a part of a sum over the data axes, and else lies as the leaf.
+
+    Gradients of plain leaves are such locals; those of DTensors may lie in any way on the mesh that they lie on.
+    """
+    grads = _added_up_together(grads, leaves, data_mesh)
+    locals_ = []
+    for grad, leaf in zip(grads, leaves, strict=True):
+        if isinstance(grad, DTensor):
+            local = _part_of_sum(grad, leaf, data_mesh)
+        elif data_mesh.fabric == "virtual" and not isinstance(grad, RankTensor):
+            local = RankTensor([grad] * data_mesh.grid_size)
+        else:
+            local = grad
+        locals_.append(local)
+    return locals_
+
+
+def _data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
+    """The axes of `mesh` that are data axes; none where each rank computes on its own."""
+    return {axis for axis, grid in enumerate(mesh.axes) if grid in data_mesh.axes}
+
+
+def _added_up_together(grads: Sequence[Any], leaves: Sequence[Any], data_mesh: DeviceMesh) -> list[Any]:
+    """Gradients that wait for a sum over other axes, and are whole on each rank, in one buffer for each kind."""
+    kinds: dict[tuple[DeviceMesh, tuple[Placement, ...], torch.dtype], list[int]] = {}
+    for at, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)):
+        if isinstance(grad, DTensor) and leaf._spec.is_replicated and not any(grad._spec.dim_axes):
+            kinds.setdefault((grad._spec.mesh, grad.placements, grad.dtype), []).append(at)
+    found = list(grads)
+    for (mesh, placements, dtype), positions in kinds.items():
+        data = _data_axes(mesh, data_mesh)
+        goal = tuple(p if axis in data or not p.is_partial() else Replicate() for axis, p in enumerate(placements))
+        if goal == placements or len(positions) == 1:
+            continue
+        same = [grads[at] for at in positions]
+        total = sum(grad.numel() for grad in same)
+        row = fabric_of(mesh).map(mesh, _joined, *(grad._local_tensor for grad in same))
+        spec = DTensorSpec(mesh, placements, TensorMeta((total,), dtype=dtype))
+        local = _make(spec, row).redistribute(placements=goal)._local_tensor
+        start = 0
+        for at, grad in zip(positions, same, strict=True):
+            meta = TensorMeta(grad.shape, dtype=dtype)
+            taken = fabric_of(mesh).map(mesh, functools.partial(_cut, start, meta), local)
+            found[at] = _make(DTensorSpec(mesh, goal, meta), taken)
+            start += grad.numel()
+    return found
+
+
+def _joined(_: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _cut(start: int, meta: TensorMeta, _: tuple[int, ...], row: torch.Tensor) -> torch.Tensor:
+    return row.narrow(0, start, math.prod(meta.shape)).view(meta.shape)
+
+
+def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:
+    data = _data_axes(grad._spec.mesh, data_mesh)
+    for make_goal in (_made_whole, _made_partial):
+        goal = make_goal(grad._spec, leaf._spec, data)
+        if goal is not grad._spec:
+            grad = grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+    return grad._local_tensor
+
+
+def _made_whole(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
+    """As the leaf lies, but sums over data axes are left for the reduction of the bucket."""
+    placements = [
+        placement if axis in data and placement.is_partial("sum") else wanted
+        for axis, (placement, wanted) in enumerate(zip(have.placements, leaf.placements, strict=True))
+    ]
+    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, leaf.dim_axes)
+
+
+def _made_partial(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
+    """A sum over every data axis: of what is replicated there, one rank keeps the value and the others zeros."""
+    placements = [
+        Partial() if axis in data and not placement.is_partial("sum") else placement
+        for axis, placement in enumerate(have.placements)
+    ]
+    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, have.dim_axes)

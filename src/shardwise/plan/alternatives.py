@@ -1,0 +1,185 @@
+"""What else an operator could have done: every row of each axis with its cost, and the one change that moves nothing.
+
+Asks the propagator and the planner again; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardwise.core.placement import Placement
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import LayoutError
+from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
+from shardwise.plan.route import DTensorRedistributePlanner, Route
+from shardwise.rules.notation import Row, candidates
+from shardwise.rules.registry import find_rule
+
+__all__ = ["Candidate", "Change", "candidates_of", "changes_without_communication", "rule_text"]
+
+MOST_NAMED = 8  # tensors of a list that are named
+MAX_TRIED = 64  # layouts of one operand: what few axes allow, and a bound for meshes of many
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One row of one axis: how operands and results would lie, and the seconds to bring the operands there."""
+
+    axis: int
+    row: Row
+    seconds: float
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One operand in another layout, with which the operator moves nothing."""
+
+    operand: int
+    spec: DTensorSpec
+    route: Route  # what it takes to bring the operand there from where it lies
+    outputs: tuple[DTensorSpec, ...]
+
+
+def rule_text(sharding: OutputSharding) -> str:
+    """The rule that a call went by: its factors, and the row that was taken on each axis.
+
+    Example:
+        >>> from shardwise.core.mesh import DeviceMesh
+        >>> from shardwise.core.placement import Replicate, Shard
+        >>> from shardwise.rules import all
+        >>> import torch
+        >>> mesh, meta = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)), TensorMeta((4, 4))
+        >>> specs = (DTensorSpec(mesh, [Replicate()], meta), DTensorSpec(mesh, [Shard(1)], meta))
+        >>> schema = OpSchema(torch.ops.aten.mm.default, {"self": specs[0], "mat2": specs[1]}, specs)
+        >>> rule_text(ShardingPropagator().propagate(schema, (meta,)))
+        'mk,kn->mn; tp: R, S1 -> S1'
+    """
+    mesh = (sharding.inputs or sharding.outputs)[0].mesh
+    rows = [
+        f"{mesh.axis_name(axis)}: {_short(sharding.inputs, axis)} -> {_short(sharding.outputs, axis)}"
+        for axis in range(mesh.ndim)
+    ]
+    factors = None if sharding.rule.layouts is not None else sharding.rule.factors(sharding.call)
+    head = "" if factors is None else f"{_named(factors.operands)}->{_named(factors.results)}; "
+    return head + "; ".join(rows)
+
+
+def _named(tensors: Sequence[Sequence[str | None]]) -> str:
+    """Factors as rules write them; those of a list of tensors are many, and alike."""
+    spell = "" if all(name is None or len(name) == 1 for dims in tensors for name in dims) else " "
+    texts = [spell.join(name or "1" for name in dims) for dims in tensors[:MOST_NAMED]]
+    return f",{spell}".join(texts) + (",..." if len(tensors) > MOST_NAMED else "")
+
+
+def _short(specs: Sequence[DTensorSpec], axis: int) -> str:
+    texts = [placement.short for placement in _on_axis(specs, axis)]
+    return ", ".join(texts) if len(texts) <= MOST_NAMED else f"{', '.join(texts[:MOST_NAMED])}, ..."
+
+
+def candidates_of(schema: OpSchema, sharding: OutputSharding) -> tuple[Candidate, ...]:
+    """The rows that a rule allows on each axis, cheapest first; none for rules that look at all axes at once."""
+    if sharding.rule.layouts is not None:
+        return ()
+    factors = sharding.rule.factors(sharding.call)
+    if factors is None:
+        return ()
+    propagator = ShardingPropagator()
+    held = [spec.local_bytes for spec in schema.specs]
+    found: list[Candidate] = []
+    for axis in range(schema.mesh.ndim):
+        given = _on_axis(schema.specs, axis)
+        taken = Row(_on_axis(sharding.inputs, axis), _on_axis(sharding.outputs, axis))
+        rows = [
+            Candidate(axis, row, propagator.row_cost(schema.specs, axis, held, given, row)[0], row == taken)
+            for row in dict.fromkeys(candidates(factors, given))
+        ]
+        found += sorted(rows, key=lambda candidate: (not candidate.chosen, candidate.seconds))
+    return tuple(found)
+
+
+def changes_without_communication(
+    schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = ()
+) -> tuple[Change, ...]:
+    """Each layout of a single operand with which the operator moves nothing, cheapest to reach first.
+
+    Args:
+        schema: the call as it was.
+        results: shape, stride and dtype of each result.
+        pinned: operands that are written to; they stay where they are.
+    """
+    asked = ShardingPropagator().propagate(schema, results, pinned)
+    found = [
+        change
+        for operand in range(len(schema.specs))
+        if operand not in pinned
+        for spec in dict.fromkeys([*_other_layouts(schema, results, operand), *_asked_for(asked, schema, operand)])
+        if (change := _tried(schema, results, pinned, operand, spec)) is not None
+    ]
+    return tuple(sorted(found, key=lambda change: (change.route.seconds, _partials(change), change.operand)))
+
+
+def _partials(change: Change) -> int:
+    """Results that wait for a reduction put the communication off; others are rid of it."""
+    return sum(len(spec.partial_axes) for spec in change.outputs)
+
+
+def _asked_for(asked: OutputSharding | None, schema: OpSchema, operand: int) -> tuple[DTensorSpec, ...]:
+    """The layout in which the operator wants an operand, where that is another one."""
+    return () if asked is None or asked.inputs[operand] is schema.specs[operand] else (asked.inputs[operand],)
+
+
+def _other_layouts(schema: OpSchema, results: tuple[TensorMeta, ...], operand: int) -> Iterator[DTensorSpec]:
+    """Layouts of one operand that some row has beside the others as they lie, on every axis."""
+    rule = find_rule(schema.op)
+    factors = None if rule is None or rule.layouts is not None else rule.factors(schema.call(results))
+    if factors is None:
+        return
+    spec = schema.specs[operand]
+    allowed: list[list[Placement]] = []
+    for axis in range(schema.mesh.ndim):
+        given = _on_axis(schema.specs, axis)
+        rows = candidates(factors, given)
+        if any(all(map(_is_free, given, row.inputs)) for row in rows):  # nothing moves on this axis: it stays
+            allowed.append([spec.placements[axis]])
+            continue
+        others = [
+            row.inputs[operand]
+            for row in rows
+            if all(_is_free(*pair) for i, pair in enumerate(zip(given, row.inputs, strict=True)) if i != operand)
+        ]
+        allowed.append(list(dict.fromkeys(others)))
+    for placements in itertools.islice(itertools.product(*allowed), MAX_TRIED):
+        try:
+            other = spec.with_placements(placements)
+        except LayoutError:  # reductions that do not mix
+            continue
+        if other is not spec:
+            yield other
+
+
+def _tried(
+    schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...], operand: int, spec: DTensorSpec
+) -> Change | None:
+    """The change of one operand, if the operator then really moves nothing and the layout can be reached."""
+    specs = tuple(spec if i == operand else other for i, other in enumerate(schema.specs))
+    sharding = ShardingPropagator().propagate(OpSchema(schema.op, schema.arguments, specs), results, pinned)
+    planner = DTensorRedistributePlanner()
+    if sharding is None or any(planner.plan(*pair).collectives for pair in zip(specs, sharding.inputs, strict=True)):
+        return None
+    try:
+        route = planner.plan(schema.specs[operand], spec)
+    except LayoutError:  # nothing becomes Partial but by an operator
+        return None
+    return Change(operand, spec, route, sharding.outputs)
+
+
+def _is_free(have: Placement, want: Placement) -> bool:
+    """Whether an operand that stays where it is can be used as a row wants it: as it lies, or a part of it."""
+    return have is want or (have.is_replicate() and not want.is_partial())
+
+
+def _on_axis(specs: Sequence[DTensorSpec], axis: int) -> tuple[Placement, ...]:
+    return tuple(spec.placements[axis] for spec in specs)

@@ -1,0 +1,90 @@
+"""What decompositions do with layouts on the way: what is Partial is settled, what is small is reduced, the rest stays.
+
+Works on DTensors by their public methods; plain tensors pass as they are. Knows no operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.placement import Partial, Replicate, Shard, StridedShard
+
+__all__ = [
+    "HALVES", "as_laid_out", "as_result", "moved_to", "reduced", "replicated", "settled", "split_axes", "statistic_of",
+    "widened",
+]  # fmt: skip
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def split_axes(x: Any, dims: Sequence[int]) -> list[int]:
+    """The mesh axes that split some of these dims."""
+    return _axes_on(getattr(x, "placements", ()), dims)
+
+
+def _axes_on(placements: Sequence[Any], dims: Sequence[int]) -> list[int]:
+    return [a for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in dims]
+
+
+def settled(x: Any, dims: Sequence[int] = ()) -> Any:
+    """`x` with nothing Partial: sharded by a dim that is free and not among `dims` where that is even, else whole."""
+    placements: list[Any] = list(getattr(x, "placements", ()))
+    if not x.numel():  # nothing to move, and no extreme to be found
+        return moved_to(x, [Replicate()] * len(placements))
+    partial = [a for a, p in enumerate(placements) if isinstance(p, Partial)]
+    if not partial:
+        return x
+    for axis in partial:
+        free = (
+            d for d, size in enumerate(x.shape)
+            if d not in dims and size % x.device_mesh.shape[axis] == 0 and not _axes_on(placements, [d])
+        )  # fmt: skip
+        dim = next(free, None)
+        placements[axis] = Replicate() if dim is None else Shard(dim)
+    return moved_to(x, placements)
+
+
+def reduced(x: Any) -> Any:
+    """`x` with Partial made whole: for something small that is used more than once."""
+    placements = getattr(x, "placements", ())
+    return moved_to(x, [Replicate() if isinstance(p, Partial) else p for p in placements])
+
+
+def moved_to(x: Any, placements: Sequence[Any]) -> Any:
+    """`x` with these placements, outside of autograd; plain tensors and None as they are."""
+    if not hasattr(x, "placements") or tuple(placements) == x.placements:
+        return x
+    order = [entry for entry in x.spec.shard_order if sorted(entry.axes) == _axes_on(placements, [entry.dim])]
+    with torch.no_grad():
+        return x.redistribute(placements=placements, shard_order=order)
+
+
+def widened(x: Any) -> Any:
+    """`x` in the dtype that one device computes in."""
+    return x.to(torch.float32) if x.dtype in HALVES else x
+
+
+def as_result(value: Any, dtype: torch.dtype) -> Any:
+    """Back from the dtype that was computed in."""
+    return value if value.dtype is dtype else value.to(dtype)
+
+
+def as_laid_out(x: Any, like: Any) -> Any:
+    """`x` laid out like another tensor of its shape."""
+    return moved_to(x, like.placements) if hasattr(like, "placements") else x
+
+
+def replicated(x: Any) -> Any:
+    """`x` whole on every rank; None as it is."""
+    return moved_to(x, [Replicate()] * len(getattr(x, "placements", ())))
+
+
+def statistic_of(value: Any, x: Any, dims: Sequence[int]) -> Any:
+    """A statistic over `dims` of `x`, laid out as `x` is in the others."""
+    if not hasattr(value, "placements") or not hasattr(x, "placements"):
+        return value
+    wanted = [Replicate() if isinstance(p, Shard | StridedShard) and p.dim in dims else p for p in x.placements]
+    return moved_to(value, wanted)

@@ -1,0 +1,171 @@
+"""Taking a little of a dim: select and slice, and back. Of a sharded dim those who hold it contribute it.
+
+What a rank does not hold is zero there: a MaskPartial, and nothing is moved. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Run
+from shardwise.core.mesh import Coordinate
+from shardwise.core.spec import DTensorSpec
+from shardwise.rules.dims import kept, moved, names, wrapped
+from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.registry import Call, rule
+
+aten = torch.ops.aten
+
+
+def sums_masks(dtype: torch.dtype) -> bool:
+    """Whether parts of this dtype can be added up by a collective."""
+    return dtype is not torch.bool and (dtype.itemsize > 1 or not dtype.is_floating_point)
+
+
+def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
+    """The factors of taking something of `dim`; `masked` where each rank may contribute what it holds of a sharded one.
+
+    Then only sums pass besides: the sum over one axis and the extremum over another would not be one reduction.
+    """
+    if not masked:
+        return moved(own, result, whole=frozenset({own[dim]}))
+    return Factors((tuple(own),), (tuple(result),), reduce={own[dim]: "mask"}, linear=((0,),), keeps_zero=True)
+
+
+def runs_along(spec: DTensorSpec, dim: int, coordinate: Coordinate) -> tuple[Run, ...]:
+    """The runs of global indices of a dim that the rank at `coordinate` holds, or one of all where it is whole."""
+    return spec.block(coordinate).runs[dim]
+
+
+def local_index(runs: Sequence[Run], index: int) -> int | None:
+    """Where a global index lies on a rank that holds these runs; None where it does not."""
+    at = 0
+    for run in runs:
+        if run.start <= index < run.start + run.length:
+            return at + index - run.start
+        at += run.length
+    return None
+
+
+def where_selected(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """Which local index is selected, if any, and whether the result is a part of it only."""
+    spec = inputs[0]
+    dim = wrapped(call["dim"], spec.ndim)
+    index = call["index"] % spec.shape[dim] if spec.shape[dim] else call["index"]
+    if not spec.dim_axes[dim]:
+        return {"index": index}
+    return {"index": local_index(runs_along(spec, dim, coordinate), index), "masked": True}
+
+
+def local_select(local: torch.Tensor, dim: int, index: int | None, masked: bool = False) -> torch.Tensor:
+    """The selected slice of a rank that holds it, zeros on the others."""
+    if index is None:
+        at = dim % local.dim()
+        return local.new_zeros([size for d, size in enumerate(local.shape) if d != at])
+    chosen = aten.select.int(local, dim, index)
+    return chosen.clone() if masked else chosen
+
+
+@rule(aten.select.int, aten.select_copy.int, localize=where_selected, local_op=local_select)
+def select(call: Call) -> Factors:
+    """One index of a dim: of a sharded one, the rank that holds it contributes it."""
+    ndim = len(call["self"].shape)
+    at = wrapped(call["dim"], ndim)
+    own = names(ndim)
+    return contributed(own, own[:at] + own[at + 1 :], at, sums_masks(call.results[0].dtype))
+
+
+def slice_range(call: Call) -> range:
+    """The indices that a slice takes, as Python counts them."""
+    size = call["self"].shape[wrapped(call["dim"], len(call["self"].shape))]
+    return range(*slice(call["start"], call["end"], call["step"]).indices(size))
+
+
+def where_sliced(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """For a slice of a sharded dim, the pieces that a rank holds of it."""
+    spec = inputs[0]
+    dim = wrapped(call["dim"], spec.ndim)
+    if not spec.dim_axes[dim] or call.results[0].shape[dim] == spec.shape[dim]:
+        return {}
+    taken = slice_range(call)
+    return {"pieces": tuple(_pieces(runs_along(spec, dim, coordinate), taken)), "length": len(taken)}
+
+
+def _pieces(runs: Sequence[Run], taken: range) -> list[tuple[int, int, int]]:
+    """What a rank with these runs holds of the indices taken: (first local index, first of the result, how many)."""
+    found = []
+    at = 0
+    for run in runs:
+        first = max(0, -(-(run.start - taken.start) // taken.step))
+        last = min(len(taken), -(-(run.start + run.length - taken.start) // taken.step))
+        if first < last:
+            found.append((at + taken.start + first * taken.step - run.start, first, last - first))
+        at += run.length
+    return found
+
+
+def local_slice(
+    local: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+    *,
+    pieces: Sequence[tuple[int, int, int]] | None = None,
+    length: int = 0,
+) -> torch.Tensor:
+    """The slice; of a sharded dim, zeros with the pieces that this rank holds."""
+    if pieces is None:
+        return aten.slice.Tensor(local, dim, start, end, step)
+    shape = list(local.shape)
+    shape[dim] = length
+    result = local.new_zeros(shape)
+    for at, first, count in pieces:
+        result.narrow(dim, first, count).copy_(aten.slice.Tensor(local, dim, at, at + (count - 1) * step + 1, step))
+    return result
+
+
+@rule(aten.slice.Tensor, aten.slice_copy.Tensor, localize=where_sliced, local_op=local_slice)
+def slice_(call: Call) -> Factors:
+    """Some indices of a dim. All of them leave it as it is; less than half of a sharded one are contributed."""
+    shape = call["self"].shape
+    at = wrapped(call["dim"], len(shape))
+    own = names(len(shape))
+    if call.results[0].shape[at] == shape[at]:
+        return moved(own, own)
+    little = 2 * call.results[0].shape[at] <= shape[at]
+    return contributed(own, kept(len(shape), [at]), at, little and sums_masks(call.results[0].dtype))
+
+
+# ---------------------------------------------------------------- backward of those
+
+
+def local_input_sizes(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """The size of the tensor that was taken from, on the rank at `coordinate`."""
+    return {"input_sizes": list(outputs[0].local_shape(coordinate))}
+
+
+@rule(aten.slice_backward.default, localize=local_input_sizes)
+def slice_backward(call: Call) -> Factors:
+    """Zeros but for the slice."""
+    shape = call.results[0].shape
+    own = kept(len(shape), [wrapped(call["dim"], len(shape))])
+    return moved(own, own)
+
+
+@rule(aten.select_backward.default, localize=local_input_sizes)
+def select_backward(call: Call) -> Factors:
+    """Zeros but for one index of a dim."""
+    ndim = len(call.results[0].shape)
+    at = wrapped(call["dim"], ndim)
+    own = kept(ndim, [at])
+    return moved(own[:at] + own[at + 1 :], own)

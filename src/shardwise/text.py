@@ -1,0 +1,116 @@
+"""How numbers and tables are shown to people in a terminal, and numbers read. Knows nothing of tensors.
+
+Loads rich when first needed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from shardwise.errors import NotationError
+
+__all__ = ["human_bytes", "human_seconds", "parse_bytes", "print_lines", "slim_table"]
+
+WIDTH = 80  # of what is not a terminal
+WIDEST = 100  # on one that is wider
+
+
+_BYTES = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
+UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def human_bytes(count: float) -> str:
+    """Bytes for people, in 1024s.
+
+    Example:
+        >>> human_bytes(512), human_bytes(3 * 2**29), human_bytes(33292288)
+        ('512 B', '1.50 GiB', '31.75 MiB')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+    power = max((p for p in range(len(units)) if count >= 1024**p), default=0)
+    number = f"{count:.0f}" if power == 0 else f"{count / 1024**power:.2f}"
+    return f"{number} {units[power]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds for people.
+
+    Example:
+        >>> human_seconds(2.5), human_seconds(0.0284), human_seconds(4e-5)
+        ('2.50 s', '28.40 ms', '40.00 us')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.2f} {unit}"
+    return f"{seconds * 1e6:.2f} us" if seconds else "0 s"
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: `1000`, `64MiB`, `1.5GB`.
+
+    Args:
+        text: a number, and a unit of 1000s (kB, MB, GB, TB) or 1024s (KiB, MiB, GiB, TiB).
+
+    Example:
+        >>> parse_bytes("64MiB"), parse_bytes("1.5 GB"), parse_bytes("100")
+        (67108864, 1500000000, 100)
+    """
+    found = _BYTES.fullmatch(text.strip())
+    unit = UNITS.get(found["unit"].lower()) if found else None
+    if found is None or unit is None:
+        where = 0 if found is None else len(text) - len(text.lstrip()) + found.start("unit")
+        raise NotationError.at(text, where, f"{text!r} is not a number of bytes", hint="as in 1000, 64MiB or 1.5GB")
+    return int(float(found["number"]) * unit) if "." in found["number"] else int(found["number"]) * unit
+
+
+def slim_table(*, expand: bool = False) -> Any:
+    """A `rich.table.Table` to fill: a line under its headings and no other.
+
+    Args:
+        expand: as wide as the page.
+
+    Example:
+        >>> table = slim_table()
+        >>> table.add_column("axis")
+        >>> table.add_row("dp")
+        >>> print_lines(table)
+        axis
+        ────
+        dp
+    """
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), expand=expand)
+
+
+def print_lines(*parts: Any, style: str = "", widest: int = WIDEST) -> None:
+    """Print text and tables; a string is shown as it is, without markup.
+
+    Lines are not padded to the full width, so that a file of them reads well.
+
+    Args:
+        parts: what rich can show, one below the other.
+        style: of all of it, as rich names styles.
+        widest: the most columns on a terminal that has more.
+
+    Example:
+        >>> print_lines("[8,32]", "", "two lines below")
+        [8,32]
+        <BLANKLINE>
+        two lines below
+    """
+    from rich.console import Console
+
+    width = min(Console().width, widest) if sys.stdout.isatty() else WIDTH
+    console = Console(highlight=False, markup=False, width=width)
+    with console.capture() as printed:
+        for part in parts:
+            console.print(part, style=style)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))

@@ -1,0 +1,189 @@
+"""Checkpoints of real processes: who writes and reads what, errors of one rank on all of them, states that differ."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, reshard, save, writing
+from shardwise.checkpoint.reading import open_index
+from tests.gloo.processes import ProcessPool
+from tests.virtual.checkpoints import OBJECTS, Trained, full, laid_out, mesh_of, same_bits, values, zeroed
+
+# ---------------------------------------------------------------- run on every rank
+
+
+def saves_and_loads(folder: str, seed: int) -> None:
+    """Between processes, to and from virtual ranks, and in the background."""
+    place, rng = Path(folder), random.Random(seed)
+    tensors = values(seed)
+    for shape, other in (((4,), (2, 2)), ((2, 2), (4,))):
+        name = "x".join(map(str, shape))
+        save({"tensors": laid_out(tensors, mesh_of(shape), rng), "objects": OBJECTS}, place / name)
+        target = zeroed(laid_out(tensors, mesh_of(other), rng))
+        load({"tensors": target, "objects": {}}, place / name, strict=False)
+        assert all(same_bits(full(target[key]), tensor) for key, tensor in tensors.items())
+    with sw.virtual():
+        state = {"tensors": laid_out(tensors, mesh_of((2, 3)), rng)}
+        if dist.get_rank() == 0:
+            save(state, place / "virtual")
+    dist.barrier()
+    target = zeroed(laid_out(tensors, mesh_of((2, 2)), rng))
+    load({"tensors": target}, place / "virtual")
+    assert all(same_bits(full(target[key]), tensor) for key, tensor in tensors.items())
+    saving = async_save({"tensors": target}, place / "behind-1", keep=1)
+    zeroed(target)
+    assert full(target["t3"]).count_nonzero() == 0  # collectives go on beside those of the thread
+    async_save({"tensors": target}, place / "behind-2", keep=1).wait()
+    assert saving.done
+    reshard(place / "virtual", place / "again", mesh_of((4,)))
+
+
+def trains(folder: str) -> tuple[list[float], list[float]]:
+    first = Trained(mesh_of((2, 2)))
+    first.train(2)
+    first.save(Path(folder) / "trained")
+    resumed = Trained(mesh_of((2, 2)), seed=1)
+    resumed.load(Path(folder) / "trained")
+    return first.train(2), resumed.train(2)
+
+
+def reads_its_part(folder: str) -> tuple[int, int]:
+    mesh = mesh_of((4,))
+    whole = torch.arange(512 * 512).float().reshape(512, 512)
+    save({"w": sw.distribute_tensor(whole, mesh, [sw.Shard(0)])}, Path(folder) / "rows")
+    target = sw.zeros(512, 512, device_mesh=mesh, placements=[sw.Shard(1)])
+    loaded = load({"w": target}, Path(folder) / "rows")
+    assert torch.equal(target.full_tensor(), whole)
+    return loaded.bytes_read, target.to_local().nbytes
+
+
+def a_rank_fails(folder: str) -> list[str]:
+    """Each of these goes wrong on one rank; what every rank is told."""
+    place, told = Path(folder), []
+    rank, mesh = dist.get_rank(), mesh_of((4,))
+    x = sw.ones(8, device_mesh=mesh, placements=[sw.Shard(0)])
+
+    def attempt(action: Any) -> None:
+        try:
+            action()
+            told.append("nothing")
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    attempt(lambda: save({"x": x, "odd": object() if rank == 2 else 1}, place / "a"))
+    original = writing.write_blocks
+
+    def full_disk(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if rank == 3:
+        writing.write_blocks = full_disk
+    attempt(lambda: save({"x": x}, place / "b"))
+    attempt(lambda: async_save({"x": x}, place / "b").wait())
+    writing.write_blocks = original
+    attempt(lambda: save({"x": x}, place / f"c{rank}"))
+    save({"x": x}, place / "d")
+    file = place / "d" / "blocks-00001.safetensors"
+    dist.barrier()
+    if rank == 0:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    target = sw.zeros(8, device_mesh=mesh, placements=[sw.Shard(0)])
+    attempt(lambda: load({"x": target}, place / "d"))
+    assert target.to_local().count_nonzero() == 0
+    attempt(lambda: load({"x": target}, place / ("d" if rank else "none")))
+    attempt(lambda: load({"x": target, **({"y": 1} if rank == 1 else {})}, place / "d"))
+    return told
+
+
+def states_differ(folder: str) -> None:
+    """As in a pipeline: each half of the ranks has layers of its own, and some entries are everybody's."""
+    rank, place = dist.get_rank(), Path(folder)
+    half = sw.DeviceMesh("cpu", [0, 1] if rank < 2 else [2, 3])
+    stage = f"stage{rank // 2}"
+    weight = sw.distribute_tensor(torch.arange(6.0) + rank // 2, half, [sw.Shard(0)])
+    save({stage: {"w": weight, "plain": torch.full((2,), float(rank // 2)), "n": rank // 2}, "step": 5}, place / "p")
+    target = sw.zeros(6, device_mesh=half, placements=[sw.Replicate()])
+    state = {stage: {"w": target, "plain": torch.zeros(2), "n": -1}, "step": 0}
+    loaded = load(state, place / "p")
+    assert not loaded.missing
+    assert not loaded.unexpected
+    assert state[stage]["n"] == rank // 2
+    assert torch.equal(target.full_tensor(), torch.arange(6.0) + rank // 2)
+
+
+def exports(folder: str) -> None:
+    place, mesh = Path(folder), mesh_of((2, 2))
+    whole = torch.arange(12 * 8).float().reshape(12, 8)
+    model = {
+        "qkv": sw.distribute_tensor(whole, mesh, [sw.Shard(1), sw.StridedShard(0, 3)]),
+        "norm": torch.ones(3, dtype=torch.bfloat16),
+    }
+    parts = {"qkv": sw.checkpoint.Fused(("q", "k", "v"), (4, 4, 4))}
+    export_safetensors(model, place / "hf", 150, parts)
+    target = {"qkv": sw.zeros(12, 8, device_mesh=mesh_of((4,)), placements=[sw.Shard(0)]), "norm": torch.zeros(3)}
+    loaded = load_safetensors(target, place / "hf", parts)
+    assert torch.equal(target["qkv"].full_tensor(), whole)
+    assert torch.equal(target["norm"], torch.ones(3))
+    assert loaded.bytes_read == 12 * 8 + 3 * 2
+
+
+# ---------------------------------------------------------------- tests
+
+
+def test_processes_save_and_load(gloo4: ProcessPool, tmp_path: Path) -> None:
+    gloo4.run(saves_and_loads, str(tmp_path), 5)
+    tensors = values(5)
+    for name in ("4", "2x2", "virtual", "again"):
+        assert all(same_bits(read(tmp_path / name)["tensors"][key], tensor) for key, tensor in tensors.items())
+    behind = read(tmp_path / "behind-2")["tensors"]
+    assert all(same_bits(behind[key], torch.zeros_like(tensor)) for key, tensor in tensors.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2x2", "4", "again", "behind-2", "virtual"]
+    assert len(open_index(tmp_path / "again").files) == 4
+
+
+def test_training_goes_on(gloo4: ProcessPool, tmp_path: Path) -> None:
+    for kept, resumed in gloo4.run(trains, str(tmp_path)):
+        assert kept == resumed
+
+
+def test_a_rank_reads_its_part_alone(gloo4: ProcessPool, tmp_path: Path) -> None:
+    for bytes_read, needed in gloo4.run(reads_its_part, str(tmp_path)):
+        assert bytes_read == needed
+
+
+def test_an_error_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Path) -> None:
+    for rank, told in enumerate(gloo4.run(a_rank_fails, str(tmp_path))):
+        odd, disk, behind, paths, damaged, none, more = told
+        assert "odd is of type builtins.object" in odd
+        assert "No space left" in disk
+        assert "No space left" in behind
+        assert ("rank 3" in disk) == (rank != 3)
+        assert "the ranks save to different paths" in paths
+        assert "tensor x: its block at (2,) in blocks-00001.safetensors" in damaged
+        assert "there is no checkpoint" in none
+        assert "missing from the checkpoint: y" in more
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_states_may_differ_as_in_a_pipeline(gloo4: ProcessPool, tmp_path: Path) -> None:
+    gloo4.run(states_differ, str(tmp_path))
+    state = read(tmp_path / "p")
+    assert [state[f"stage{i}"]["n"] for i in (0, 1)] == [0, 1]
+    assert torch.equal(state["stage1"]["w"], torch.arange(6.0) + 1)
+
+
+def test_export_by_slices(gloo4: ProcessPool, tmp_path: Path) -> None:
+    gloo4.run(exports, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir())[-1] == "model.safetensors.index.json"
+    one = {name: torch.zeros(4, 8) for name in "qkv"} | {"norm": torch.zeros(3)}
+    load_safetensors(one, tmp_path / "hf")
+    assert torch.equal(torch.cat([one[name] for name in "qkv"]), torch.arange(12 * 8).float().reshape(12, 8))

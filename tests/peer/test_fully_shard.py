@@ -1,0 +1,64 @@
+"""fully_shard beside torch's own on the same processes: the same losses, and no more collectives or bytes a step."""
+
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from bench.counting import _RECEIVED, Calls
+from tests.gloo.processes import ProcessPool
+from tests.transformer import Transformer, batch, loss_of
+
+
+class RealCalls(Calls):
+    """Counts on real processes, where the group itself fills the outputs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _RECEIVED:
+            self.count += 1
+            self.received += _RECEIVED[name](args, result)
+        assert name in _RECEIVED or func.namespace not in ("c10d", "_c10d_functional"), name
+        return result
+
+
+def trained(fully_shard: Any, mesh: Any, rank: int, size: int, **options: Any) -> list[tuple[float, int, float]]:
+    """Loss, collectives and bytes received of three steps."""
+    torch.manual_seed(0)
+    model = Transformer(3)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    for step in range(3):
+        tokens, targets = (t.chunk(size)[rank] for t in batch(step))
+        with RealCalls() as calls:
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append((loss.item(), calls.count, calls.received))
+    return said
+
+
+def both() -> list[tuple[Any, Any]]:
+    found = []
+    for options in ({}, {"reshard_after_forward": False}):
+        mesh = sw.init_device_mesh("cpu", (4,))
+        rank = mesh.get_rank()
+        ours = trained(sw.fully_shard, mesh, rank, 4, **options)
+        found.append((ours, trained(theirs.fully_shard, init_device_mesh("cpu", (4,)), rank, 4, **options)))
+    return found
+
+
+def test_no_more_than_torch(gloo4: ProcessPool) -> None:
+    for cases in gloo4.run(both, timeout=120):
+        for ours, peers in cases:
+            for (loss, count, received), (their_loss, their_count, their_received) in zip(ours, peers, strict=True):
+                assert abs(loss - their_loss) < 1e-5
+                assert count <= their_count
+                assert received <= their_received

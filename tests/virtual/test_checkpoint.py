@@ -1,0 +1,283 @@
+"""Checkpoints on virtual ranks: any layout to any other bit by bit, what is refused, what is left on disk."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint import async_save, load, read, save, writing
+from shardwise.checkpoint.reading import open_index
+from shardwise.fabric.base import fabric_of
+from tests.virtual.checkpoints import (
+    MESHES,
+    OBJECTS,
+    Trained,
+    full,
+    laid_out,
+    mesh_of,
+    same_bits,
+    values,
+    zeroed,
+)
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(MESHES, MESHES)))
+def test_any_mesh_to_any_other(before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path) -> None:
+    rng = random.Random(f"{before} {after}")
+    tensors = values(rng.randrange(100))
+    save({"tensors": laid_out(tensors, mesh_of(before), rng), "objects": OBJECTS}, tmp_path / "c")
+    target = zeroed(laid_out(tensors, mesh_of(after), rng))
+    loaded = load({"tensors": target, "objects": forgotten(OBJECTS)}, tmp_path / "c")
+    for name, tensor in tensors.items():
+        assert same_bits(full(target[name]), tensor), name
+        assert replicas_agree(target[name]), name
+    plain = read(tmp_path / "c")
+    assert all(same_bits(plain["tensors"][name], tensor) for name, tensor in tensors.items())
+    assert repr(plain["objects"]) == repr(loaded.state["objects"]) == repr(OBJECTS)
+
+
+def forgotten(value: Any) -> Any:
+    """The same dicts without what is in them."""
+    return {key: forgotten(item) for key, item in value.items()} if isinstance(value, dict) else None
+
+
+def replicas_agree(value: Any) -> bool:
+    """Whether all ranks that hold a block hold the same; the whole tensor is made of one of each."""
+    if not isinstance(value, sw.DTensor):
+        return True
+    blocks: dict[Any, torch.Tensor] = {}
+    for coordinate, part in fabric_of(value.device_mesh).parts(value.device_mesh, value.to_local()):
+        if not same_bits(blocks.setdefault(value.spec.block(coordinate), part), part):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (4,), (1,)])
+def test_training_goes_on_as_if_it_had_not_stopped(shape: tuple[int, ...], tmp_path: Path) -> None:
+    first = Trained(mesh_of((2, 2)))
+    first.train(3)
+    first.save(tmp_path / "step-3")
+    whole = {name: full(p.detach()) for name, p in first.parameters.items()}
+    resumed = Trained(mesh_of(shape), seed=1)
+    resumed.load(tmp_path / "step-3")
+    for name, parameter in resumed.parameters.items():
+        assert same_bits(full(parameter.detach()), whole[name])
+        ours, theirs = (t.optimizer.state[t.parameters[name]] for t in (resumed, first))
+        assert ours["exp_avg"].spec.layout == parameter.spec.layout
+        assert all(same_bits(full(ours[key]), full(theirs[key])) for key in theirs)
+    assert resumed.train(3) == pytest.approx(first.train(3), rel=1e-6 if shape != (2, 2) else 0, abs=0)
+
+
+def test_a_module_an_optimizer_and_the_random_state(tmp_path: Path) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer
+
+    model, optimizer = make()
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    save({"model": model, "optimizer": optimizer, "random": torch.get_rng_state()}, tmp_path / "c")
+    drawn = torch.rand(3)
+    other, other_optimizer = make()
+    state = {"model": other, "optimizer": other_optimizer, "random": torch.get_rng_state()}
+    assert load(state, tmp_path / "c").state["model"] is other
+    torch.set_rng_state(state["random"])  # pyright: ignore[reportArgumentType]
+    assert torch.equal(torch.rand(3), drawn)
+    for ours, theirs in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert repr(other_optimizer.state_dict()) == repr(optimizer.state_dict())
+
+
+# ---------------------------------------------------------------- who writes and reads what
+
+
+def test_replicas_are_written_once_and_spread_evenly(tmp_path: Path) -> None:
+    mesh = mesh_of((2, 2))
+    big = sw.distribute_tensor(torch.arange(2**19).float(), mesh, [sw.Replicate(), sw.Replicate()])
+    rows = sw.distribute_tensor(torch.rand(64, 64), mesh, [sw.Replicate(), sw.Shard(0)])
+    save({"big": big, "rows": rows, "plain": torch.rand(64, 32), "same": torch.rand(64, 32)}, tmp_path / "c")
+    index = open_index(tmp_path / "c")
+    sizes = list(index.files.values())
+    assert len(sizes) == 4
+    assert max(sizes) - min(sizes) == 0
+    assert sum(sizes) - 4 * 4096 == sum(tensor.nbytes for tensor in index.tensors.values())
+    assert {block.file for block in index.tensors["big"].blocks} == set(index.files)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([sw.Shard(0), sw.Shard(0)], [sw.Shard(1), sw.Shard(1)]),
+        ([sw.Shard(1), sw.Shard(1)], [sw.Shard(0), sw.Shard(0)]),
+        ([sw.Shard(1), sw.Shard(0)], [sw.Shard(0), sw.Replicate()]),
+        ([sw.Replicate(), sw.StridedShard(0, 3)], [sw.StridedShard(1, 2), sw.Shard(0)]),
+    ],
+)
+def test_a_rank_reads_what_it_needs_and_no_more(before: list[Any], after: list[Any], tmp_path: Path) -> None:
+    mesh = mesh_of((2, 2))
+    x = torch.rand(66, 2048)
+    save({"x": sw.distribute_tensor(x, mesh, before)}, tmp_path / "c")
+    target = sw.distribute_tensor(torch.zeros_like(x), mesh, after)
+    loaded = load({"x": target}, tmp_path / "c")
+    assert loaded.bytes_read == sum(part.nbytes for part in target.to_local().tensors)
+    assert torch.equal(target.full_tensor(), x)
+
+
+def test_any_safetensors_reader_can_read_the_blocks(tmp_path: Path) -> None:
+    tensors = values(3)
+    save({"tensors": laid_out(tensors, mesh_of((2, 3)), random.Random(1))}, tmp_path / "c")
+    index = open_index(tmp_path / "c")
+    for stored in index.tensors.values():
+        whole = tensors[stored.name.removeprefix("tensors/")]
+        for block in stored.blocks:
+            with safetensors.safe_open(tmp_path / "c" / block.file, "pt") as file:
+                data = file.get_tensor(f"{stored.name}@{','.join(map(str, block.box.offset))}")
+            part = whole[tuple(slice(a, a + n) for a, n in zip(block.box.offset, block.box.sizes, strict=True))]
+            assert same_bits(data, torch.view_as_real(part) if data.dtype is torch.float64 else part)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (object(), "a/b is of type builtins.object"),
+        ([1, {2, 3}], "a/b/1 is of type builtins.set"),
+        (b"bytes", "a/b is of type builtins.bytes"),
+        (1j, "a/b is of type builtins.complex"),
+        (np.float32(1), "a/b is of type numpy.float32"),
+        ({1.5: 2}, "a/b has the key 1.5"),
+        ({0: 1, "0": 2}, "two entries of the state have the name a/b/0"),
+        (torch.eye(3).to_sparse(), "a/b is a torch.sparse_coo tensor"),
+        (torch.empty(2, device="meta"), "a/b is on the meta device"),
+    ],
+)
+def test_what_a_checkpoint_cannot_hold(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(sw.CheckpointError, match=re.escape(message)):
+        save({"a": {"b": value}}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_partial_nested_dry_and_rank_tensors_are_refused(tmp_path: Path) -> None:
+    mesh = mesh_of((2,))
+    partial = sw.distribute_tensor(torch.ones(2), mesh, [sw.Partial()])
+    with pytest.raises(sw.CheckpointError, match=r"x is f32\[2\] dp:P: its value is not yet reduced"):
+        save({"x": partial}, tmp_path / "c")
+    save({"x": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(sw.CheckpointMismatchError, match="a sum cannot be filled"):
+        load({"x": partial}, tmp_path / "c")
+    nested: list[Any] = []
+    nested.append(nested)
+    with pytest.raises(sw.CheckpointError, match="nested more than"):
+        save({"x": nested}, tmp_path / "d")
+    with pytest.raises(sw.UnsupportedError, match="RankTensor"):
+        save({"x": partial.to_local()}, tmp_path / "d")
+    with sw.dry_run():
+        dry = sw.ones(2, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+        with pytest.raises(sw.UnsupportedError, match="a dry run has no values"):
+            save({"x": dry}, tmp_path / "d")
+
+
+def test_all_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
+    save({"a": torch.ones(2), "b": torch.ones(2), "c": {"d": 1, "e": torch.ones(3)}, "f": 1}, tmp_path / "c")
+    a, b = torch.zeros(2), torch.zeros(3)
+    state = {"a": a, "b": b, "c": {"d": torch.ones(1), "e": torch.zeros(3).half()}, "g": 1, "h": torch.ones(1)}
+    with pytest.raises(sw.CheckpointMismatchError) as caught:
+        load(state, tmp_path / "c")
+    assert caught.value.missing == ("g", "h")
+    assert caught.value.unexpected == ("f",)
+    assert set(caught.value.mismatched) == {"b", "c/d", "c/e"}
+    for line in (
+        "missing from the checkpoint: g",
+        "in the checkpoint, not in the state: f",
+        "b is f32[2] in the checkpoint, f32[3] in the state",
+        "c/d is a plain object in the checkpoint, a tensor in the state",
+        "c/e is f32[3] in the checkpoint, f16[3] in the state",
+    ):
+        assert line in str(caught.value)
+    assert torch.equal(a, torch.zeros(2))
+    assert pickle.loads(pickle.dumps(caught.value)).missing == ("g", "h")
+    loaded = load(state, tmp_path / "c", strict=False)
+    assert loaded.missing == ("g", "h")
+    assert loaded.unexpected == ("f",)
+    assert set(loaded.mismatched) == {"b", "c/d", "c/e"}
+    assert torch.equal(a, torch.ones(2))
+    assert torch.equal(b, torch.zeros(3))
+
+
+# ---------------------------------------------------------------- what is on disk
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    save({"x": torch.ones(2)}, tmp_path / "deep" / "c")
+    with pytest.raises(sw.CheckpointError, match="exists already"):
+        save({"x": torch.zeros(2)}, tmp_path / "deep" / "c")
+    assert torch.equal(read(tmp_path / "deep" / "c")["x"], torch.ones(2))
+    save({"x": torch.zeros(2)}, tmp_path / "deep" / "c", overwrite=True)
+    assert torch.equal(read(tmp_path / "deep" / "c")["x"], torch.zeros(2))
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["c"]
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(sw.CheckpointError, match="not a checkpoint"):
+        save({}, tmp_path / "mine", overwrite=True)
+
+
+def test_keep_removes_the_oldest_of_the_family_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()  # not a checkpoint, so not ours to remove
+    (tmp_path / ".step-8.saving").mkdir()  # what a killed save left
+    save({"i": -1}, tmp_path / "other-1")
+    for i in (30, 10, 20):
+        save({"i": i}, tmp_path / f"step-{i}", keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other-1", "step-10", "step-20", "step-7"]
+    with pytest.raises(sw.CheckpointError, match="keep=0"):
+        save({}, tmp_path / "step-40", keep=0)
+    with pytest.raises(sw.CheckpointError, match="names end in a number"):
+        save({}, tmp_path / "last", keep=1)
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing, "write_blocks", broken)
+    with pytest.raises(OSError, match="No space left"):
+        save({"x": torch.ones(2)}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_async_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
+    mesh = mesh_of((2, 2))
+    x = sw.distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [sw.Shard(0), sw.Shard(1)])
+    state = {"x": x, "plain": torch.ones(3), "list": [1]}
+    saving = async_save(state, tmp_path / "c")
+    x.zero_()
+    state["plain"].zero_()
+    state["list"].append(2)
+    saving.wait()
+    saving.wait()
+    assert saving.done
+    plain = read(tmp_path / "c")
+    assert torch.equal(plain["x"], torch.arange(12.0).reshape(4, 3))
+    assert torch.equal(plain["plain"], torch.ones(3))
+    assert plain["list"] == [1]
+
+
+def test_an_error_of_async_save_is_raised_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_blocks", lambda *args: 1 / 0)
+        async_save({"x": torch.ones(2)}, tmp_path / "a").done  # noqa: B018
+        with pytest.raises(ZeroDivisionError):
+            save({"x": torch.ones(2)}, tmp_path / "b")
+    save({"x": torch.ones(2)}, tmp_path / "b")
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]

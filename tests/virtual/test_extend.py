@@ -1,0 +1,80 @@
+"""Users' own functions and operators: local_map on DTensors, and rules that are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+
+R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
+
+
+@pytest.fixture
+def mesh() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", (2,))
+
+
+def laid_out(mesh: sw.DeviceMesh, placement: sw.Placement) -> tuple[torch.Tensor, sw.DTensor]:
+    whole = torch.arange(24.0).reshape(6, 4)
+    return whole, sw.distribute_tensor(whole, mesh, [placement])
+
+
+def test_several_results_and_what_is_no_tensor(mesh: sw.DeviceMesh) -> None:
+    whole, x = laid_out(mesh, S0)
+
+    @sw.local_map(out_placements=([S0], [sw.Partial()], None), in_placements=([S0], None))
+    def both(t: torch.Tensor, factor: float) -> tuple[Any, Any, str]:
+        return t * factor, t.sum(0), "done"
+
+    scaled, total, word = both(x, 2.0)
+    assert torch.equal(scaled.full_tensor(), 2 * whole)
+    assert torch.equal(total.full_tensor(), whole.sum(0))
+    assert word == "done"
+
+
+def test_arguments_are_brought_or_refused(mesh: sw.DeviceMesh) -> None:
+    whole, x = laid_out(mesh, S1)
+    rows = {"out_placements": [S0], "in_placements": ([S0],)}
+    with pytest.raises(sw.LayoutError, match=r"argument 0 is f32\[6,4\] S1, but in_placements asks for S0"):
+        sw.local_map(torch.relu, **rows)(x)
+    assert torch.equal(sw.local_map(torch.relu, **rows, redistribute_inputs=True)(x).full_tensor(), whole)
+    with pytest.raises(sw.LayoutError, match="2 arguments, 1 in_placements"):
+        sw.local_map(torch.add, **rows)(x, x)
+    with pytest.raises(sw.LayoutError, match="2 out_placements for 1 results"):
+        sw.local_map(torch.relu, out_placements=([S1], [S1]))(x)
+
+
+def test_gradients_come_back_as_they_are_said_to_lie(mesh: sw.DeviceMesh) -> None:
+    whole = torch.arange(6.0)
+    weight = sw.distribute_tensor(whole, mesh, [R]).requires_grad_()
+    uses = sw.RankTensor([torch.tensor(1.0), torch.tensor(10.0)])
+    used = sw.local_map(
+        lambda w, use: w * use, out_placements=[sw.Partial()], in_grad_placements=([sw.Partial()], None)
+    )(weight, uses)
+    used.full_tensor().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.full_tensor().tolist() == [11.0] * 6
+
+
+def test_without_dtensors_the_mesh_is_said_or_nothing_is_wrapped(mesh: sw.DeviceMesh) -> None:
+    assert type(sw.local_map(torch.relu, out_placements=[R])(torch.ones(2))) is torch.Tensor
+    made = sw.local_map(lambda n: torch.ones(n), out_placements=[S0], device_mesh=mesh)(2)
+    assert made.spec.layout == "S0"
+    assert made.shape == (4,)
+
+
+def test_a_rule_that_is_not_true_is_found() -> None:
+    with torch.library._scoped_library("shardwise_test_extend", "DEF") as library:
+        library.define("square(Tensor x) -> Tensor")
+        library.impl("square", lambda x: x * x, "CompositeExplicitAutograd")
+        op = torch.ops.shardwise_test_extend.square.default
+        with pytest.raises(sw.RuleError, match="has no rule"):
+            sw.check_rule(op, torch.randn(5))
+        sw.register_sharding(op, "a -> a")
+        sw.check_rule(op, torch.randn(5))
+        sw.register_sharding(op, "a -> a", linear=((0,),))
+        with pytest.raises(sw.RuleError, match=r"Partial\(sum\).* on 2 ranks gives a wrong value"):
+            sw.check_rule(op, torch.randn(5))

@@ -1,0 +1,693 @@
+"""fully_shard on virtual ranks: losses and gradients of one device, what is communicated, what is held in memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.transformer import (
+    WIDTH,
+    Transformer,
+    assert_same,
+    assert_trains_as_one_device,
+    batch,
+    loss_of,
+    shard_all,
+    tensor_parallel,
+    whole,
+)
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def line(ranks: int) -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+
+
+def plane(*shape: int, names: tuple[str, ...] = ("dp", "tp")) -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def ranks_batch(parts: torch.Tensor, mesh: sw.DeviceMesh) -> sw.RankTensor:
+    """Each rank's rows of a batch; ranks that differ along other axes than those of `mesh` get the same."""
+    chunks = parts.chunk(mesh.size())
+    numbers = [int(torch.arange(mesh.size()).reshape(mesh.shape)[tuple(row)]) for row in mesh.coordinates.tolist()]
+    return sw.RankTensor([chunks[number] for number in numbers])
+
+
+def counts(comm: CommDebugMode) -> Counter[str]:
+    return Counter({str(op).rpartition(".")[2]: n for op, n in comm.get_comm_counts().items()})
+
+
+def tensor_parallel_inside(model: Transformer, mesh: sw.DeviceMesh) -> None:
+    """The feed-forward part split by hand, between plain tensors."""
+    for block in model.blocks:
+        for layer, weight, bias in ((block.up, S0, S0), (block.down, S1, R)):
+            layer.weight = nn.Parameter(sw.distribute_tensor(layer.weight.detach(), mesh, [weight]))
+            layer.bias = nn.Parameter(sw.distribute_tensor(layer.bias.detach(), mesh, [bias]))
+        block.up.register_forward_pre_hook(lambda _, args: (sw.DTensor.from_local(args[0], mesh, [R]),))
+        block.down.register_forward_hook(lambda _, args, out: out.redistribute(placements=[R]).to_local())
+
+
+# ---------------------------------------------------------------- the numbers of one device
+
+
+@pytest.mark.parametrize(("shape", "tied"), [((2,), True), ((4,), False), ((2, 2), False)])
+def test_a_global_batch_trains_as_on_one_device_dropout_included(shape: tuple[int, ...], tied: bool) -> None:
+    mesh = plane(*shape, names=("replicas", "dp")[-len(shape) :])
+    assert_trains_as_one_device(
+        lambda model: shard_all(model, mesh),
+        lambda tensor: sw.distribute_tensor(tensor, mesh, [S0] * mesh.ndim),
+        dropout=0.2,
+        tied=tied,
+        steps=10 if shape == (4,) else 3,
+    )
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_batches_of_ranks_train_on_the_mean_of_their_losses(shape: tuple[int, ...]) -> None:
+    mesh = plane(*shape, names=("replicas", "dp")[-len(shape) :])
+    place = lambda tensor: ranks_batch(tensor, mesh)  # noqa: E731
+    assert_trains_as_one_device(
+        lambda model: shard_all(model, mesh), place, dropout=0.0, steps=10 if shape == (4,) else 3
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4)])
+def test_with_tensor_parallelism_and_a_global_batch(shape: tuple[int, int]) -> None:
+    world = plane(*shape)
+    assert_trains_as_one_device(
+        lambda model: shard_all(model, world["dp"]),
+        lambda tensor: sw.distribute_tensor(tensor, world, [S0, R]),
+        dropout=0.2,
+        steps=10 if shape == (2, 2) else 2,
+        prepare=lambda model: tensor_parallel(model, world["tp"]),
+    )
+
+
+def test_with_tensor_parallelism_and_batches_of_ranks() -> None:
+    world = plane(2, 2)
+    assert_trains_as_one_device(
+        lambda model: shard_all(model, world["dp"]),
+        lambda tensor: ranks_batch(tensor, world["dp"]),
+        dropout=0.0,
+        steps=3,
+        prepare=lambda model: tensor_parallel_inside(model, world["tp"]),
+    )
+
+
+def test_stored_parameters_say_how_both_axes_split_them() -> None:
+    world = plane(2, 2)
+    for size, split in ((8, [2, 2, 2, 2]), (5, [2, 1, 1, 1]), (3, [1, 1, 1, 0]), (1, [1, 0, 0, 0])):
+        layer = nn.Linear(3, size, bias=False)
+        weight = layer.weight.detach().clone()
+        layer.weight = nn.Parameter(sw.distribute_tensor(weight, world["tp"], [S0]))
+        sw.fully_shard(layer, world["dp"])
+        stored: Any = layer.weight
+        assert stored.spec.layout == "dp:S0 tp:S0 order 0:tp>dp"
+        assert torch.equal(stored.full_tensor(), weight)
+        held = {c: t.shape[0] for c, t in zip([(0, 0), (0, 1), (1, 0), (1, 1)], stored.to_local().tensors, strict=True)}
+        assert [held[0, 0], held[1, 0], held[0, 1], held[1, 1]] == split
+        layer(sw.ones(2, 3, device_mesh=world)).sum().backward()
+        assert stored.grad.spec is stored.spec
+        assert torch.equal(stored.grad.full_tensor(), torch.full((size, 3), 2.0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_the_dim_to_shard_can_be_chosen_and_may_be_short(dim: int) -> None:
+    mesh = line(4)
+    torch.manual_seed(0)
+    reference = nn.Linear(3, 5)
+    layer = copy.deepcopy(reference)
+    sw.fully_shard(layer, mesh, shard_placement_fn=lambda p: Shard(dim) if p.dim() == 2 else None)
+    assert layer.weight.spec.layout == f"dp:S{dim % 2}"  # pyright: ignore[reportAttributeAccessIssue]
+    x = torch.randn(8, 3)
+    reference(x).pow(2).sum().backward()
+    layer(sw.distribute_tensor(x, mesh, [S0])).pow(2).sum().backward()
+    assert_same(layer, reference, lambda parameter: parameter.grad, 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 2), (2, 1)])
+def test_axes_of_one_rank_and_empty_parameters(shape: tuple[int, ...]) -> None:
+    mesh = plane(*shape, names=("replicas", "dp")[-len(shape) :])
+    reference = nn.Linear(3, 5)
+    reference.nothing = nn.Parameter(torch.zeros(0, 3))
+    layer = copy.deepcopy(reference)
+    sw.fully_shard(layer, mesh)
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        (reference(x).pow(2).sum() + reference.nothing.sum()).backward()
+        layer(sw.distribute_tensor(x, mesh, [S0] * mesh.ndim)).pow(2).sum().backward()
+    layer.nothing.grad = torch.zeros_like(layer.nothing)
+    assert_same(layer, reference, lambda parameter: parameter.grad, 1e-4)
+
+
+def test_gradients_that_are_no_sums_are_counted_once() -> None:
+    """A loss that does not depend on the batch has a replicated gradient, one that looks rows up a sharded one."""
+    mesh = line(2)
+    layer = sw.fully_shard(nn.Linear(2, 4, bias=False), mesh)
+    weight = layer.weight.full_tensor()
+    x = sw.ones(4, 2, device_mesh=mesh, placements=[S0])
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 4, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            scaled = self.layer.weight.redistribute(placements=[S0])  # pyright: ignore[reportCallIssue]
+            return (self.layer.weight**2).sum() + 0 * x.sum(), (scaled**2).sum()
+
+    odd = Odd()
+    odd.layer.weight = nn.Parameter(weight.clone())
+    sw.fully_shard(odd, mesh)
+    first, second = odd(x)
+    first.backward()
+    torch.testing.assert_close(whole(odd.layer.weight.grad), 2 * weight)
+    _, second = odd(x)
+    second.backward()
+    torch.testing.assert_close(whole(odd.layer.weight.grad), 4 * weight)
+
+
+# ---------------------------------------------------------------- what is communicated
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_collectives_of_a_step(keep: bool) -> None:
+    mesh = line(4)
+    blocks = 3
+    model = shard_all(Transformer(blocks), mesh, **({"reshard_after_forward": False} if keep else {}))
+    tokens, targets = (ranks_batch(t, mesh) for t in batch(0))
+    comm = CommDebugMode()
+    for _ in range(2):  # the first step has no order to prefetch by; the counts are the same
+        with comm:
+            loss = loss_of(model(tokens), targets)
+            assert counts(comm) == {"all_gather_into_tensor": blocks + 1}
+            loss.backward()
+        gathers = blocks + 1 if keep else 2 * blocks + 1
+        assert counts(comm) == {"all_gather_into_tensor": gathers, "reduce_scatter_tensor": blocks + 1}
+    padded = sum(-(-p.shape[0] // 4) * 4 * p[0].numel() * 4 for p in Transformer(blocks).parameters())
+    root = sum(-(-p.shape[0] // 4) * 4 * p[0].numel() * 4 for p in Transformer(0).parameters())
+    assert comm.received_bytes == (padded * (2 if keep else 3) - (0 if keep else root)) * 3 // 4
+
+
+def test_accumulating_without_communication() -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Transformer().double()
+    model = shard_all(copy.deepcopy(reference), mesh)
+    for step in range(3):
+        tokens, targets = batch(step)
+        loss_of(reference(tokens), targets).backward()
+        place = lambda t: ranks_batch(t, mesh)  # noqa: E731
+        with CommDebugMode() as comm:
+            if step < 2:
+                with model.no_sync():
+                    loss_of(model(place(tokens)), place(targets)).backward()
+                assert counts(comm)["reduce_scatter_tensor"] == 0
+                assert all(parameter.grad is None for parameter in model.parameters())
+            else:
+                loss_of(model(place(tokens)), place(targets)).backward()
+                assert counts(comm)["reduce_scatter_tensor"] == 3
+    assert_same(model, reference, lambda parameter: parameter.grad)
+    tokens, targets = batch(3)  # and once more with reduction: the shards of gradients add up
+    loss_of(reference(tokens), targets).backward()
+    loss_of(model(ranks_batch(tokens, mesh)), ranks_batch(targets, mesh)).backward()
+    assert_same(model, reference, lambda parameter: parameter.grad)
+
+
+def test_parameters_kept_over_microbatches_are_gathered_once() -> None:
+    mesh = line(2)
+    model = shard_all(Transformer(), mesh)
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    tokens, targets = (ranks_batch(t, mesh) for t in batch(0))
+    with CommDebugMode() as comm:
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            loss_of(model(tokens), targets).backward()
+    assert counts(comm) == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}
+
+
+def test_replicas_may_wait_with_adding_up() -> None:
+    mesh = plane(2, 2, names=("replicas", "dp"))
+    torch.manual_seed(0)
+    reference = Transformer().double()
+    model = shard_all(copy.deepcopy(reference), mesh)
+    for step in range(2):
+        tokens, targets = batch(step)
+        loss_of(reference(tokens), targets).backward()
+        model.set_requires_all_reduce(step == 1)
+        with CommDebugMode() as comm:
+            loss_of(model(ranks_batch(tokens, mesh)), ranks_batch(targets, mesh)).backward()
+        assert counts(comm)["reduce_scatter_tensor"] == 3
+        assert counts(comm)["all_reduce"] == 3 * step
+    assert_same(model, reference, lambda parameter: parameter.grad)
+
+
+def test_the_next_module_is_gathered_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = line(2)
+    model = shard_all(Transformer(3), mesh)
+    names = {id(module._state): name or "root" for name, module in model.named_modules() if hasattr(module, "_state")}
+    said: list[str] = []
+    for state in model._states():
+        name = names[id(state)]
+        group = state.groups[0]
+
+        def start(group: Any = group, name: str = name, original: Any = group.start_gathering) -> None:
+            if not group.is_gathered and group._gathering is None:
+                said.append(f"gather {name}")
+            original()
+
+        monkeypatch.setattr(group, "start_gathering", start)
+    for name, module in model.named_modules():
+        if hasattr(module, "_state"):
+            module.register_forward_pre_hook(lambda *_, name=name: said.append(f"run {name or 'root'}"))
+    tokens, targets = (ranks_batch(t, mesh) for t in batch(0))
+    loss_of(model(tokens), targets).backward()
+    said.clear()
+    loss = loss_of(model(tokens), targets)
+    assert said == [
+        "gather root", "gather blocks.0", "run root", "gather blocks.1", "run blocks.0", "gather blocks.2",
+        "run blocks.1", "run blocks.2",
+    ]  # fmt: skip
+    said.clear()
+    loss.backward()
+    assert said == ["gather blocks.2", "gather blocks.1", "gather blocks.0"]
+
+
+# ---------------------------------------------------------------- memory
+
+
+def gathered_bytes(model: Any) -> int:
+    """What is held of gathered parameters on one rank."""
+    wholes = [p.whole for state in model._states() for group in state.groups for p in group.parameters]
+    return sum(w.tensors[0].untyped_storage().nbytes() for w in wholes if w is not None)
+
+
+def test_gathered_parameters_are_freed_when_a_module_is_through() -> None:
+    mesh = line(2)
+    model = shard_all(Transformer(3), mesh)
+    root = sum(p.numel() * 4 for p in Transformer(0).parameters())
+    block = sum(p.numel() * 4 for p in Transformer(1).blocks.parameters())
+    seen: list[int] = []
+    for one in model.blocks:
+        one.register_forward_hook(lambda *_: seen.append(gathered_bytes(model)))
+    tokens, targets = (ranks_batch(t, mesh) for t in batch(0))
+    for _ in range(2):
+        seen.clear()
+        loss = loss_of(model(tokens), targets)
+        # the hook of a user runs after ours, so this block is freed; one may be in flight, in a buffer of its own
+        assert seen == [root] * 3
+        assert gathered_bytes(model) == root
+        loss.backward()
+        assert gathered_bytes(model) == 0
+    model.blocks[0].unshard()
+    assert gathered_bytes(model) == block
+    assert isinstance(model.blocks[0].up.weight, sw.RankTensor)
+    model.blocks[0].reshard()
+    assert gathered_bytes(model) == 0
+    handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    assert torch.equal(model.blocks[0].norm1.weight.tensors[1], torch.ones(WIDTH))
+    with torch.no_grad():
+        model(tokens)
+    assert gathered_bytes(model) == 0
+    assert isinstance(model.blocks[0].up.weight, sw.DTensor)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most elements that any operator made in one tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if type(leaf) is torch.Tensor and leaf.device.type != "meta":
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return result
+
+
+def test_a_module_on_the_meta_device_is_made_shard_by_shard() -> None:
+    mesh = line(4)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in model:
+        sw.fully_shard(layer, mesh)
+    sw.fully_shard(model, mesh)
+    torch.manual_seed(3)
+    with Largest() as largest:
+        model.to_empty(device="cpu")
+        for layer in model:
+            layer.reset_parameters()  # pyright: ignore[reportCallIssue]
+    assert largest.elements <= 64 * 64 // 4
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        reference = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    reference.to_empty(device="cpu")
+    for layer in reference:
+        layer.reset_parameters()  # pyright: ignore[reportCallIssue]
+    assert_same(model, reference, lambda parameter: parameter.detach(), 0)
+    x = torch.randn(8, 64)
+    torch.testing.assert_close(model(sw.distribute_tensor(x, mesh, [S0])).full_tensor(), reference(x))
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+def test_mixed_precision() -> None:
+    mesh = line(2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    layer = sw.fully_shard(nn.Linear(4, 4), mesh, mp_policy=policy)
+    inside: list[torch.dtype] = []
+    layer.register_forward_pre_hook(lambda module, args: inside.extend([module.weight.dtype, args[0].dtype]))
+    with CommDebugMode() as comm:
+        out = layer(sw.ones(2, 4, device_mesh=mesh, placements=[S0]))
+        assert comm.received_bytes == 20 * 2 // 2
+        out.sum().backward()
+    assert comm.received_bytes == 20 * 2 // 2 + 20 * 4 // 2
+    assert inside == [torch.bfloat16] * 2
+    assert (out.dtype, layer.weight.dtype, layer.weight.grad.dtype) == (torch.float32,) * 3
+    assert torch.equal(whole(layer.weight.grad), torch.full((4, 4), 2.0))
+    with layer.no_sync():
+        layer(sw.ones(2, 4, device_mesh=mesh, placements=[S0])).sum().backward()
+    layer(sw.ones(2, 4, device_mesh=mesh, placements=[S0])).sum().backward()
+    assert torch.equal(whole(layer.weight.grad), torch.full((4, 4), 6.0))
+
+
+def test_parameters_of_two_dtypes_and_a_later_conversion() -> None:
+    mesh = line(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    sw.fully_shard(model, mesh)
+    x = sw.ones(2, 4, device_mesh=mesh, placements=[S0])
+    assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
+    model.double()
+    model(x.double()).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}  # pyright: ignore[reportOptionalMemberAccess]
+
+
+# ---------------------------------------------------------------- what models do
+
+
+class Model(nn.Module):
+    """A module of two layers and what a test wants to do with them."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.run = run
+
+    def forward(self, x: Any) -> Any:
+        return self.run(self, x)
+
+
+RUNS: dict[str, Callable[[Any, Any], Any]] = {
+    "one after the other": lambda m, x: m.second(m.first(x).tanh()),
+    "one is unused": lambda m, x: m.first(x),
+    "one is called twice": lambda m, x: m.second(m.first(m.first(x).tanh()).tanh()),
+    "checkpoint inside": lambda m, x: checkpoint(lambda y: m.second(m.first(y).tanh()), x, use_reentrant=False),
+    "reentrant checkpoint inside": lambda m, x: checkpoint(
+        lambda y: m.second(m.first(y).tanh()), x, use_reentrant=True
+    ),
+    "checkpointed layers": lambda m, x: checkpoint(
+        m.second, checkpoint(m.first, x, use_reentrant=False).tanh(), use_reentrant=False
+    ),
+    "checkpointed layers, reentrant": lambda m, x: checkpoint(
+        m.second, checkpoint(m.first, x, use_reentrant=True).tanh(), use_reentrant=True
+    ),
+    "outputs in a dict": lambda m, x: {"out": m.second(m.first(x)), "more": [m.first(x)]},
+    "a result without gradient": lambda m, x: m.second(m.first(x).detach()),
+}
+
+
+def summed(result: Any) -> Any:
+    tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return sum((t.pow(2).sum() for t in tensors[1:]), tensors[0].pow(2).sum())
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("frozen", ["", "first", "second.weight"])
+def test_what_models_do(run: str, frozen: str) -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(RUNS[run]).double()
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+    reference.register_buffer("nothing", torch.zeros(1))
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model.first, mesh)
+    sw.fully_shard(model.second, mesh)
+    sw.fully_shard(model, mesh)
+    alone = copy.deepcopy(reference)
+    sw.fully_shard(alone, mesh)
+    for step in range(3):
+        x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        reference.zero_grad()
+        summed(reference(x.clone().requires_grad_())).backward()
+        for one in (model, alone):
+            one.zero_grad()
+            global_batch = sw.distribute_tensor(x, mesh, [S0]).requires_grad_()
+            summed(one(global_batch)).backward()
+            assert_same(one, reference, lambda parameter: parameter.grad)
+            assert gathered_bytes(one) == 0
+            one.zero_grad()
+            (summed(one(ranks_batch(x, mesh).requires_grad_())) * 2).sum().backward()
+            assert_same(one, reference, lambda parameter: parameter.grad)
+
+
+@dataclasses.dataclass
+class Result:
+    out: Any
+
+
+class Hidden:
+    """An object that nobody can look into."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+
+    def reveal(self) -> Any:
+        return self._out
+
+
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "two forwards, one backward": lambda m, x: (summed(m(x)) + summed(m(x * 2))).backward(),
+    "two forwards, two backwards": lambda m, x: [loss.backward() for loss in [summed(m(x)), summed(m(x * 2))]],
+    "backward twice": lambda m, x: [loss.backward(retain_graph=True) for loss in [summed(m(x))] * 2],
+    "a forward without a backward": lambda m, x: (m(x), summed(m(x)).backward()),
+    "backward on another thread": lambda m, x: in_thread(summed(m(x)).backward),
+    "gradients asked for": lambda m, x: (torch.autograd.grad(summed(m(x)), [x]), summed(m(x)).backward()),
+    "parts on their own": lambda m, x: summed(m.second(m.first(x))).backward(),
+}
+
+
+def in_thread(run: Callable[[], None]) -> None:
+    failed: list[BaseException] = []
+    thread = threading.Thread(target=lambda: _recording(run, failed))
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _recording(run: Callable[[], None], failed: list[BaseException]) -> None:
+    try:
+        run()
+    except BaseException as error:
+        failed.append(error)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("keep", [None, False])
+def test_how_models_are_used(use: str, keep: bool | None) -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(RUNS["one after the other"]).double()
+    model = copy.deepcopy(reference)
+    for module in (model.first, model.second, model):
+        sw.fully_shard(module, mesh, reshard_after_forward=keep)
+    for step in range(2):
+        x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        USES[use](reference, x.clone().requires_grad_())
+        USES[use](model, sw.distribute_tensor(x, mesh, [S0]).requires_grad_())
+        assert_same(model, reference, lambda parameter: parameter.grad)
+        assert gathered_bytes(model) == 0
+        with torch.no_grad():
+            for parameter in (*reference.parameters(), *model.parameters()):
+                parameter.mul_(0.9)
+
+
+@pytest.mark.parametrize("wrap", [Result, Hidden])
+def test_outputs_may_be_objects(wrap: Callable[[Any], Any]) -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(lambda m, x: wrap(m.second(m.first(x).tanh())))
+    model = copy.deepcopy(reference)
+    for module in (model.first, model.second, model):
+        sw.fully_shard(module, mesh)
+    x = torch.randn(4, 4)
+    for _ in range(2):
+        for one, given in ((reference, x), (model, sw.distribute_tensor(x, mesh, [S0]))):
+            result = one(given)
+            summed(result.out if isinstance(result, Result) else result.reveal()).backward()
+    assert_same(model, reference, lambda parameter: parameter.grad, 1e-5)
+    assert gathered_bytes(model) == 0
+
+
+def test_modules_that_keep_a_list_of_their_parameters() -> None:
+    mesh = line(2)
+    reference = nn.LSTM(3, 4, batch_first=True)
+    model = copy.deepcopy(reference)
+    sw.fully_shard(model, mesh)
+    x = torch.randn(2, 5, 3)
+    reference(x)[0].sum().backward()
+    model(ranks_batch(x, mesh))[0].sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad) * 2, dict(reference.named_parameters())[name].grad)
+
+
+def test_forward_without_gradients_then_training() -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Transformer(dropout=0.2).double()
+    model = shard_all(copy.deepcopy(reference), mesh)
+    tokens, targets = batch(0)
+    place = lambda t: sw.distribute_tensor(t, mesh, [S0])  # noqa: E731
+    for without in (torch.no_grad, torch.inference_mode):
+        for module in (reference, model):
+            module.eval()
+        with without():
+            torch.testing.assert_close(model(place(tokens)).full_tensor(), reference(tokens))
+        assert gathered_bytes(model) == 0
+    for module in (reference, model):
+        module.train()
+    torch.manual_seed(5)
+    loss_of(reference(tokens), targets).backward()
+    torch.manual_seed(5)
+    loss_of(model(place(tokens)), place(targets)).backward()
+    assert_same(model, reference, lambda parameter: parameter.grad)
+
+
+def test_a_forward_that_raises_leaves_the_module_usable() -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Transformer(3).double()
+    model = shard_all(copy.deepcopy(reference), mesh)
+    tokens, targets = batch(0)
+    place = lambda t: ranks_batch(t, mesh)  # noqa: E731
+    handle = model.blocks[1].up.register_forward_hook(lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(place(tokens))
+    handle.remove()
+    assert all(isinstance(parameter, sw.DTensor) for parameter in model.parameters())
+
+    def fail(grad: Any) -> None:
+        raise RuntimeError("in backward")
+
+    hidden: list[Any] = []
+    handle = model.blocks[1].register_forward_hook(lambda _, args, out: hidden.append(out.register_hook(fail)))
+    with pytest.raises(RuntimeError, match="in backward"):
+        loss_of(model(place(tokens)), place(targets)).backward()
+    handle.remove()
+    model.zero_grad()
+    loss_of(reference(tokens), targets).backward()
+    loss_of(model(place(tokens)), place(targets)).backward()
+    assert_same(model, reference, lambda parameter: parameter.grad)
+
+
+def test_a_list_of_modules_is_gathered_together_and_keeps_ties() -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Transformer(tied=True).double()
+    model = copy.deepcopy(reference)
+    sw.fully_shard([model.embedding, model.norm, model.head], mesh)
+    shard_all(model, mesh)
+    assert model.embedding.weight is model.head.weight
+    tokens, targets = batch(0)
+    loss_of(reference(tokens), targets).backward()
+    with CommDebugMode() as comm:
+        loss_of(model(ranks_batch(tokens, mesh)), ranks_batch(targets, mesh)).backward()
+    assert model.embedding.weight is model.head.weight
+    assert_same(model, reference, lambda parameter: parameter.grad)
+    assert counts(comm)["reduce_scatter_tensor"] == 3  # the root has nothing of its own
+
+
+def test_state_dicts_hold_shards_and_load() -> None:
+    mesh = line(4)
+    model, other = (shard_all(Transformer(), mesh) for _ in range(2))
+    state = model.state_dict()
+    assert all(value.spec.layout == "dp:S0" for value in state.values())
+    other.load_state_dict(state)
+    third = shard_all(Transformer(), mesh)
+    third.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
+    x = sw.distribute_tensor(batch(0)[0], mesh, [S0])
+    expected = model(x).full_tensor()
+    assert torch.equal(other(x).full_tensor(), expected)
+    assert torch.equal(third(x).full_tensor(), expected)
+    third(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in third.parameters())
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    mesh = line(2)
+    layer = nn.Linear(4, 4)
+    bias = layer.bias
+    sw.fully_shard(layer, mesh, ignored_params={bias})
+    assert layer.bias is bias
+    layer(torch.ones(2, 4)).sum().backward()
+    assert isinstance(layer.weight.grad, sw.DTensor)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_errors_say_what_to_do() -> None:
+    mesh = line(2)
+    tied = Transformer(tied=True)
+    sw.fully_shard(tied.embedding, mesh)
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.ones(()))
+    done = sw.fully_shard(nn.Linear(2, 2), mesh)
+    hybrid = plane(2, 2, names=("replicas", "dp"))
+    half = sw.fully_shard(nn.Linear(2, 2), hybrid)
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: sw.fully_shard(nn.Linear(2, 2)), sw.MeshError, "no mesh"),
+        (lambda: sw.fully_shard(nn.Linear(2, 2), plane(2, 2, 2, names=("a", "b", "c"))), sw.MeshError, "3 axes"),
+        (lambda: sw.fully_shard(nn.Linear(2, 2), mesh, offload_policy=CPUOffloadPolicy()), sw.UnsupportedError, "host"),
+        (
+            lambda: sw.fully_shard(nn.Linear(2, 2), line(4), reshard_after_forward=2),
+            sw.UnsupportedError,
+            "part of the 4",
+        ),
+        (lambda: sw.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh), sw.UnsupportedError, "no forward"),
+        (lambda: sw.fully_shard(done, mesh), sw.UnsupportedError, "already"),
+        (lambda: sw.fully_shard(tied, mesh), sw.UnsupportedError, "tied"),
+        (lambda: sw.fully_shard(scalar, mesh), sw.LayoutError, "shape \\(1,\\)"),
+        (
+            lambda: sw.fully_shard(nn.Linear(2, 2), mesh, shard_placement_fn=lambda p: R),
+            sw.LayoutError,
+            "Shard\\(dim\\)",
+        ),
+        (lambda: copy.deepcopy(done), sw.UnsupportedError, "copied"),
+        (lambda: half(sw.ones(2, 2, device_mesh=hybrid["dp"])), sw.MeshError, "every data axis"),
+        (lambda: half(sw.ones(2, 2, device_mesh=hybrid.flatten())), sw.MeshError, "every data axis"),
+    ]
+    for call, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            call()
