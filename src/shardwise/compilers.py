@@ -111,5 +111,7 @@ def not_compiled(function: AnyFunction) -> AnyFunction:
     What stands before and after is compiled; it and what it calls run as they are. With fullgraph=True Dynamo says so.
     """
     never_traced(function)
-    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]  # what torch.compiler.disable sets
+    marked: Any = function
+    marked._torchdynamo_disable = True  # what torch.compiler.disable sets
+    marked._torchdynamo_disable_msg = "it keeps books of its own; compile without fullgraph=True"
     return function

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 import shardwise.debug
+import shardwise.parallel as parallel
 from bench.counting import Calls, fake_world
 
 R, S, P = sw.Replicate(), sw.Shard, sw.Partial
@@ -338,6 +339,61 @@ def virtual_ranks() -> list[tuple[float, str]]:
         found.append(
             (loss.full_tensor().item(), x.grad.spec.layout, torch.equal(x.grad.full_tensor(), 8 * x.full_tensor()))
         )
+    return found
+
+
+# ---------------------------------------------------------------- modules made parallel
+
+
+def tensor_parallel(layers: nn.Module, mesh: sw.DeviceMesh) -> nn.Module:
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    return parallel.parallelize_module(layers, mesh, plan)
+
+
+def fully_sharded(layers: Any, mesh: sw.DeviceMesh) -> nn.Module:
+    for module in (layers[0], layers[2], layers):
+        parallel.fully_shard(module, mesh=mesh)
+    return layers
+
+
+def replicated(layers: nn.Module, mesh: sw.DeviceMesh) -> nn.Module:
+    parallel.replicate(layers, mesh)
+    return layers
+
+
+def losses(layers: nn.Module, program: Callable[..., Any], batches: Sequence[torch.Tensor]) -> list[float]:
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    seen = []
+    for batch in batches:
+        result = program(batch)
+        loss = (result.full_tensor() if isinstance(result, sw.DTensor) else result).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.tensors[0] if isinstance(loss, sw.RankTensor) else loss).item())
+    return seen
+
+
+def parallel_modules() -> dict[str, tuple[bool, int]]:
+    """Whether ten steps lose as one device does, and into how many graphs the modules were compiled."""
+    with sw.virtual():
+        mesh = sw.init_device_mesh("cpu", (2,))
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).double()
+
+    batches = [torch.randn(4, 16, dtype=torch.float64) for _ in range(10)]
+    plain = layers()
+    wanted = losses(plain, plain, batches)
+    found = {}
+    for make, whole in ((tensor_parallel, True), (fully_sharded, False), (replicated, False)):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        made = make(layers(), mesh)
+        got = losses(made, torch.compile(made, backend=counter, fullgraph=whole), batches)
+        close = torch.allclose(torch.tensor(got), torch.tensor(wanted))
+        found[make.__name__] = (close, counter.frame_count)
     return found
 
 

@@ -77,5 +77,11 @@ def test_virtual_ranks_are_compiled_into_one_graph(alone):
     assert alone.run(compiled.virtual_ranks, timeout=120) == [[(41664.0, "S0 S1", True)] * 2]
 
 
+def test_modules_made_parallel(alone):
+    (found,) = alone.run(compiled.parallel_modules, timeout=120)
+    # a graph for each module between the hooks that gather and free, where one graph cannot hold them
+    assert found == {"tensor_parallel": (True, 1), "fully_sharded": (True, 3), "replicated": (True, 1)}
+
+
 def test_inductor(alone):
     assert alone.run(compiled.inductor, timeout=240) == [("S0 R", "P S0")]

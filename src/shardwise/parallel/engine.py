@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import MeshError
 from shardwise.parallel.group import Bucket, Finish, ParameterGroup
@@ -176,6 +177,7 @@ class ModuleState:
 
     # ---------------------------------------------------------------- forward
 
+    @not_compiled
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         repeated = in_backward()
         if not repeated and self.context.outermost is None:
@@ -193,6 +195,7 @@ class ModuleState:
         self._watch_inputs((args, kwargs))
         return args, kwargs
 
+    @not_compiled
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         watched = self._watch_outputs(output)
         self.still_to_run.discard(module)
