@@ -84,6 +84,11 @@ def _split_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> flo
     return (output.numel() - own) * output.element_size()
 
 
+def _row_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> float:
+    """The same of a functional one, whose splits count rows."""
+    return output.nbytes * (1 - splits[_resolved(group).rank()] / sum(splits))
+
+
 _OUTPUT_FIRST = {"c10d::alltoall_base_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
 _RECEIVED: dict[str, Callable[[Any, Any], float]] = {
     "c10d::_allgather_base_": lambda args, _: (_members(args[2]) - 1) * args[1].nbytes,
@@ -94,6 +99,7 @@ _RECEIVED: dict[str, Callable[[Any, Any], float]] = {
     "_c10d_functional::all_gather_into_tensor": lambda args, _: (args[1] - 1) * args[0].nbytes,
     "_c10d_functional::all_reduce": lambda args, _: _all_reduced(args[0], _resolved(args[2]).size()),
     "_c10d_functional::reduce_scatter_tensor": lambda args, result: (args[2] - 1) * result.nbytes,
+    "_c10d_functional::all_to_all_single": lambda args, result: _row_bytes(result, args[1], args[3]),
     "_dtensor::shard_dim_alltoall": lambda args, _: args[0].nbytes * (1 - 1 / _resolved(args[3]).size()),
 }
 _SILENT = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compilers import traceable
 from shardwise.core.layout import whole_block
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
@@ -22,6 +23,7 @@ from shardwise.tensor import DTensor, _make, entered
 __all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
 
 
+@traceable
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: Any = None,
@@ -37,7 +39,7 @@ def distribute_tensor(
         device_mesh: the mesh.
         placements: how to lay it out; replicated by default.
         src_data_rank: whose values count, as a rank of the mesh. None: every rank cuts its block out of its own
-            tensor, and nothing is moved.
+            tensor, and nothing is moved. Inside torch.compile it must be None.
         shard_order: which axis splits a dim first, where it is not the order of the mesh.
 
     Example:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.api import cut_block, mesh_or_error
+from shardwise.compilers import traceable
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.drawing import fill_parts
@@ -68,6 +69,7 @@ def _blocks(make: Callable[..., torch.Tensor], *numbers: Any) -> Callable[[DTens
     return build
 
 
+@traceable
 def zeros(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -97,6 +99,7 @@ def zeros(
     return _new(spec, requires_grad, _blocks(torch.zeros))
 
 
+@traceable
 def ones(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -117,6 +120,7 @@ def ones(
     return _new(spec, requires_grad, _blocks(torch.ones))
 
 
+@traceable
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -137,6 +141,7 @@ def empty(
     return _new(spec, requires_grad, _blocks(torch.empty))
 
 
+@traceable
 def full(
     size: Sequence[Any],
     fill_value: complex,
@@ -178,6 +183,7 @@ def _drawn(
     return _new(spec, requires_grad, lambda whole: fill_parts(whole, fill, numbers, generator))
 
 
+@traceable
 def rand(
     *size: Any,
     generator: torch.Generator | None = None,
@@ -201,6 +207,7 @@ def rand(
     return _drawn(spec, requires_grad, aten.uniform_.default, (0.0, 1.0), generator)
 
 
+@traceable
 def randn(
     *size: Any,
     generator: torch.Generator | None = None,
@@ -222,6 +229,7 @@ def randn(
     return _drawn(spec, requires_grad, aten.normal_.default, (0.0, 1.0), generator)
 
 
+@traceable
 def randint(
     low: int,
     high: int | Sequence[int],
@@ -250,6 +258,7 @@ def randint(
     return _drawn(spec, requires_grad, getattr(aten.random_, "from"), (low, high), generator)
 
 
+@traceable
 def randperm(
     n: int,
     *,

@@ -11,22 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
+from shardwise.compilers import never_traced, refuse_dry, taken_whole, tell_compiler
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
-from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
+from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements, known_dense
+from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import as_mesh
-from shardwise.local import laid_out_like
+from shardwise.local import coordinates_here, laid_out_like
+from shardwise.plan.propagate import replicated_spec
 
 __all__ = ["DTensor", "cache_info"]
 
@@ -109,7 +113,10 @@ class DTensor(torch.Tensor):
                     if run is not None:
                         return run(args, kwargs)
                 elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
-                    run = _cache.get((id(func), args[0]._spec, tuple(args[1])))
+                    try:
+                        run = _cache.get((id(func), args[0]._spec, tuple(args[1])))
+                    except TypeError:  # a symbolic size has no hash
+                        run = None
                     if run is not None:
                         return run(args, kwargs)
             elif len(args) == 3 and args[0].__class__ is DTensor and args[1].__class__ is int:
@@ -194,6 +201,11 @@ class DTensor(torch.Tensor):
             >>> DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
             torch.Size([8, 3])
         """
+        if is_dynamo_compiling():
+            tell_compiler()
+            return _from_local_in_graph(
+                local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
+            )
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
         if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
             local_tensor = _resolved(local_tensor)
@@ -203,12 +215,16 @@ class DTensor(torch.Tensor):
             mesh, None if placements is None else tuple(placements), local_tensor.shape, local_tensor.stride(),
             local_tensor.dtype,
         )  # fmt: skip
-        spec = _local_specs.get(key) if shape is None and shard_order is None else None
+        try:
+            spec = _local_specs.get(key) if shape is None and shard_order is None else None
+        except TypeError:  # symbolic sizes have no hash
+            spec = None
         if run_check:
             spec = _agreed_spec(local_tensor, mesh, placements, shape, stride, shard_order)
         elif spec is None:
             spec = _spec_from_local(local_tensor, mesh, placements, shape, stride, shard_order)
-            if shape is None and shard_order is None and mesh.fabric != "virtual":
+            sizes_known = not spec.tensor_meta.is_symbolic
+            if shape is None and shard_order is None and mesh.fabric != "virtual" and sizes_known:
                 _local_specs.keep(key, spec)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
             return entered(_FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements)))
@@ -270,7 +286,7 @@ class DTensor(torch.Tensor):
         target = _targets.get(key) if key is not None else None
         if target is None:
             target = DTensorSpec(mesh, placements, meta, shard_order)
-            if key is not None:
+            if key is not None and not meta.is_symbolic:
                 _targets.keep(key, target)
         if target is spec and backward_dtype is None:
             return self
@@ -306,17 +322,45 @@ class DTensor(torch.Tensor):
 
     # ---------------------------------------------------------------- protocols
 
-    def __tensor_flatten__(self) -> tuple[list[str], DTensorSpec]:
-        return ["_local_tensor"], self._spec
+    # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return _INNER, self._spec.context
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], spec: DTensorSpec, outer_size: Any, outer_stride: Any
+        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        meta = spec.tensor_meta
-        if meta.shape != outer_size or meta.stride != tuple(outer_stride):
-            spec = spec.with_meta(TensorMeta(outer_size, outer_stride, meta.dtype))
-        return DTensor(inner["_local_tensor"], spec)
+        local = inner["_local_tensor"]
+        try:
+            spec = _unflattened.get(key := (context, outer_size, outer_stride, local.dtype))
+        except TypeError:  # symbolic sizes have no hash
+            key = spec = None
+        if spec is None:
+            refuse_dry(context[0])
+            spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
+            if key is not None:
+                _unflattened.keep(key, spec)
+        return _make(spec, local)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
+        spec = self._spec
+        facts = repr((spec.__fx_repr__()[0], self.requires_grad, coordinates_here(spec.mesh)))
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
+        _accept_plain_tangents()
+        return _redistributed(self, gradient_spec(self._spec))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: tuple[Any, ...], expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        """A gradient that came in another layout than the compiled code expects, brought there."""
+        if expected_type not in (None, DTensor):
+            return None
+        return _redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
@@ -354,6 +398,8 @@ def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(_make, spec)
 
 
+_INNER = ["_local_tensor"]
+_modes_active = torch._C._len_torch_dispatch_stack
 _NO_KWARGS: Mapping[str, Any] = {}
 _dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = _dispatcher.cache
@@ -361,6 +407,7 @@ _cache = _dispatcher.cache
 MAX_SPECS = 4096
 _local_specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `from_local` was given
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for
+_unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what compiled code gives back
 
 
 def cache_info() -> CacheInfo:
@@ -549,6 +596,28 @@ def _fingerprints(local: torch.Tensor, spec: DTensorSpec) -> list[tuple[Any, str
     ]
 
 
+@taken_whole
+def _from_local_in_graph(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Any] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Any] | None,
+    shard_order: Sequence[Any] | None,
+) -> DTensor:
+    refuse_dry(as_mesh(mesh))
+    if run_check:
+        raise UnsupportedError(
+            "from_local(run_check=True) compares values over the ranks, which a compiled program cannot",
+            hint="leave run_check out, or call from_local outside of what is compiled",
+        )
+    return DTensor.from_local(
+        local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements, shard_order=shard_order
+    )
+
+
 def _resolved(local: torch.Tensor) -> torch.Tensor:
     if isinstance(local, RankTensor) and any(t.is_conj() or t.is_neg() for t in local.tensors):
         return RankTensor([t.resolve_conj().resolve_neg() for t in local.tensors])
@@ -579,16 +648,35 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     bound = bound_route(source, target, max_bytes)
     if bound.communicates:
         modes.check_decomposing(bound.route)
-    meta = source.tensor_meta.dense()
+    if _modes_active() and is_tracing():
+        _refuse_named(tensor)
+    meta = source.tensor_meta
+    meta = meta.dense() if meta.is_symbolic else known_dense(meta)
     if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
         made = _make(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
-    elif async_op and bound.communicates and fabric_of(source.mesh).asynchronous and _watcher is None:
+    elif (
+        async_op
+        and bound.communicates
+        and fabric_of(source.mesh).asynchronous
+        and _watcher is None
+        and not is_tracing()
+    ):
         return _pending(tensor._local_tensor, bound, target)
     else:
         made = _make(target, bound.run(tensor._local_tensor))
     if _watcher is not None:
         _watcher.moved(tensor, made)
     return made
+
+
+def _refuse_named(tensor: DTensor) -> None:
+    """torch's make_fx names its inputs in the graph; what is inside of a DTensor among them it does not know."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is not None and tensor in mode.tracer.tensor_tracker:
+        raise UnsupportedError(
+            f"make_fx was given the DTensor {tensor._spec} as an input: its local would become a constant of the graph",
+            hint="trace with shardwise.debug.make_fx, or make the DTensor inside, by from_local",
+        )
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
@@ -600,6 +688,25 @@ def _redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
     if tensor._spec.tensor_meta is not target.tensor_meta:
         target = target.with_meta(tensor._spec.tensor_meta)
     return _moved(tensor, target, False, None)
+
+
+def _accept_plain_tangents() -> None:
+    """Let compiled code accept what autograd makes for an output that is not used: zeros, of the class torch.Tensor.
+
+    The compiler asks the tensor itself to become what it expected, and a plain one has no such method unless it is
+    given one. It speaks for DTensors alone: of anything else it says None, as if it were not there.
+    """
+    if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
+        torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _plain_tangent(tangent: torch.Tensor, expected: Any, expected_type: type | None = None) -> torch.Tensor | None:
+    """A whole gradient, alike on every rank, as compiled code expects it."""
+    if expected_type is not DTensor or tangent.__class__ is not torch.Tensor:
+        return None
+    meta = TensorMeta.of(tangent)
+    local = fabric_of(expected[0]).build(expected[0], lambda coordinate: tangent)
+    return _redistributed(_make(replicated_spec(expected[0], meta), local), DTensorSpec.from_context(expected, meta))
 
 
 class _PendingDTensor(DTensor):
@@ -789,3 +896,20 @@ class _FirstRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return RankTensor([grad.clone() for _ in range(ctx.count)])
+
+
+never_traced(
+    DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    _PendingDTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    *(
+        getattr(function, name)
+        for function in (_FromLocal, _ToLocal, _Redistribute, _OnEveryRank, _FirstRank)
+        for name in ("forward", "backward")
+    ),
+    DTensor.to_local,
+    DTensor.redistribute,
+    DTensor.full_tensor,
+    DTensor.__tensor_unflatten__,
+    DTensor.__coerce_same_metadata_as_tangent__,
+    _plain_tangent,
+)

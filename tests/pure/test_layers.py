@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules",),
     ("plan",),
     ("fabric",),
-    ("modes",),
+    ("modes", "compilers"),
     ("schema",),
     ("local",),
     ("dispatch",),

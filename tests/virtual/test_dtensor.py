@@ -164,13 +164,12 @@ def test_one_copy_in_one_deep_copy() -> None:
 
 def test_flatten_and_unflatten() -> None:
     tensor = made([Shard(0), Partial()])
-    names, spec = tensor.__tensor_flatten__()
-    assert spec is tensor.spec
+    names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
-    again = DTensor.__tensor_unflatten__(inner, spec, tensor.shape, tensor.stride())
-    assert again.spec is spec
+    again = DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    assert again.spec is tensor.spec
     assert again._local_tensor is tensor._local_tensor
-    smaller = DTensor.__tensor_unflatten__(inner, spec, torch.Size((5, 3)), (1, 5))
+    smaller = DTensor.__tensor_unflatten__(inner, context, torch.Size((5, 3)), (1, 5))
     assert smaller.stride() == (1, 5)
     assert smaller.placements == tensor.placements
 

@@ -9,6 +9,10 @@ import threading
 from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
+import torch
+
+from shardwise.core.symbolic import has_symbols, named, settled
+
 __all__ = ["Interned", "pool_size"]
 
 # One pool for all classes. Weak, so that layouts of sizes seen once do not stay for ever. Backward runs on other
@@ -32,7 +36,12 @@ class Interned:
     @classmethod
     def _intern(cls, *values: Any) -> Self:
         key = (cls, *values)
-        found = _pool.get(key)
+        try:
+            found = _pool.get(key)
+        except TypeError:  # symbolic sizes cannot be hashed; their names can
+            values = tuple([_settled(value) for value in values])
+            key = (cls, *named(values))
+            found = _pool.get(key)
         if found is None:
             with _lock:
                 found = _pool.get(key)
@@ -46,6 +55,11 @@ class Interned:
 
     def _derive(self) -> None:
         """Fill the slots that follow from the fields."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}; make a new one instead")
@@ -61,6 +75,33 @@ class Interned:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, name) for name in self._fields)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How generated code writes this value: the call that gives it back, and what the names in it mean."""
+        make, arguments = self.__reduce__()
+        meanings: dict[str, Any] = {make.__name__: make}
+        return f"{make.__name__}({', '.join([_in_code(value, meanings) for value in arguments])})", meanings
+
+
+def _settled(value: Any) -> Any:
+    """A sequence of sizes with those that are known by now as numbers."""
+    if isinstance(value, tuple | list) and has_symbols(value):
+        return type(value)([settled(size) for size in value])
+    return value
+
+
+def _in_code(value: Any, meanings: dict[str, Any]) -> str:
+    if isinstance(value, Interned):
+        text, more = value.__fx_repr__()
+        meanings.update(more)
+        return text
+    if isinstance(value, torch.dtype):
+        meanings["torch"] = torch
+        return repr(value)
+    if isinstance(value, tuple | list):
+        items = [_in_code(item, meanings) for item in value]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    return repr(value)
 
 
 def pool_size() -> int:

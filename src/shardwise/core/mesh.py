@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.core.intern import Interned
+from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import MeshError
 
 __all__ = ["Coordinate", "DeviceMesh", "Host", "hosts"]
@@ -43,6 +44,7 @@ hosts: dict[str, Host] = {}
 choose_fabric: list[Callable[[], str]] = []
 
 
+@constant_to_compilers
 class DeviceMesh(Interned):
     """A grid of ranks with named axes.
 

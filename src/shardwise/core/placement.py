@@ -11,6 +11,7 @@ import operator
 from typing import Any, SupportsIndex
 
 from shardwise.core.intern import Interned
+from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import LayoutError
 
 __all__ = [
@@ -22,6 +23,7 @@ REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "min", "max", "product")
 NORM = "norm"  # with the order behind it: "norm2"
 
 
+@constant_to_compilers
 class Placement(Interned):
     """Base of the placements; see `Shard`, `Replicate` and `Partial`."""
 
@@ -41,6 +43,7 @@ class Placement(Interned):
         return False
 
 
+@constant_to_compilers
 class Shard(Placement):
     """Dim `dim` is split over the axis in the manner of `torch.chunk`: ceil-sized blocks, then short or empty ones.
 
@@ -69,6 +72,7 @@ class Shard(Placement):
         return f"Shard({self.dim})"
 
 
+@constant_to_compilers
 class StridedShard(Placement):
     """Dim `dim` is a flattened pair (`split_factor` x rest) and the minor part, the rest, is split over the axis.
 
@@ -106,6 +110,7 @@ class StridedShard(Placement):
         return f"StridedShard({self.dim}, split_factor={self.split_factor})"
 
 
+@constant_to_compilers
 class Replicate(Placement):
     """Every rank along the axis holds the same values.
 
@@ -129,6 +134,7 @@ class Replicate(Placement):
         return "Replicate()"
 
 
+@constant_to_compilers
 class Partial(Placement):
     """The value is the reduction of what the ranks along the axis hold.
 
@@ -165,6 +171,7 @@ class Partial(Placement):
         return f"Partial({self.reduce_op})"
 
 
+@constant_to_compilers
 class MaskPartial(Partial):
     """A `Partial("sum")` in which at most one rank holds each element and the others hold zero there.
 

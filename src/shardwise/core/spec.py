@@ -26,7 +26,9 @@ from shardwise.core.layout import (
     runs_of,
 )
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.opaque import constant_to_compilers
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
+from shardwise.core.symbolic import has_symbols, hinted, settled, specialized, unrecorded
 from shardwise.errors import LayoutError
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
@@ -50,6 +52,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
+def _as_size(size: Any) -> Any:
+    # asking a symbolic integer for its index would fix it to one value
+    return size if isinstance(size, torch.SymInt) else operator.index(size)
+
+
+@constant_to_compilers
 class TensorMeta(Interned):
     """Shape, stride and dtype of a global tensor.
 
@@ -60,11 +68,12 @@ class TensorMeta(Interned):
         True
     """
 
-    __slots__ = ("dtype", "shape", "stride")
+    __slots__ = ("dtype", "is_symbolic", "shape", "stride")
     _fields = ("shape", "stride", "dtype")
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_symbolic: bool  # whether some sizes are those of a compiler, known only when the program runs
 
     def __new__(
         cls,
@@ -74,30 +83,41 @@ class TensorMeta(Interned):
     ) -> TensorMeta:
         try:
             size: torch.Size = torch.Size(shape)  # pyright: ignore[reportArgumentType]  # it takes any integers
-            strides = dense_strides(size) if stride is None else tuple(map(operator.index, stride))
+            strides = dense_strides(size) if stride is None else tuple(map(_as_size, stride))
         except (TypeError, ValueError):
             given = f"{shape!r}" if stride is None else f"{shape!r} with strides {stride!r}"
             raise LayoutError(f"{given} is not a shape", hint="as in (8, 32): an integer for each dim") from None
         return cls._intern(size, strides, dtype)
 
     def _derive(self) -> None:
-        if min(self.shape, default=0) < 0:
+        object.__setattr__(self, "is_symbolic", has_symbols(self.shape) or has_symbols(self.stride))
+        if not self.is_symbolic and min(self.shape, default=0) < 0:
             raise LayoutError(f"{tuple(self.shape)} is not a shape", hint="sizes count from 0")
         if len(self.stride) != len(self.shape):
             raise LayoutError(f"strides {self.stride} for shape {tuple(self.shape)}", hint="one stride for each dim")
         # torch.Size keeps the integers of numpy as they are
-        object.__setattr__(self, "shape", torch.Size(map(operator.index, self.shape)))
+        object.__setattr__(self, "shape", torch.Size(map(_as_size, self.shape)))
 
     @property
     def is_contiguous(self) -> bool:
         """Whether the strides are exactly those of a new tensor of this shape."""
         return self.stride == dense_strides(self.shape)
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  # interned ones, which are few
     def dense(self) -> TensorMeta:
         """What a copy of the tensor has: the same order of dims in memory, without gaps and overlaps."""
-        like = torch.empty_strided(self.shape, self.stride, device="meta")
-        return TensorMeta(self.shape, torch.empty_like(like).stride(), self.dtype)
+        return _dense(self) if self.is_symbolic else known_dense(self)
+
+    def hinted(self) -> TensorMeta:
+        """The same with the sizes of the inputs that a compiler traces with: itself, where all sizes are known."""
+        if not self.is_symbolic:
+            return self
+        return self._intern(torch.Size(hinted(self.shape)), hinted(self.stride), self.dtype)
+
+    def specialized(self) -> TensorMeta:
+        """The same with sizes that are numbers; a compiler traces anew for others."""
+        if not self.is_symbolic:
+            return self
+        return self._intern(torch.Size(specialized(self.shape)), specialized(self.stride), self.dtype)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
@@ -113,6 +133,15 @@ class TensorMeta(Interned):
         return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
+def _dense(meta: TensorMeta) -> TensorMeta:
+    with unrecorded():
+        like = torch.empty_strided(meta.shape, meta.stride, device="meta")
+        return TensorMeta(meta.shape, torch.empty_like(like).stride(), meta.dtype)
+
+
+known_dense = functools.lru_cache(maxsize=4096)(_dense)  # by identity: interned ones, which are few
+
+
 class ShardOrderEntry(NamedTuple):
     """The mesh axes that split tensor dim `dim`, in the order they do it: the first one is major."""
 
@@ -123,6 +152,7 @@ class ShardOrderEntry(NamedTuple):
 ShardOrder = tuple[ShardOrderEntry, ...]
 
 
+@constant_to_compilers
 class DTensorSpec(Interned):
     """How one global tensor lies over a mesh: a placement for each axis, and which axis splits a dim first.
 
@@ -143,8 +173,8 @@ class DTensorSpec(Interned):
     """
 
     __slots__ = (
-        "_blocks", "_largest", "dim_axes", "is_replicated", "is_strided", "mesh", "ndim", "partial_axes", "placements",
-        "shape", "shard_order", "tensor_meta",
+        "_blocks", "_largest", "context", "dim_axes", "is_replicated", "is_strided", "mesh", "ndim", "partial_axes",
+        "placements", "shape", "shard_order", "tensor_meta",
     )  # fmt: skip
     _fields = ("mesh", "placements", "tensor_meta", "shard_order")
     mesh: DeviceMesh
@@ -156,6 +186,7 @@ class DTensorSpec(Interned):
     dim_axes: tuple[tuple[int, ...], ...]  # for each dim the axes that split it, major first
     partial_axes: tuple[int, ...]
     is_replicated: bool
+    context: tuple[DeviceMesh, tuple[Placement, ...], ShardOrder]  # all but the metadata
     is_strided: bool  # whether some placement is a StridedShard
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
@@ -185,6 +216,14 @@ class DTensorSpec(Interned):
         order = tuple([ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes])
         return cls._intern(mesh, placements, tensor_meta, order)
 
+    @classmethod
+    def from_context(
+        cls, context: tuple[DeviceMesh, tuple[Placement, ...], ShardOrder], tensor_meta: TensorMeta
+    ) -> DTensorSpec:
+        """The spec of a tensor that lies as another of as many dims does; no checks."""
+        mesh, placements, order = context
+        return cls._intern(mesh, placements, tensor_meta, order)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # plain tuples only, so that torch.load(weights_only=True) can read it
         return DTensorSpec, (self.mesh, self.placements, self.tensor_meta, tuple(tuple(e) for e in self.shard_order))
@@ -192,6 +231,7 @@ class DTensorSpec(Interned):
     def _derive(self) -> None:
         put = object.__setattr__
         shape, placements, by_dim = self.tensor_meta.shape, self.placements, dict(self.shard_order)
+        put(self, "context", (self.mesh, placements, self.shard_order))
         put(self, "shape", shape)
         put(self, "ndim", len(shape))
         put(self, "dim_axes", tuple([by_dim.get(dim, ()) for dim in range(len(shape))]))
@@ -218,9 +258,22 @@ class DTensorSpec(Interned):
         size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
         if not axes:
             return (Run(0, size),)
+        if size.__class__ is not int:
+            return self._symbolic_runs(dim, coordinate)
         if self.is_strided:
             return runs_of(size, tuple([Cut(sizes[a], coordinate[a], self.rows(a)) for a in axes]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
+
+    def _symbolic_runs(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
+        """The runs of a dim whose size a compiler does not know: an equal part, or else the size is fixed."""
+        size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
+        parts = math.prod([sizes[a] for a in axes])
+        if self.is_strided or size % parts != 0:
+            return self.with_meta(self.tensor_meta.specialized()).runs(dim, coordinate)
+        index = 0
+        for axis in axes:
+            index = index * sizes[axis] + coordinate[axis]
+        return (Run(settled(index * (size // parts)), settled(size // parts)),)
 
     def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
         mesh = self.mesh
@@ -251,11 +304,11 @@ class DTensorSpec(Interned):
 
     @property
     def largest_local_shape(self) -> tuple[int, ...]:
-        """The most indices of each dim that any rank holds."""
+        """The most indices of each dim that any rank holds; of symbolic sizes, for the inputs at hand."""
         found = self._largest
         if found is None:
             splits = [[(self.mesh.shape[a], self.rows(a)) for a in axes] for axes in self.dim_axes]
-            found = tuple(map(longest, self.shape, splits))
+            found = tuple(map(longest, self.tensor_meta.hinted().shape, splits))
             object.__setattr__(self, "_largest", found)
         return found
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.debug.compare import parity
     from shardwise.debug.drawing import Drawing, draw
     from shardwise.debug.explaining import explain
+    from shardwise.debug.graph import make_fx
     from shardwise.debug.guards import Budget, check_lock, comm_budget
     from shardwise.debug.parity_report import Difference, ParityReport
     from shardwise.debug.report import Report
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Budget", "CommDebugMode", "Difference", "Drawing", "ParityReport", "Report", "Total", "check_lock", "check_ranks",
-    "comm_budget", "draw", "explain", "parity", "visualize_sharding",
+    "comm_budget", "draw", "explain", "make_fx", "parity", "visualize_sharding",
 ]  # fmt: skip
 
 LAZY = {
@@ -38,6 +39,7 @@ LAZY = {
     "comm_budget": "guards",
     "draw": "drawing",
     "explain": "explaining",
+    "make_fx": "graph",
     "parity": "compare",
     "visualize_sharding": "visualize",
 }

@@ -12,15 +12,16 @@ from torch._ops import OpOverload
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.symbolic import named, unrecorded
 from shardwise.dispatch.decision import Decision, decided, listening
 from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
-from shardwise.dispatch.key import Key, holds_users_tensor, key_of
+from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.recipes import Recipes
-from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
+from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
@@ -64,13 +65,18 @@ class OpDispatcher:
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
         key = key_of(self.wrapping.tensor_class, func, args, kwargs)
-        run = self.cache.get(key)
+        try:
+            run = self.cache.get(key)
+        except TypeError:  # a symbolic size among the arguments has no hash
+            run = None
         if run is None:
             run = self.miss(key, func, args, kwargs)
         return run(args, kwargs)
 
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """Work out the executor of a new signature and keep it."""
+        if is_symbolic(key):
+            return self._resolve_symbolic(named(key), func, args, kwargs)
         run = self._recipes.find(key)
         return self._keep(key, self.resolve(key, func, args, kwargs) if run is None else run)
 
@@ -89,6 +95,18 @@ class OpDispatcher:
         if key not in self.cache:
             self._keep(key, run)
         return heard[-1]
+
+    def _resolve_symbolic(
+        self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executor:
+        """The executor of a call with sizes of a compiler; not kept. A rule that needs numbers gets them."""
+        try:
+            with unrecorded():  # of sizes that are computed with, only those that operators get belong to the graph
+                return self.resolve(key, func, args, kwargs)
+        except TypeError as error:
+            if "SymInt" not in str(error):
+                raise
+        return fixed_sizes(self.wrapping, func)
 
     def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """The executor of a call's signature."""
@@ -142,7 +160,7 @@ class OpDispatcher:
     def _laid_out(self, signature: Signature, key: Key, sharding: OutputSharding) -> Executor:
         """A call that runs as its rule has laid it out; those that differ from it in their sizes alone will too."""
         make = for_any_size(signature, sharding)
-        if make is not None:
+        if make is not None and not sharding.outputs[0].tensor_meta.is_symbolic:
             self._recipes.keep(key, sharding.outputs[0], make)
         return executor(signature, sharding)
 

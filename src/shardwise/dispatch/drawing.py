@@ -21,8 +21,10 @@ from shardwise.core.layout import Block, Run, dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.dispatch.signature import Executor, Signature, routes_between
-from shardwise.errors import LayoutError
+from shardwise.dispatch.traced_draws import fill_in_graph, mask_in_graph
+from shardwise.errors import AgreementError, LayoutError
 from shardwise.fabric.base import device_of, fabric_of, on_new_world
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import bound_route
@@ -91,7 +93,8 @@ class _Parts:
         stride = spec.tensor_meta.stride
         self.order = sorted(range(spec.ndim), key=lambda dim: (-stride[dim], dim)) if by_memory else range(spec.ndim)
         self.back = [self.order.index(dim) for dim in range(spec.ndim)]
-        self.contiguous = meta_tensor(spec.tensor_meta).is_contiguous()
+        with unrecorded():
+            self.contiguous = meta_tensor(spec.tensor_meta).is_contiguous()
         self.of_rank = {c: self._in_order(spec.block(c)) for c in coordinates_here(spec.mesh)}
         self.blocks = list(dict.fromkeys(self.of_rank.values()))
 
@@ -173,6 +176,9 @@ def fill_parts(
     spec: DTensorSpec, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
 ) -> torch.Tensor:
     """The local of a new tensor of this spec that the in-place operator `op` has filled."""
+    if is_tracing():
+        agree_once(spec.mesh)
+        return fill_in_graph(spec, op, numbers, generator)
     return _parts_of(spec).draw(op, numbers, generator)
 
 
@@ -182,9 +188,26 @@ on_new_world += [_parts_of.cache_clear, _agreed.clear]
 
 def agree_once(mesh: DeviceMesh) -> None:
     """At the first draw on a mesh; later states follow from it."""
-    if mesh not in _agreed:
-        _agreed.add(mesh)
+    if mesh in _agreed:
+        return
+    if is_tracing():
+        with unrecorded():
+            _check_agreement(mesh)
+    else:
         agree_on_state(mesh)
+    _agreed.add(mesh)
+
+
+def _check_agreement(mesh: DeviceMesh) -> None:
+    """While a program is traced states cannot be changed: a compiler takes them back afterwards."""
+    if not coordinates_here(mesh) or mesh.fabric != "c10d":
+        return
+    state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
+    if len(set(fabric_of(mesh).agree(mesh, state, torch.empty(0)))) > 1:
+        raise AgreementError(
+            f"the ranks of {mesh} trace a program that draws random numbers with different random states",
+            hint="call shardwise.manual_seed(seed) with one seed on every rank before the compiled program first runs",
+        )
 
 
 def agree_on_state(mesh: DeviceMesh) -> None:
@@ -218,7 +241,11 @@ def filling(signature: Signature) -> Executor:
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         bound = info.bind(args, kwargs)
         op, numbers = _fill_of(info.op, bound)  # pyright: ignore[reportGeneralTypeIssues]
-        _parts_of(spec).draw_into(args[0]._local_tensor, op, numbers, bound.get("generator"))
+        local = args[0]._local_tensor
+        if is_tracing():
+            local.copy_(fill_in_graph(spec, op, numbers, bound.get("generator")))
+        else:
+            _parts_of(spec).draw_into(local, op, numbers, bound.get("generator"))
         return args[0]
 
     return run
@@ -257,7 +284,8 @@ def _dropout(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
     (route,) = routes_between((spec,), (operand,))
     mask_spec = operand.reduced().with_dtype(torch.bool)
     wrap, wrap_mask = wrapping.wrapper(operand), wrapping.wrapper(mask_spec)
-    draw_mask = _cuda_mask(operand.reduced()) if mesh.device_type == "cuda" else _bernoulli_mask(mask_spec)
+    with unrecorded():
+        draw_mask = _cuda_mask(operand.reduced()) if mesh.device_type == "cuda" else _bernoulli_mask(mask_spec)
     if draw_mask is None:
         return _on_whole(signature, metas)
 
@@ -267,7 +295,7 @@ def _dropout(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
         local = args[0]._local_tensor if route is None else route.run(args[0]._local_tensor)
         if train is False:
             return wrap(local.clone()), wrap_mask(torch.ones_like(local, dtype=torch.bool))
-        mask = draw_mask(p)
+        mask = mask_in_graph(operand.reduced(), p) if is_tracing() else draw_mask(p)
         kept = fabric_of(mesh).map(mesh, lambda c, x, keep: _kept(x, keep, p), local, mask)
         return wrap(kept), wrap_mask(mask)
 

@@ -13,10 +13,10 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise import modes
-from shardwise.core.spec import TensorMeta
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.schema import UNREAD, Reader, op_info
 
-__all__ = ["Key", "holds_users_tensor", "key_of"]
+__all__ = ["Key", "holds_users_tensor", "is_symbolic", "key_of"]
 
 Key = tuple[Any, ...]
 PLAIN, USERS = "plain", "a user's plain tensor"  # marks in a key
@@ -93,6 +93,15 @@ def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
 def holds_users_tensor(key: Key) -> bool:
     """Whether a call mixes in a plain tensor that only the user could place."""
     return any(part is USERS for part in _flat(key))
+
+
+def is_symbolic(key: Key) -> bool:
+    """Whether sizes in a call are those of a compiler: then the call is traced, and not met again."""
+    for part in _flat(key):
+        meta = part.tensor_meta if part.__class__ is DTensorSpec else part
+        if meta.is_symbolic if meta.__class__ is TensorMeta else isinstance(meta, torch.SymInt):
+            return True
+    return False
 
 
 def _flat(key: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.key import Key
 from shardwise.dispatch.signature import Signature, sparse_result
 from shardwise.plan.propagate import meta_tensor
@@ -61,12 +62,13 @@ def _by_running(
     if not VALUE_DEPENDENT.isdisjoint(info.op.tags):
         return None
     new_args, new_kwargs = list(args), dict(kwargs)
-    for slot, spec in zip(signature.slots, signature.specs, strict=True):
-        slot.put(new_args, new_kwargs, meta_tensor(spec.tensor_meta))
-    if "device" in new_kwargs:
-        new_kwargs["device"] = torch.device("meta")
     try:
-        results = info.op(*new_args, **new_kwargs)
+        with unrecorded():
+            for slot, spec in zip(signature.slots, signature.specs, strict=True):
+                slot.put(new_args, new_kwargs, meta_tensor(spec.tensor_meta))
+            if "device" in new_kwargs:
+                new_kwargs["device"] = torch.device("meta")
+            results = info.op(*new_args, **new_kwargs)
     except NotImplementedError:
         return None if info.returns else ()
     except ZeroDivisionError:  # some of torch's functions on meta tensors divide by sizes that are zero

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -21,7 +23,7 @@ from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["Executor", "Signature", "Wrap", "Wrapping", "routes_between", "sparse_result", "whole_of"]
+__all__ = ["Executor", "Signature", "Wrap", "Wrapping", "fixed_sizes", "routes_between", "sparse_result", "whole_of"]
 
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Wrap = Callable[[torch.Tensor], torch.Tensor]
@@ -125,6 +127,22 @@ class Signature:
     def with_whole_operands(self) -> tuple[DTensorSpec, ...]:
         """The operands' specs, were they all made whole."""
         return tuple(map(replicated, self.specs))
+
+
+def fixed_sizes(wrapping: Wrapping, func: OpOverload) -> Executor:
+    """Runs an operator with the sizes of a compiler fixed to what they are now; it traces anew for others."""
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, wrapping.tensor_class):
+            spec = value._spec
+            return wrapping.wrapper(spec.with_meta(spec.tensor_meta.specialized()))(value._local_tensor)
+        return int(value) if isinstance(value, torch.SymInt) else value
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        new_args, new_kwargs = tree_map(fixed, (args, dict(kwargs)))
+        return func(*new_args, **new_kwargs)
+
+    return run
 
 
 def whole_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

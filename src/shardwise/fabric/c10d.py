@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.core.mesh import Coordinate, DeviceMesh
-from shardwise.errors import MeshError
+from shardwise.core.symbolic import is_tracing, unrecorded
+from shardwise.errors import MeshError, UnsupportedError
 from shardwise.fabric.agreement import CheckedGroup, RankCheck
 from shardwise.fabric.base import BoundStep, Fabric, check_source, device_of, on_new_world, register
 from shardwise.fabric.collectives import (
-    Line,
     Start,
     all_gather,
     all_reduce,
@@ -30,15 +31,19 @@ from shardwise.fabric.collectives import (
     reduce_by_gathering,
     reduce_scatter,
 )
+from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.pieces import empty_block, local_step
+from shardwise.fabric.recorded import is_recorded, recorded_exchange, recorded_step, recorded_unreduce
 from shardwise.fabric.traffic import traffic
 from shardwise.fabric.wire import as_carried
 from shardwise.plan.route import Route
-from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, reduction
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, Unreduce, reduction
 
 __all__ = ["C10dFabric", "c10d"]
 
 T = TypeVar("T")
+_Tensor = torch.Tensor
+_modes_active = torch._C._len_torch_dispatch_stack
 
 
 class C10dFabric(Fabric):
@@ -174,6 +179,11 @@ class C10dFabric(Fabric):
         coordinate = self.coordinate(mesh)
         if coordinate is None or source is None:
             return self.build(mesh, blocks)
+        if is_tracing():
+            raise UnsupportedError(
+                f"a compiled program cannot send the values of rank {source} to the others",
+                hint="pass src_data_rank=None where every rank has the whole tensor, or distribute it beforehand",
+            )
         ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
         group = self.group_of(ranks)
         check_source(mesh, source)
@@ -209,11 +219,34 @@ class C10dFabric(Fabric):
 
     def bind_route(self, route: Route) -> BoundStep:
         bind = super().bind_route
-        return _of_this_world(lambda: bind(route))
+        if route.source.tensor_meta.is_symbolic:
+            return self._recorded_route(route)
+        return _of_this_world(lambda: bind(route), lambda: self._recorded_route(route))
 
     def start_route(self, route: Route) -> Start:
         bind = super().start_route
         return _of_this_world(lambda: bind(route))
+
+    def _recorded_route(self, route: Route) -> BoundStep:
+        with unrecorded():  # of sizes that are computed with, only those that operators get belong to the graph
+            steps = [self._bind_recorded(step) for step in route.steps]
+        return lambda local: reduce(lambda given, step: step(given), steps, local)
+
+    def _bind_recorded(self, step: Step) -> BoundStep:
+        """Like `bind`, but a collective becomes an operator in the graph of whoever traces."""
+        mesh, shape = step.before.mesh, step.before.shape
+        coordinate = self.coordinate(mesh)
+        if isinstance(step, Unreduce) and coordinate is not None:
+            return recorded_unreduce(step, coordinate)
+        if step.collective is None or (not step.before.tensor_meta.is_symbolic and 0 in shape):
+            return self.bind(step)
+        if isinstance(step, Exchange):
+            return self._exchange_recorded(step)
+        if coordinate is None:
+            return lambda local: local
+        line = self._line(mesh, step.axes)
+        made = recorded_step(step, line, self.group_of(line.ranks), coordinate)
+        return made or self._exchange_recorded(Exchange(step.before, step.after, step.axes))
 
     def bind(self, step: Step) -> BoundStep:
         coordinate = self.coordinate(step.before.mesh)
@@ -257,6 +290,22 @@ class C10dFabric(Fabric):
         return lambda local: lambda: empty_block(step.after, coordinate, local)
 
     def _exchange(self, step: Exchange) -> Start:
+        found = self._parcels(step)
+        if found is None:
+            return lambda local: lambda: local
+        ranks, have, goods = found
+        return exchange(step, self._carrier(ranks, step), have, goods)
+
+    def _exchange_recorded(self, step: Exchange) -> BoundStep:
+        fixed = step.before.tensor_meta.specialized()  # who lacks what is worked out in numbers
+        found = self._parcels(Exchange(step.before.with_meta(fixed), step.after.with_meta(fixed), step.over))
+        if found is None:
+            return lambda local: local
+        ranks, have, goods = found
+        return recorded_exchange(goods, self.group_of(ranks), have, fixed.dtype)
+
+    def _parcels(self, step: Exchange) -> tuple[list[int], Coordinate | None, Parcels] | None:
+        """Between whom an exchange goes on, and what this rank sends and gets; None where it takes no part."""
         before, after = step.before, step.after
         if before.mesh is not after.mesh:
             ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
@@ -267,10 +316,10 @@ class C10dFabric(Fabric):
         else:
             ranks, having, wanting = [], (), ()
         if self.rank() not in ranks:
-            return lambda local: lambda: local
+            return None
         me = ranks.index(self.rank())
-        moved = traffic(before, after, ranks, me, having, wanting)
-        return exchange(step, self._carrier(ranks, step), me, moved, having[me], wanting[me])
+        goods = parcels(step, me, traffic(before, after, ranks, me, having, wanting), wanting[me])
+        return ranks, having[me], goods
 
 
 def _finish(operations: list[dist.P2POp]) -> None:
@@ -298,17 +347,25 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
     original = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda *_: name
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        with unrecorded():
+            return dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
 
 
-def _of_this_world(make: Callable[[], Callable[[torch.Tensor], T]]) -> Callable[[torch.Tensor], T]:
-    """What `make` makes, and makes anew in another world: ranks and groups are those of a world."""
+def _of_this_world(
+    make: Callable[[], Callable[[torch.Tensor], T]], record: Callable[[], Callable[[torch.Tensor], T]] | None = None
+) -> Callable[[torch.Tensor], T]:
+    """What `make` makes, and makes anew in another world: ranks and groups are those of a world.
+
+    What is traced goes the way that `record` makes, if it is given.
+    """
     world, made = dist.group.WORLD, make()
 
     def run(local: torch.Tensor) -> T:
         nonlocal world, made
+        if (local.__class__ is not _Tensor or _modes_active()) and record is not None and is_recorded(local):
+            return record()(local)
         if dist.group.WORLD is not world:
             world, made = dist.group.WORLD, make()
         return made(local)

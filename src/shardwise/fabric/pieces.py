@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from shardwise.core.layout import Block, intersect
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import settled, unrecorded
 from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
 
 __all__ = ["Box", "Piece", "box_of", "choose_sender", "local_step", "overlap", "pieces_for"]
@@ -136,7 +137,7 @@ def slicer(before: Block, after: Block) -> Local:
     def cut(local: torch.Tensor) -> torch.Tensor:
         for dim, parts in cuts:
             if len(parts) == 1:
-                local = local.narrow(dim, *parts[0])
+                local = _narrowed(local, dim, *parts[0])
             else:
                 local = torch.cat([local.narrow(dim, at, n) for at, n in parts], dim)
         return local.clone()
@@ -144,13 +145,27 @@ def slicer(before: Block, after: Block) -> Local:
     return cut
 
 
+def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:
+    if at.__class__ is int and n.__class__ is int:
+        return local.narrow(dim, at, n)
+    with unrecorded():  # narrow adds the two, which a tracer must not see: it knows the sum only by its symbols
+        end = settled(at + n)
+    return torch.ops.aten.slice.Tensor(local, dim, at, end)
+
+
 def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
+    neutral = neutral_element(step, coordinate)
+    return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
+
+
+def neutral_element(step: Unreduce, coordinate: Coordinate) -> int | None:
+    """What a rank holds in place of the value; None for one that keeps it."""
     neutral = None
     for axis in step.new_axes:
         op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
         if coordinate[axis] != 0 and op in ("sum", "product"):
             neutral = 0 if op == "sum" else 1
-    return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
+    return neutral
 
 
 # ---------------------------------------------------------------- reductions

@@ -6,7 +6,7 @@ The one way by which a local goes from one layout to another.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None 
     key = (source, target, max_bytes, model)
     found = _bound.get(key)
     if found is None:
+        if source.tensor_meta.is_symbolic:
+            return _bind_symbolic(source, target, max_bytes, model)
         found = _bound.keep(key, _bind(source, target, max_bytes, model))
     return found
 
@@ -69,6 +71,21 @@ def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model
         return run(local)
 
     return BoundRoute(route, announced, True)
+
+
+def _bind_symbolic(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model: CostModel) -> BoundRoute:
+    """The route that is the cheapest for the sizes at hand; it is right for all sizes. Not kept: it is traced once."""
+
+    def symbolic(spec: DTensorSpec) -> DTensorSpec:
+        return spec.with_meta(source.tensor_meta)
+
+    meta = source.tensor_meta.hinted()
+    planned = DTensorRedistributePlanner(model).plan(
+        source.with_meta(meta), target.with_meta(meta), max_bytes=max_bytes
+    )
+    steps = tuple(replace(step, before=symbolic(step.before), after=symbolic(step.after)) for step in planned.steps)
+    route = Route(source, target, steps, planned.costs)
+    return BoundRoute(route, fabric_of(source.mesh).bind_route(route), bool(route.collectives))
 
 
 def _notify(route: Route) -> None:

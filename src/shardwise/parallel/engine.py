@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import MeshError
 from shardwise.parallel.group import Bucket, Finish, ParameterGroup
@@ -178,6 +179,7 @@ class ModuleState:
 
     # ---------------------------------------------------------------- forward
 
+    @not_compiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The hook before a module's forward: have its parameters, and begin to gather the next module's."""
         self.depth += 1
@@ -197,6 +199,7 @@ class ModuleState:
         self._watch_inputs((args, kwargs))
         return args, kwargs
 
+    @not_compiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook after a module's forward, with None where that has raised: free, and wait for backward."""
         self.depth = max(self.depth - 1, 0)

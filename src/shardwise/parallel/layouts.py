@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from shardwise.compilers import traceable
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, checked_placements
@@ -33,9 +34,14 @@ def in_layout(value: Any, mesh: DeviceMesh, given: Placement, wanted: Placement,
         wanted: how it has to lie.
         async_op: leave the collective in flight until the value is used.
     """
+    return _tensor_in_layout(value, mesh, given, wanted, async_op) if isinstance(value, torch.Tensor) else value
+
+
+@traceable
+def _tensor_in_layout(
+    value: torch.Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement, async_op: bool
+) -> DTensor:
     if not isinstance(value, DTensor):
-        if not isinstance(value, torch.Tensor):
-            return value
         value = DTensor.from_local(value, mesh, (given,))
     target = target_of(value._spec, mesh, wanted)
     if target is value._spec:

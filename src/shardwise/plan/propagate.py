@@ -31,6 +31,8 @@ MAX_FITTING = 4096
 _fitting: BoundedCache[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = BoundedCache(MAX_FITTING)
 # Assumed, not measured: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
 GATHERED_AGAIN = 1.5
+# Seconds against splitting a dim of symbolic size into parts that are not equal: the size would have to be fixed.
+UNEVEN = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,8 @@ class ShardingPropagator:
         left = against = 0
         for spec, size, have, want in zip(specs, held, given, row.inputs, strict=True):
             if have is not want:
+                if spec.tensor_meta.is_symbolic and _splits_unevenly(want, spec, axis):
+                    seconds += UNEVEN
                 if _leaves_empty(want, spec, axis):  # saves nothing: one rank has as much as if it were replicated
                     want = REPLICATE
                     against += 1
@@ -220,7 +224,7 @@ def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
         return 1.0
     n = spec.mesh.shape[axis]
     parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim] if a != axis)
-    held = math.ceil(spec.shape[placement.dim] / parts)
+    held = math.ceil(spec.tensor_meta.hinted().shape[placement.dim] / parts)
     return n * math.ceil(held / n) / held if held else 1.0
 
 
@@ -230,12 +234,20 @@ def _scatters(have: Placement, want: Placement, spec: DTensorSpec) -> bool:
     return isinstance(have, Partial) and isinstance(want, shards) and not any(spec.dim_axes)
 
 
+def _splits_unevenly(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
+    """Whether a dim of symbolic size, sharded over an axis too, falls into parts that are not equal."""
+    if not isinstance(placement, Shard | StridedShard) or isinstance(spec.shape[placement.dim], int):
+        return False
+    axes = {axis, *spec.dim_axes[placement.dim]}
+    return spec.tensor_meta.hinted().shape[placement.dim] % math.prod(spec.mesh.shape[a] for a in axes) != 0
+
+
 def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
     """Whether a dim, sharded over an axis too, is too short for each rank to get a part of it."""
     if not isinstance(placement, Shard | StridedShard):
         return False
     axes = {axis, *spec.dim_axes[placement.dim]}
-    return spec.shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
+    return spec.tensor_meta.hinted().shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
 
 
 def _received(have: Placement, want: Placement, n: int, held: int) -> float:
@@ -314,7 +326,8 @@ def _factor_order(
                 if name is not None and axis not in sharded.setdefault(name, []):
                     sharded[name].append(axis)
     order: dict[str, tuple[int, ...]] = {}
-    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -math.prod(specs[i].shape)))
+    elements = [math.prod(spec.tensor_meta.hinted().shape) for spec in specs]
+    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -elements[i]))
     for name, axes in sharded.items():
         kept: list[int] = []
         if len(axes) > 1:

@@ -92,9 +92,9 @@ def where_sliced(
     """For a slice of a sharded dim, the pieces that a rank holds of it."""
     spec = inputs[0]
     dim = wrapped(call["dim"], spec.ndim)
-    taken = slice_range(call)
-    if not spec.dim_axes[dim] or len(taken) == spec.shape[dim]:
+    if not spec.dim_axes[dim] or call.results[0].shape[dim] == spec.shape[dim]:
         return {}
+    taken = slice_range(call)
     return {"pieces": tuple(_pieces(runs_along(spec, dim, coordinate), taken)), "length": len(taken)}
 
 
@@ -138,7 +138,7 @@ def slice_(call: Call) -> Factors:
     shape = call["self"].shape
     at = wrapped(call["dim"], len(shape))
     own = names(len(shape))
-    if len(slice_range(call)) == shape[at]:
+    if call.results[0].shape[at] == shape[at]:
         return moved(own, own)
     little = 2 * call.results[0].shape[at] <= shape[at]
     return contributed(own, kept(len(shape), [at]), at, little and sums_masks(call.results[0].dtype))

@@ -1,0 +1,117 @@
+"""What torch's compiler must be told before it traces a program: which of our functions it takes whole into its graph.
+
+Telling means importing the compiler, which takes a second, so it is done when a program is first traced. Knows nothing
+of what the functions do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.opaque import why_not_constant
+from shardwise.errors import UnsupportedError
+
+__all__ = ["never_traced", "not_compiled", "refuse_dry", "taken_whole", "tell_compiler", "traceable"]
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+_whole: list[Callable[..., Any]] = []
+
+
+def taken_whole(function: AnyFunction) -> AnyFunction:
+    """Declare a function that stands in a graph as one call: what it does inside is not looked at by Dynamo.
+
+    Call it from traced code after `tell_compiler()`.
+    """
+    _whole.append(function)
+    return function
+
+
+def traceable(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a function of ours be called by programs that are compiled: it is taken whole there.
+
+    Example:
+        >>> traceable(len)("four")
+        4
+    """
+
+    @taken_whole
+    @functools.wraps(function)
+    def whole(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def either(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if is_dynamo_compiling():
+            tell_compiler()
+            return whole(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return either
+
+
+def tell_compiler() -> bool:
+    """Tell Dynamo what it takes whole. Dynamo runs this itself while it traces, and takes the result as a constant."""
+    reason = why_not_constant()
+    if reason is not None:
+        raise UnsupportedError(
+            f"torch.compile of DTensors needs torch 2.11 or later, with constants of our classes; torch "
+            f"{torch.__version__} says: {reason}",
+            hint="run the program without torch.compile, or on another version of torch",
+        )
+    compiler = importlib.import_module("torch._dynamo")
+    while _whole:
+        compiler.allow_in_graph(_whole.pop())
+    return True
+
+
+# what torch.compiler.assume_constant_result sets; calling that would import the compiler
+tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def never_traced(*functions: Callable[..., Any]) -> None:
+    """Mark functions that torch calls for us (dispatch, gradients): neither they nor what they call are compiled.
+
+    Outside of a graph, after a graph break say, Dynamo looks at every Python function that runs.
+    """
+    native: Any = torch._C
+    try:
+        frames = native._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # another version of torch: slower after graph breaks, not wrong
+        return
+
+
+def refuse_dry(mesh: DeviceMesh) -> None:
+    """A dry run has no values, and what it counts is counted as operators run: there is nothing to compile.
+
+    Example:
+        >>> refuse_dry(DeviceMesh("cpu", [0, 1]))
+    """
+    if mesh.fabric == "dry":
+        raise UnsupportedError(
+            f"torch.compile of a program on {mesh}: a dry run has no values, and counts what operators do as they run",
+            hint="run the program without torch.compile; compiled, it communicates the same",
+        )
+
+
+def not_compiled(function: AnyFunction) -> AnyFunction:
+    """Mark a function that keeps books of its own (hooks that gather and free parameters): a graph breaks there.
+
+    What stands before and after is compiled; it and what it calls run as they are. With fullgraph=True Dynamo says so.
+    """
+    never_traced(function)
+    marked: Any = function
+    marked._torchdynamo_disable = True  # what torch.compiler.disable sets
+    marked._torchdynamo_disable_msg = "it keeps books of its own; compile without fullgraph=True"
+    return function

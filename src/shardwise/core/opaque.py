@@ -1,0 +1,43 @@
+"""How torch's compiler sees our data: as constants, compared by identity and written into code by what rebuilds them.
+
+Knows the registry of such types in torch, nothing of what is registered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch._library as library
+
+__all__ = ["constant_to_compilers", "why_not_constant"]
+
+Value = TypeVar("Value")
+_failed: list[str] = []
+
+
+def constant_to_compilers(kind: type[Value]) -> type[Value]:
+    """Declare a class of interned values: a compiler may take its values as constants and ask them what it likes.
+
+    Example:
+        >>> why_not_constant() is None
+        True
+    """
+    registry: Any = getattr(library, "opaque_object", None)
+    try:
+        use = registry.MemberType.USE_REAL
+        asked = [name for name in dir(kind) if not name.startswith("_")]
+        members = dict.fromkeys([*asked, *filter(kind.__dict__.__contains__, ["__getitem__"]), "__eq__", "__ne__"], use)
+        registry.register_opaque_type(kind, typ="value", members=members)
+    except (AttributeError, TypeError) as error:  # another version of torch
+        _failed.append(f"{type(error).__name__}: {error}")
+    return kind
+
+
+def why_not_constant() -> str | None:
+    """Why the compiler of this version of torch cannot take our values as constants, if it cannot.
+
+    Example:
+        >>> why_not_constant() is None
+        True
+    """
+    return _failed[0] if _failed else None

@@ -1,0 +1,154 @@
+"""Collectives as operators of a graph: what c10d does while a compiler or make_fx traces.
+
+The same collectives with the same bytes as issued ones (`packing` works on both), as `_c10d_functional` operators,
+which compilers know how to order and overlap. Which process group and which ranks is told by whoever asks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from shardwise.core.mesh import Coordinate
+from shardwise.fabric.base import BoundStep
+from shardwise.fabric.packing import Line, Parcels, gathering, scattering, split_in_front, swapping
+from shardwise.fabric.pieces import average_divider, neutral_element, reduce_tensors, slicer
+from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
+
+__all__ = ["is_recorded", "recorded_exchange", "recorded_step", "recorded_unreduce"]
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_recorded(local: torch.Tensor) -> bool:
+    """Whether what is done with this tensor goes into a graph, so that a collective must be an operator of it."""
+    return isinstance(local, FakeTensor | FunctionalTensor) or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+@cache
+def _operators() -> Any:
+    importlib.import_module("torch.distributed._functional_collectives")  # what the operators give on fake tensors
+    return torch.ops._c10d_functional
+
+
+def _arrived(sent: torch.Tensor) -> torch.Tensor:
+    return _operators().wait_tensor(sent)
+
+
+def _gathered(local: torch.Tensor, group: Any) -> torch.Tensor:
+    """The locals of all ranks of the group, one below the other along a new dim 0."""
+    n = group.size()
+    carried = as_carried(local)
+    parts = _arrived(_operators().all_gather_into_tensor(carried, n, group.group_name))
+    return (
+        parts.view(local.dtype).view(n, *local.shape)
+        if carried.dtype is not local.dtype
+        else parts.view(n, *local.shape)
+    )
+
+
+def recorded_step(step: Step, line: Line, group: Any, coordinate: Coordinate) -> BoundStep | None:
+    """The function that records a collective; None where it must be a general exchange."""
+    match step:
+        case AllGather():
+            return _all_gather(step, line, group, coordinate)
+        case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and reduction(step) == "product":
+            return _reduce_by_gathering(step, group, coordinate)
+        case AllReduce():
+            return _all_reduce(step, group)
+        case ReduceScatter():
+            return _reduce_scatter(step, line, group, coordinate)
+        case AllToAll():
+            return _all_to_all(step, line, group, coordinate)
+        case _:
+            return None
+
+
+def _all_gather(step: AllGather, line: Line, group: Any, coordinate: Coordinate) -> BoundStep:
+    how = gathering(step, line, coordinate)
+    return lambda local: how.assemble(_gathered(how.pad(local), group))
+
+
+def _reduce_by_gathering(step: AllReduce | ReduceScatter, group: Any, coordinate: Coordinate) -> BoundStep:
+    cut = slicer(step.before.block(coordinate), step.after.block(coordinate))
+    return lambda local: cut(reduce_tensors(_gathered(local.contiguous(), group).unbind(), reduction(step)))
+
+
+def _reduce_name(step: AllReduce | ReduceScatter) -> str:
+    op = reduction(step)
+    # averages are divided afterwards and norms are sums of powers, as issued ones are
+    return op if op in ("min", "max", "product") else "sum"
+
+
+def _all_reduce(step: AllReduce, group: Any) -> BoundStep:
+    finish, op, name = average_divider(step), reduction(step), _reduce_name(step)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        given = as_reducible(local, op).contiguous()
+        total = _arrived(_operators().all_reduce(given, name, group.group_name))
+        return from_reducible(total if finish is None else finish(total), local.dtype, op)
+
+    return run
+
+
+def _reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coordinate) -> BoundStep:
+    how = scattering(step, line, coordinate)
+    finish, op, name = average_divider(step), reduction(step), _reduce_name(step)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        packed = how.pack(as_reducible(local, op))
+        rows = packed.view(-1, *packed.shape[2:]) if packed.dim() > 1 else packed
+        total = _arrived(_operators().reduce_scatter_tensor(rows, name, group.size(), group.group_name))
+        total = total.view(how.part)
+        return from_reducible(how.own(total if finish is None else finish(total)), local.dtype, op)
+
+    return run
+
+
+def _all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -> BoundStep | None:
+    goal = swapping(step, line, coordinate)
+    if goal is None:
+        return None
+    n = group.size()
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        packed = split_in_front(local, step.target_dim, n)
+        carried = as_carried(packed).view(n, -1)
+        got = _arrived(_operators().all_to_all_single(carried, [1] * n, [1] * n, group.group_name))
+        return got.view(packed.dtype).view(packed.shape).movedim(0, step.source_dim).reshape(goal)
+
+    return run
+
+
+def recorded_unreduce(step: Unreduce, coordinate: Coordinate) -> BoundStep:
+    """R -> P. The neutral element, too, is seen to come from the local: graphs must be alike on all ranks."""
+    neutral = neutral_element(step, coordinate)
+    if neutral is None:
+        return torch.clone
+    return lambda local: local.masked_fill(torch.ones_like(local, dtype=torch.bool), neutral)
+
+
+def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype: torch.dtype) -> BoundStep:
+    """One all-to-all with uneven splits."""
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        if have is None:  # a rank outside held nothing, of no dtype in particular
+            local = local.new_empty(0, dtype=dtype)
+        boxes = zip(goods.sends.boxes, goods.sends.lengths, strict=True)
+        parts = [local.new_zeros(n) if box is None else local[box.source].reshape(-1) for box, n in boxes]
+        # What a rank sends must be seen to come from its local even where it sends nothing of it: a compiler splits a
+        # graph into forward and backward by what depends on what, and the split must be the same on all ranks.
+        packed = torch.cat([local.reshape(-1)[:0], *parts])
+        carried = as_carried(packed)
+        scale = packed.element_size() // carried.element_size()
+        got, sent = ([n * scale for n in sizes] for sizes in (goods.got_sizes, goods.sent_sizes))
+        buffer = _arrived(_operators().all_to_all_single(carried, got, sent, group.group_name))
+        return goods.unpack(local, buffer.view(packed.dtype))
+
+    return run
