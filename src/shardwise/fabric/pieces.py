@@ -148,9 +148,17 @@ def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
     neutral = None
     for axis in step.new_axes:
         op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
-        if coordinate[axis] != 0 and op in ("sum", "product"):
-            neutral = 0 if op == "sum" else 1
+        if coordinate[axis] != 0:
+            neutral = _adds_nothing(op) if neutral is None else neutral
     return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
+
+
+def _adds_nothing(op: str) -> float | None:
+    """What a rank holds beside one that has the value; None where every rank may have it."""
+    order = norm_order(op)
+    if order is not None:
+        return 0 if order > 0 else math.inf
+    return {"sum": 0, "product": 1}.get(op)
 
 
 # ---------------------------------------------------------------- reductions
