@@ -246,27 +246,28 @@ def sizes(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--plan", choices=PLANS, default="tp")
+    parser.add_argument("--plan", choices=PLANS, nargs="+", default=["tp"], help="one, or several to compare")
     parser.add_argument("--mesh", type=sizes, help="sizes of one axis or two, as 2,4; by default all ranks")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
 
-    plan, ranks = PLANS[options.plan], int(os.environ.get("WORLD_SIZE", 4))
-    shape = options.mesh or ((2, ranks // 2) if options.plan.endswith("-tp") else (ranks,))
-    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=plan.axes[-len(shape) :])
-
+    ranks = int(os.environ.get("WORLD_SIZE", 4))
+    shape = options.mesh or ((2, ranks // 2) if any(name.endswith("-tp") for name in options.plan) else (ranks,))
+    data = (options.steps, 8, 32)
     torch.manual_seed(0)
     model = Llama(dropout=options.dropout)
-    spread = plan.spread(copy.deepcopy(model), mesh)
-
-    data = (options.steps, 8, 32)
-    alone = list(train(model, batches(*data)))
-    together = train(spread, batches(*data), place_on(mesh))
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None
-    say(f"{options.plan} on {mesh}\nstep   one device   {options.plan}")
-    for step, losses in enumerate(zip(alone, together, strict=True)):
-        say(f"{step:4}   {losses[0]:<10.6f}   {losses[1]:.6f}")
+
+    runs = [train(copy.deepcopy(model), batches(*data))]
+    for name in options.plan:
+        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=PLANS[name].axes[-len(shape) :])
+        say(f"{name} on {mesh}")
+        spread = PLANS[name].spread(copy.deepcopy(model), mesh)
+        runs.append(train(spread, batches(*data), place_on(mesh)))
+    say("".join(f"{title:12}" for title in ("step", "one device", *options.plan)))
+    for step, losses in enumerate(zip(*map(list, runs), strict=True)):
+        say(f"{step:<12}" + "".join(f"{loss:<12.6f}" for loss in losses))
 
 
 if __name__ == "__main__":
