@@ -20,8 +20,8 @@ def test_the_same_losses(gloo4: ProcessPool) -> None:
     for plans in gloo4.run(compare_losses, 2, timeout=120):
         assert plans.keys() == set(PLANS)
         for plan, losses in plans.items():
-            assert losses["ours"] == pytest.approx(losses["one"], rel=1e-9), plan
-            assert losses["torch"] == pytest.approx(losses["one"], rel=1e-9), plan
+            assert losses["ours"] == pytest.approx(losses["None"], rel=1e-9), plan
+            assert losses["torch"] == pytest.approx(losses["None"], rel=1e-9), plan
 
 
 def moved_in_a_step(plan: str, library: str, **options: Any) -> Moved:
@@ -35,6 +35,7 @@ def moved_in_a_step(plan: str, library: str, **options: Any) -> Moved:
     return calls.moved
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # that the result is a view is known
 @pytest.mark.parametrize(("plan", "options"), RUNS, ids=[f"{p} {list(o)}" for p, o in RUNS])
 def test_no_more_communication(plan: str, options: dict[str, Any]) -> None:
     with fake_world(WORLD):

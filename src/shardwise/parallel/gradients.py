@@ -7,7 +7,8 @@ optimizer would add them up one by one, and each time that it reads one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.tensor import DTensor
 
-__all__ = ["add_up", "add_up_after_backward"]
+__all__ = ["add_up", "add_up_after_backward", "added_up"]
 
 _WATCHED = "_shardwise_added_up"  # on a parameter whose gradient is added up
 _lock = threading.Lock()
@@ -50,14 +51,24 @@ def _add_up_waiting() -> None:
 @torch.no_grad()
 def add_up(parameters: Iterable[torch.Tensor]) -> None:
     """Make the gradients that lie as parts of a sum whole: those of one mesh, layout and dtype in one collective."""
-    groups: dict[tuple[object, ...], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
+    listed = list(parameters)
+    for parameter, whole in zip(listed, added_up([parameter.grad for parameter in listed]), strict=True):
+        if whole is not parameter.grad:
+            parameter.grad = whole
+
+
+def added_up(gradients: Sequence[Any], keep: Sequence[int] = ()) -> list[Any]:
+    """The same of gradients themselves. Sums over the axes in `keep` are left; anything else is as it was."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for at, gradient in enumerate(gradients):
         if isinstance(gradient, DTensor) and _is_plain_sum(gradient._spec):
-            key = (gradient._spec.mesh, gradient._spec.placements, gradient.dtype)
-            groups.setdefault(key, []).append(parameter)
-    for members in groups.values():
-        _add_up_together(members)
+            spec = gradient._spec
+            groups.setdefault((spec.mesh, spec.placements, spec.tensor_meta.dtype), []).append(at)
+    found = list(gradients)
+    for positions in groups.values():
+        for at, whole in zip(positions, _added_up_together([gradients[at] for at in positions], keep), strict=True):
+            found[at] = whole
+    return found
 
 
 def _is_plain_sum(spec: DTensorSpec) -> bool:
@@ -70,15 +81,17 @@ def _is_plain_sum(spec: DTensorSpec) -> bool:
     )
 
 
-def _add_up_together(parameters: list[torch.Tensor]) -> None:
-    gradients: list[DTensor] = [p.grad for p in parameters]  # pyright: ignore[reportAssignmentType]
+def _added_up_together(gradients: Sequence[DTensor], keep: Sequence[int]) -> Sequence[DTensor]:
     mesh, placements = gradients[0]._spec.mesh, gradients[0]._spec.placements
-    whole = (Replicate(),) * mesh.ndim
+    target = tuple([p if axis in keep else Replicate() for axis, p in enumerate(placements)])
+    if target == placements:
+        return gradients
     parts = torch.cat([gradient._local_tensor.reshape(-1) for gradient in gradients])
-    total = DTensor.from_local(parts, mesh, placements).redistribute(placements=whole)._local_tensor
+    total = DTensor.from_local(parts, mesh, placements).redistribute(placements=target)._local_tensor
     pieces = total.split([gradient.numel() for gradient in gradients])
-    for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
-        meta = gradient._spec.tensor_meta
-        parameter.grad = DTensor.from_local(
-            piece.view(gradient.shape), mesh, whole, shape=meta.shape, stride=meta.stride
+    return [
+        DTensor.from_local(
+            piece.view(gradient.shape), mesh, target, shape=gradient.shape, stride=gradient._spec.tensor_meta.stride
         )
+        for gradient, piece in zip(gradients, pieces, strict=True)
+    ]

@@ -20,6 +20,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.flat import FlatLayout
+from shardwise.parallel.gradients import added_up
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.tensor import DTensor, _make
@@ -258,7 +259,11 @@ class ParameterGroup:
         self, indices: tuple[int, ...], layout: FlatLayout, mesh: DeviceMesh | None, part: Partial
     ) -> DTensor:
         """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
-        locals_ = [self._part_of_sum(self._take_gradient(index, mesh), index, mesh) for index in indices]
+        # those of norms under sequence parallelism are sums over its axis too: added up as one
+        gradients = added_up([self._take_gradient(index, mesh) for index in indices], self._data_axes(mesh))
+        locals_ = [
+            self._part_of_sum(gradient, index, mesh) for gradient, index in zip(gradients, indices, strict=True)
+        ]
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
@@ -275,6 +280,10 @@ class ParameterGroup:
         fabric = fabric_of(self.data_mesh)
         return fabric.map(self.data_mesh, lambda _, tensor: make(size, dtype=dtype, device=tensor.device), like)
 
+    def _data_axes(self, compute_mesh: DeviceMesh | None) -> tuple[int, ...]:
+        """The data axes of the mesh that leaves compute on; where they do so rank by rank, it has none."""
+        return () if compute_mesh is None else tuple(compute_mesh.axes.index(grid) for grid in self.data_mesh.axes)
+
     def _part_of_sum(self, grad: Any, index: int, compute_mesh: DeviceMesh | None) -> torch.Tensor:
         """What each rank adds to the gradient of what it computed with; nothing is counted twice."""
         parameter = self.parameters[index]
@@ -283,7 +292,7 @@ class ParameterGroup:
                 return RankTensor([grad] * parameter.spec.mesh.grid_size)
             return grad
         leaf: Any = parameter.leaves[compute_mesh]
-        data = () if compute_mesh is None else tuple(compute_mesh.axes.index(grid) for grid in self.data_mesh.axes)
+        data = self._data_axes(compute_mesh)
         for make_goal in (_made_whole, _made_partial):
             goal = make_goal(grad._spec, leaf._spec, data)
             if goal is not grad._spec:
