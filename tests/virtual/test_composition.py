@@ -114,7 +114,8 @@ def test_parameters_and_optimizer_state_are_those_of_one_device(kind: str) -> No
     state = optimizer_state(optimizers[0])
     assert_same_values(state, optimizer_state(optimizers[1]))
     moments = [value for name, value in state.items() if "exp_avg" in name]
-    assert moments and all(isinstance(value, sw.DTensor) for value in moments)
+    assert moments
+    assert all(isinstance(value, sw.DTensor) for value in moments)
     assert {value.spec for value in moments} == {parameter.spec for parameter in model.parameters()}
 
 
@@ -225,9 +226,7 @@ def test_accumulating_communicates_nothing_over_the_data_axis(case: Case) -> Non
         loss_of(model, place, first).backward()
     reductions = ("reduce_scatter", "all_reduce")
     small = {"all_reduce": 1} if not case.plain else {}  # the loss of a global batch is itself a mean over dp
-    over_data = Counter(
-        {kind: n for (kind, axis), n in moved(silent).items() if "dp" in axis and kind in reductions}
-    )
+    over_data = Counter({kind: n for (kind, axis), n in moved(silent).items() if "dp" in axis and kind in reductions})
     assert over_data == small
     assert all(parameter.grad is None for parameter in model.parameters())
     with sw.explain() as loud:

@@ -261,9 +261,7 @@ class ParameterGroup:
         """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
         # those of norms under sequence parallelism are sums over its axis too: added up as one
         gradients = added_up([self._take_gradient(index, mesh) for index in indices], self._data_axes(mesh))
-        locals_ = [
-            self._part_of_sum(gradient, index, mesh) for gradient, index in zip(gradients, indices, strict=True)
-        ]
+        locals_ = [self._part_of_sum(gradient, index, mesh) for gradient, index in zip(gradients, indices, strict=True)]
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
