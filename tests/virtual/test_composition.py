@@ -22,7 +22,7 @@ from examples.llama import PLANS, Llama, place_on, sequence_parallel
 from shardwise.parallel import MixedPrecisionPolicy
 from tests.largest import Largest
 from tests.plans import own_rows, spread_plain
-from tests.virtual.training import Case, Sort, make_batches, make_model, mesh_for, whole
+from tests.virtual.training import Case, Sort, make_batches, make_model, mean_over_ranks, mesh_for, whole
 
 ODD, EVEN = Sort(odd=True), Sort()
 BOTH = Case("fsdp-tp", (2, 2))
@@ -42,19 +42,24 @@ def loss_of(model: nn.Module, place: Place, batch: tuple[Tensor, Tensor]) -> Any
     return F.cross_entropy(model(place(batch[0])).flatten(0, 1), place(batch[1]).flatten())
 
 
+def value_of(loss: Any) -> float:
+    """A loss as a number: the mean over ranks where each has its own."""
+    return (mean_over_ranks(loss) if isinstance(loss, sw.RankTensor) else loss).item()
+
+
 def alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def steps(model: nn.Module, place: Place, optimizer: torch.optim.Optimizer, count: int, start: int = 0) -> list[float]:
-    """Losses of steps `start` and on, the mean over ranks where each has its own."""
+    """Losses of steps `start` and on."""
     found = []
     for batch in make_batches(start + count)[start:]:
         loss = loss_of(model, place, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(torch.stack(loss.tensors).mean().item() if isinstance(loss, sw.RankTensor) else loss.item())
+        found.append(value_of(loss))
     return found
 
 
@@ -134,9 +139,11 @@ def test_clipping_takes_one_reduction(case: Case) -> None:
     assert_same_values(gradients(model), gradients(reference))
 
 
-def test_gradient_scaling() -> None:
+@pytest.mark.parametrize("case", [BOTH, Case("ddp-tp", (2, 2), plain=True)], ids=str)
+def test_gradient_scaling(case: Case) -> None:
+    """The second has parameters on two meshes: norms, which are not tensor parallel, lie on the data axis alone."""
     runs: list[list[float]] = []
-    for model, place in (spread(BOTH, make_model(EVEN)), (make_model(EVEN), alone)):
+    for model, place in (spread(case, make_model(EVEN)), (make_model(EVEN), alone)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2, backoff_factor=2.0**-120)
         seen: list[float] = []
@@ -148,7 +155,7 @@ def test_gradient_scaling() -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            seen += [loss.item(), scaler.get_scale()]
+            seen += [value_of(loss), scaler.get_scale()]
         runs.append(seen)
     assert runs[0] == pytest.approx(runs[1], rel=1e-9)
     assert runs[1][1] < 2.0**127, "no step was skipped: the test shows nothing"
