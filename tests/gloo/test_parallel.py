@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from tests.gloo.processes import ProcessPool
+from tests.plans import spread_plain
 from tests.virtual.training import Case, Sort, Step, assert_same_steps, make_model, train, train_under, whole
 
 STEPS = 10
@@ -59,6 +60,36 @@ def test_plans(gloo4: ProcessPool) -> None:
         assert len(found) == len(CASES + PLAIN)
         for case, steps in found.items():
             assert_same_steps(steps, without if case.plain else with_dropout, rtol=1e-9, atol=1e-9)
+
+
+def made_on_the_meta_device() -> list[Any]:
+    """A fully sharded and tensor parallel model: how much this rank holds of it, and all of its values."""
+    world = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = make_model(Sort())
+    spread_plain("fsdp-tp", model, world)
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    _reset(model)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    return [held, {name: whole(parameter) for name, parameter in model.named_parameters()}]
+
+
+def _reset(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+def test_a_model_on_the_meta_device(gloo4: ProcessPool) -> None:
+    reference = make_model(Sort())
+    torch.manual_seed(7)
+    _reset(reference)
+    total = sum(parameter.numel() for parameter in reference.parameters())
+    for held, values in gloo4.run(made_on_the_meta_device):
+        assert held < 0.27 * total  # norms are split over dp alone
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(values[name], parameter)
 
 
 def test_uneven_layers(gloo4: ProcessPool) -> None:
