@@ -1,8 +1,8 @@
 """A Llama-style transformer in plain PyTorch, and plans that spread it over a mesh of devices.
 
-    python examples/llama.py --plan tp --mesh 4                     # four ranks inside this process
-    python examples/llama.py --plan tp+sp --mesh 2 4                # two by four: batches sharded, layers too
-    torchrun --nproc-per-node 4 examples/llama.py --plan tp         # real processes, the same file
+    python examples/llama.py --plan tp --mesh 4                               # four ranks inside this process
+    python examples/llama.py --plan fsdp-tp --mesh 2,4                        # two by four
+    torchrun --nproc-per-node 4 examples/llama.py --plan fsdp-tp --mesh 2,2   # real processes, the same file
 
 The model knows nothing of Shardwise. It learns to read this file, and the losses stand beside those of one device.
 """
@@ -12,6 +12,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -155,9 +156,49 @@ def sequence_parallel(model: nn.Module, mesh: sw.DeviceMesh) -> nn.Module:
     return sw.distribute_module(model, mesh)
 
 
-PLANS: dict[str, Callable[[nn.Module, sw.DeviceMesh], nn.Module]] = {
-    "tp": tensor_parallel,
-    "tp+sp": sequence_parallel,
+def fully_sharded(model: Llama, mesh: sw.DeviceMesh) -> nn.Module:
+    """Each rank keeps a part of everything, and has a block whole while that computes."""
+    sw.distribute_module(model, mesh)  # for the tables of angles, which batches as DTensors meet
+    return shard_blocks(model, mesh)
+
+
+def fully_sharded_tensor_parallel(model: Llama, mesh: sw.DeviceMesh) -> nn.Module:
+    """What tensor parallelism leaves of a block on a rank is shared out over dp."""
+    sequence_parallel(model, mesh)
+    return shard_blocks(model, mesh["dp"])
+
+
+def shard_blocks(model: Llama, mesh: sw.DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        sw.fully_shard(block, mesh)
+    return sw.fully_shard(model, mesh)  # what is left: the embedding, the last norm and the head
+
+
+def data_parallel(model: Llama, mesh: sw.DeviceMesh) -> nn.Module:
+    """Each rank keeps everything; gradients are added up while backward runs."""
+    sw.distribute_module(model, mesh)
+    return sw.replicate(model, mesh)
+
+
+def data_tensor_parallel(model: Llama, mesh: sw.DeviceMesh) -> nn.Module:
+    tensor_parallel(model, mesh)
+    return sw.replicate(model, mesh["dp"])
+
+
+class Plan(NamedTuple):
+    """What spreads a model, and the axes of a mesh of two; of a mesh of one axis, the last of them."""
+
+    spread: Callable[[Llama, sw.DeviceMesh], nn.Module]
+    axes: tuple[str, str] = ("dp", "tp")
+
+
+PLANS = {
+    "tp": Plan(tensor_parallel),
+    "tp+sp": Plan(sequence_parallel),
+    "fsdp": Plan(fully_sharded, ("replicas", "dp")),
+    "fsdp-tp": Plan(fully_sharded_tensor_parallel),
+    "ddp": Plan(data_parallel, ("replicas", "dp")),
+    "ddp-tp": Plan(data_tensor_parallel),
 }
 
 
@@ -189,31 +230,44 @@ def train(
         yield loss.item()
 
 
+def place_on(mesh: sw.DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Puts one global batch over the ranks that see different data.
+
+    So the loss is that of the whole batch, and dropout draws one device's numbers. Where each rank reads its own plain
+    batch, as under torch, `fully_shard` and `replicate` average the gradients instead, and no table need be a DTensor.
+    """
+    placements = [sw.Replicate() if name == "tp" else sw.Shard(0) for name in mesh.mesh_dim_names or ()]
+    return lambda batch: sw.distribute_tensor(batch, mesh, placements)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A transformer on one device and under a plan, side by side.")
-    parser.add_argument("--plan", choices=PLANS, default="tp")
-    parser.add_argument("--mesh", type=int, nargs="+", help="sizes of dp (left out: 1) and tp; all ranks by default")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--plan", choices=PLANS, nargs="+", default=["tp"], help="one, or several to compare")
+    parser.add_argument("--mesh", type=sizes, help="sizes of one axis or two, as 2,4; by default all ranks")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
 
-    shape = options.mesh or [int(os.environ.get("WORLD_SIZE", 4))]
-    mesh = sw.init_device_mesh("cpu", (1, *shape)[-2:], mesh_dim_names=("dp", "tp"))
-
+    ranks = int(os.environ.get("WORLD_SIZE", 4))
+    shape = options.mesh or ((2, ranks // 2) if any(name.endswith("-tp") for name in options.plan) else (ranks,))
+    data = (options.steps, 8, 32)
     torch.manual_seed(0)
     model = Llama(dropout=options.dropout)
-    spread = PLANS[options.plan](copy.deepcopy(model), mesh)
-
-    def place(batch: Tensor) -> Tensor:
-        return sw.distribute_tensor(batch, mesh, [sw.Shard(0), sw.Replicate()])
-
-    data = (options.steps, 8, 32)
-    alone = list(train(model, batches(*data)))
-    together = train(spread, batches(*data), place)
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None
-    say(f"{options.plan} on {mesh}\nstep   one device   {options.plan}")
-    for step, losses in enumerate(zip(alone, together, strict=True)):
-        say(f"{step:4}   {losses[0]:<10.6f}   {losses[1]:.6f}")
+
+    runs = [train(copy.deepcopy(model), batches(*data))]
+    for name in options.plan:
+        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=PLANS[name].axes[-len(shape) :])
+        say(f"{name} on {mesh}")
+        spread = PLANS[name].spread(copy.deepcopy(model), mesh)
+        runs.append(train(spread, batches(*data), place_on(mesh)))
+    say("".join(f"{title:12}" for title in ("step", "one device", *options.plan)))
+    for step, losses in enumerate(zip(*map(list, runs), strict=True)):
+        say(f"{step:<12}" + "".join(f"{loss:<12.6f}" for loss in losses))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def distribute_tensor(
     source = tensor.detach().resolve_conj().resolve_neg()
     if mesh.fabric != "dry" and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
-    local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), src_data_rank)
+    sender = None if source.is_meta else src_data_rank  # there are no values to send
+    local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), sender)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
     made = entered(_make(spec, local))

@@ -1,29 +1,32 @@
-"""Plans on real processes: the example's transformer, and layers whose shards are uneven."""
+"""Plans on real processes: the example's transformer, and layers whose shards are uneven.
+
+`torchrun --nproc-per-node 4 -m tests.virtual.training` runs all plans.
+"""
 
 import copy
-import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise as sw
-from examples.llama import PLANS
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from tests.gloo.processes import ProcessPool
-from tests.virtual.training import NAMES, Step, assert_same_steps, make_model, train, train_under, whole
+from tests.plans import spread_plain
+from tests.virtual.training import Case, Sort, Step, assert_same_steps, make_model, train, train_under, whole
 
 STEPS = 10
+SORT = Sort(dropout=0.1)
+CASES = (Case("tp", (4,)), Case("tp+sp", (2, 2)), Case("fsdp-tp", (2, 2)))
+PLAIN = (Case("fsdp-tp", (2, 2), plain=True), Case("ddp-tp", (2, 2), plain=True))
 
 
-def trained() -> dict[str, list[Step]]:
-    """Every plan on a line or on a square of processes, in float64 with dropout."""
-    model = make_model(torch.float64, 0.1)
-    found = {}
-    for (name, plan), shape in zip(PLANS.items(), itertools.cycle(((4,), (2, 2))), strict=False):
-        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
-        found[f"{name} on {shape}"] = train_under(plan, mesh, model, STEPS)
-    return found
+def trained(steps: int) -> dict[Case, list[Step]]:
+    """On a line or on a square of processes; with dropout, where batches are global."""
+    return {
+        **{case: train_under(case, SORT, steps) for case in CASES},
+        **{case: train_under(case, Sort(), steps) for case in PLAIN},
+    }
 
 
 def odd_layers() -> list[str]:
@@ -52,11 +55,41 @@ def odd_layers() -> list[str]:
 
 
 def test_plans(gloo4: ProcessPool) -> None:
-    expected = train(make_model(torch.float64, 0.1), STEPS)
-    for found in gloo4.run(trained, timeout=240):
-        for name, steps in found.items():
-            assert steps, name
-            assert_same_steps(steps, expected, rtol=1e-9, atol=1e-9)
+    with_dropout, without = train(make_model(SORT), STEPS), train(make_model(Sort()), STEPS)
+    for found in gloo4.run(trained, STEPS, timeout=240):
+        assert len(found) == len(CASES + PLAIN)
+        for case, steps in found.items():
+            assert_same_steps(steps, without if case.plain else with_dropout, rtol=1e-9, atol=1e-9)
+
+
+def made_on_the_meta_device() -> list[Any]:
+    """A fully sharded and tensor parallel model: how much this rank holds of it, and all of its values."""
+    world = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = make_model(Sort())
+    spread_plain("fsdp-tp", model, world)
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    _reset(model)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    return [held, {name: whole(parameter) for name, parameter in model.named_parameters()}]
+
+
+def _reset(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+def test_a_model_on_the_meta_device(gloo4: ProcessPool) -> None:
+    reference = make_model(Sort())
+    torch.manual_seed(7)
+    _reset(reference)
+    total = sum(parameter.numel() for parameter in reference.parameters())
+    for held, values in gloo4.run(made_on_the_meta_device):
+        assert held < 0.27 * total  # norms are split over dp alone
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(values[name], parameter)
 
 
 def test_uneven_layers(gloo4: ProcessPool) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 
-R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
+R, S0, S1, P, P2 = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial(), sw.Partial("norm2")
 LAYOUTS = ([R, S0], [R, R], [S0, S1], [S0, S0], [S1, R])  # of parameters, in turn
 GRADIENTS = ([P, S0], [P, P], [S0, S1], [R, S1], [P, R])  # of their gradients: alike, other, and waiting to be added
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -123,6 +123,31 @@ def test_clipping_takes_one_reduction(foreach: bool | None, count: int) -> None:
     with CommDebugMode() as comm:
         clip_grad_norm_(spread, 1.0, foreach=foreach)
     assert comm.get_total_counts() == 1
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.5, -1.5])
+def test_a_norm_that_waits_on_one_axis_may_wait_on_another(order: float) -> None:
+    """What is split over one axis and over both: their norms are reduced as one."""
+    mesh = mesh_of_four()
+    values = torch.randn(8, 4)
+    norms = [
+        torch.linalg.vector_norm(sw.distribute_tensor(values * scale, mesh, placements), order)
+        for scale, placements in ((1, [S0, S0]), (2, [S0, R]), (3, [S0, S1]), (4, [R, S1]))
+    ]
+    with CommDebugMode() as comm:
+        total: Any = torch.linalg.vector_norm(torch.stack(norms), order).add(1.0)
+    assert comm.get_total_counts() == 1
+    expected = torch.linalg.vector_norm(torch.stack([values * scale for scale in (1, 2, 3, 4)]), order)
+    torch.testing.assert_close(total.full_tensor(), expected + 1.0)
+    waiting: Any = norms[1]
+    for axes in ([P2, P2], [R, P2]) if order == 2 else ():
+        torch.testing.assert_close(waiting.redistribute(placements=axes).full_tensor(), waiting.full_tensor())
+
+
+def test_what_is_no_norm_cannot_be_seen_as_one() -> None:
+    value = sw.ones((), device_mesh=mesh_of_four())
+    with pytest.raises(sw.LayoutError, match="norm2"):
+        value.redistribute(placements=[R, P2])
 
 
 def test_clipping_over_several_meshes() -> None:

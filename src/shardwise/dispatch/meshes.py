@@ -46,7 +46,7 @@ def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, An
     """The executor of a call whose operands lie on several meshes."""
     laid_out = [(slot, tensor._spec) for slot, tensor in found if isinstance(tensor, wrapping.tensor_class)]
     meshes = list(dict.fromkeys(spec.mesh for _, spec in laid_out))
-    by_item = info.op._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+    by_item = info.op._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
     if by_item and len({spec.mesh for slot, spec in laid_out if slot.name == info.names[0]}) > 1:
         return _mesh_by_mesh(info)
     for mesh in sorted(meshes, key=lambda mesh: mesh.ndim):

@@ -158,14 +158,22 @@ def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
     return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
 
 
-def neutral_element(step: Unreduce, coordinate: Coordinate) -> int | None:
+def neutral_element(step: Unreduce, coordinate: Coordinate) -> float | None:
     """What a rank holds in place of the value; None for one that keeps it."""
     neutral = None
     for axis in step.new_axes:
         op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
-        if coordinate[axis] != 0 and op in ("sum", "product"):
-            neutral = 0 if op == "sum" else 1
+        if coordinate[axis] != 0 and neutral is None:
+            neutral = _adds_nothing(op)
     return neutral
+
+
+def _adds_nothing(op: str) -> float | None:
+    """What a rank holds beside one that has the value; None where every rank may have it."""
+    order = norm_order(op)
+    if order is not None:
+        return 0 if order > 0 else math.inf
+    return {"sum": 0, "product": 1}.get(op)
 
 
 # ---------------------------------------------------------------- reductions

@@ -189,7 +189,7 @@ class ShardingPropagator:
                 if _leaves_empty(want, spec, axis):  # saves nothing: one rank has as much as if it were replicated
                     want = REPLICATE
                     against += 1
-                received = _received(have, want, spec.mesh.shape[axis], size)
+                received = _received(have, want, spec.mesh.shape[axis], size, want in spec.placements)
                 if received:
                     taken = self.cost_model.seconds(spec.mesh, (axis,), received * _padding(want, spec, axis))
                     seconds += taken * GATHERED_AGAIN if _scatters(have, want, spec) else taken
@@ -250,9 +250,9 @@ def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
     return spec.tensor_meta.hinted().shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
 
 
-def _received(have: Placement, want: Placement, n: int, held: int) -> float:
-    """Bytes that a rank receives when one axis of an operand changes."""
-    if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want:
+def _received(have: Placement, want: Placement, n: int, held: int, waits: bool = False) -> float:
+    """Bytes that a rank receives when one axis of an operand changes; `waits`: it is as wanted on another axis."""
+    if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want and not waits:
         return math.inf  # a norm has no sign, so that nothing else can be seen as one
     if (
         n == 1

@@ -171,7 +171,8 @@ def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
         return
     for axis in target.partial_axes:
         old, new = source.placements[axis], target.placements[axis]
-        norm = new is not old and norm_order(new.reduce_op) is not None  # pyright: ignore[reportAttributeAccessIssue]
+        # a norm has no sign, so that only a norm can be seen as one: one that waits on another axis
+        norm = norm_order(new.reduce_op) is not None and new not in source.placements  # pyright: ignore[reportAttributeAccessIssue]
         if norm or isinstance(old, Shard | StridedShard):
             raise LayoutError(
                 f"cannot redistribute {source} to {target.layout}: axis {a.axis_name(axis)!r} would go from "
