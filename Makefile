@@ -31,7 +31,7 @@ $(READY): requirements/dev.txt pyproject.toml | $(PY)
 	@touch $@
 
 demo: $(READY)
-	$(PY) -m shardwise.demo
+	$(PY) -m shardwise demo
 
 check: $(READY)
 	@$(MAKE) --no-print-directory -k -j2 $(SYNC) lint types pure
