@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line, made from `COMMANDS`."""
     parser = argparse.ArgumentParser(
-        prog="shardwise", description="Distributed tensors for PyTorch: a demo, runs on virtual ranks, plans, pictures, checkpoints."
+        prog="shardwise",
+        description="Distributed tensors for PyTorch: a demo, runs on virtual ranks, plans, pictures, checkpoints.",
     )
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

@@ -57,7 +57,9 @@ COMMAND = Command(
     run,
     """\
 The script makes its own meshes, of as many ranks as it likes; they are all run in this process.
-""" + MESHES + """
+"""
+    + MESHES
+    + """
 examples:
   shardwise explain train.py --steps 1
   shardwise explain --html report.html --trace trace.json train.py --steps 1

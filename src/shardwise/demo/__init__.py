@@ -25,7 +25,16 @@ def main(steps: int = STEPS, html: str | None = None) -> None:
     Example:
         >>> main(steps=2)  # doctest: +SKIP
     """
-    page = Page()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors as small as these are not worth waking a second thread for
+    try:
+        tell(Page(), steps, html)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def tell(page: Page, steps: int, html: str | None) -> None:
+    """All of it on `page`, and what to do next."""
     begin = time.perf_counter()
     page.say(f"Shardwise {shardwise.__version__} on torch {torch.__version__}", style="bold")
     Tour(page, steps, html).tell()

@@ -86,7 +86,8 @@ def _live(columns: Sequence[str]) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(highlight=False, markup=False, width=min(Console().width, WIDTH))
+    # room for the ^C that a terminal writes where the cursor stands: it must not begin a new line
+    console = Console(highlight=False, markup=False, width=min(Console().width, WIDTH) - 3)
     beside = [TextColumn(f"{name} {{task.fields[{name}]}}", markup=False) for name in columns]
     return Progress(
         TextColumn("{task.description}", markup=False),

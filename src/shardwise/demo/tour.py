@@ -133,7 +133,9 @@ class Tour:
             )
         ]
         self.page.heading(f"The same code on {steps[-1].mesh.size():,} devices: a dry run, nothing is computed")
-        self.page.table(["one step, on each device", "here", "scaled out", "and grown"], dry_rows(steps), right=(1, 2, 3))
+        self.page.table(
+            ["one step, on each device", "here", "scaled out", "and grown"], dry_rows(steps), right=(1, 2, 3)
+        )
         self.page.say(
             f"Scaled out, {scaled.windows:,} windows of {scaled.length} characters make a batch. Grown, it is",
             f"{GROWN.windows} of {GROWN.length:,}, and the model has {GROWN.blocks} blocks of width {GROWN.width:,}.",
@@ -145,7 +147,8 @@ class Tour:
         speakers = common_speakers(self.corpus, MESH["dp"])
         texts: list[str] = list(speakers)
         with self.page.bar("writing", SAMPLED) as show:
-            for texts in sample(self.pair.together, self.corpus, speakers, SAMPLED, self.size.length):
+            for grown in sample(self.pair.together, self.corpus, speakers, SAMPLED, self.size.length):
+                texts = grown
                 show()
         for text in texts:
             lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 74) or [""]]
