@@ -1,6 +1,6 @@
 """Conjugate gradients on a matrix that is larger than one device may hold.
 
-    python examples/conjugate_gradients.py                             # eight ranks inside this process
+    python examples/conjugate_gradients.py                             # four ranks inside this process
     torchrun --nproc-per-node 4 examples/conjugate_gradients.py        # real processes, the same file
 
 No device ever has the whole matrix: it is made in shards, and used in shards. A dry run of the same function says
@@ -48,7 +48,7 @@ def held(n: int, ranks: int) -> sw.DryRun:
 
 
 def main() -> None:
-    n, ranks = 1024, int(os.environ.get("WORLD_SIZE", 8))
+    n, ranks = 1024, int(os.environ.get("WORLD_SIZE", 4))
     mesh = sw.init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",))
     peak = held(n, ranks).peak_bytes
     say(f"the matrix has {human_bytes(8 * n * n)}, a device may hold {human_bytes(LIMIT)}")
