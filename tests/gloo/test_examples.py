@@ -38,7 +38,9 @@ def test_only_the_first_process_prints(printed: list[dict[str, str]]) -> None:
 
 def test_processes_print_what_virtual_ranks_print(printed: list[dict[str, str]]) -> None:
     for name, text in run_examples().items():
-        ours, theirs = ([_without_surroundings(line) for line in side.splitlines()] for side in (text, printed[0][name]))
+        ours, theirs = (
+            [_without_surroundings(line) for line in side.splitlines()] for side in (text, printed[0][name])
+        )
         assert ours == theirs
 
 

@@ -21,7 +21,7 @@ from shardwise.cli import main
 from shardwise.demo.corpus import Corpus, read_corpus
 from shardwise.demo.page import Page
 from shardwise.demo.tour import common_speakers
-from shardwise.demo.training import Size, as_it_is, sample, Trainer
+from shardwise.demo.training import Size, Trainer, as_it_is, sample
 
 STEPS = 4
 
@@ -116,7 +116,7 @@ def in_a_terminal(*words: str, until: bytes, then: int | None) -> tuple[int, byt
 
 
 def test_an_interrupt_leaves_the_terminal_clean() -> None:
-    status, written = in_a_terminal("-m", "shardwise", "demo", until=b"2/200", then=signal.SIGINT)
+    status, written = in_a_terminal("-m", "shardwise", "demo", until=b"2/250", then=signal.SIGINT)
     assert status == 130
     assert b"Traceback" not in written
     assert b"shardwise demo: interrupted" in written

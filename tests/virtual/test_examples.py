@@ -17,7 +17,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # what is printed: patterns that have to be found, one after the other
 PRINTED: dict[str, list[str]] = {
     "smallest": [r"f32\[6,8\] x:S0 @ b -> f32\[6,5\] x:S0", r"as on one device: True, 44\.67"],
-    "mlp": [r"0\.weight  f32\[64,16\] tp:S0", r"2\.weight  f32\[16,64\] tp:S1", "20 collectives in 20 steps: all_reduce"],
+    "mlp": [
+        r"0\.weight  f32\[64,16\] tp:S0",
+        r"2\.weight  f32\[16,64\] tp:S1",
+        "20 collectives in 20 steps: all_reduce",
+    ],
     "custom_operator": [
         "qd,kd->qk is true",
         "queries split: .* x:S0; 0 collectives, as on one device: True",

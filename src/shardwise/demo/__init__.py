@@ -1,4 +1,4 @@
-"""`make demo`, `shardwise demo`: a transformer trained on eight virtual devices, in under a minute, and shown around."""
+"""`make demo`, `shardwise demo`: a transformer is trained on eight virtual devices, in under a minute, and shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.demo.tour import Tour
 
 __all__ = ["STEPS", "main"]
 
-STEPS = 200
+STEPS = 250
 
 
 def main(steps: int = STEPS, html: str | None = None) -> None:

@@ -73,4 +73,4 @@ def read_corpus() -> Corpus:
         >>> "All the world's a stage" in read_corpus().text
         True
     """
-    return Corpus(resources.files(__package__).joinpath(FILE).read_text(encoding="ascii"))
+    return Corpus(resources.files("shardwise.demo").joinpath(FILE).read_text(encoding="ascii"))

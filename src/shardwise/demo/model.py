@@ -77,6 +77,8 @@ class Transformer(nn.Module):
     def __init__(self, characters: int, width: int, heads: int, blocks: int, longest: int) -> None:
         super().__init__()
         self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(longest, width)
+        with torch.no_grad():
+            self.places.weight.copy_(waves(longest, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, characters, bias=False)
@@ -86,6 +88,19 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def waves(longest: int, width: int) -> Tensor:
+    """Sines and cosines of the place, slow ones and fast ones: to look one place back is then to turn by an angle.
+
+    Example:
+        >>> waves(3, 2)
+        tensor([[ 0.0000,  1.0000],
+                [ 0.8415,  0.5403],
+                [ 0.9093, -0.4161]])
+    """
+    angles = torch.outer(torch.arange(longest), 1000.0 ** (-torch.arange(0, width, 2) / width))
+    return torch.cat((angles.sin(), angles.cos()), -1)
 
 
 def spread(model: Any, mesh: sw.DeviceMesh) -> Any:

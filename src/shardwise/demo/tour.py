@@ -127,7 +127,7 @@ class Tour:
         steps = [
             dry_step(size, device, shape)
             for size, device, shape in (
-                (here, "cpu", tuple(MESH.values())),
+                (here, "cpu", (MESH["dp"], MESH["tp"])),
                 (scaled, "cuda", CLUSTER),
                 (GROWN, "cuda", GROWN_CLUSTER),
             )
@@ -146,8 +146,9 @@ class Tour:
         self.page.heading("What the sharded model writes")
         speakers = common_speakers(self.corpus, MESH["dp"])
         texts: list[str] = list(speakers)
-        with self.page.bar("writing", SAMPLED) as show:
-            for grown in sample(self.pair.together, self.corpus, speakers, SAMPLED, self.size.length):
+        count = min(SAMPLED, 10 * self.steps)  # from a model that has learnt little, little is asked
+        with self.page.bar("writing", count) as show:
+            for grown in sample(self.pair.together, self.corpus, speakers, count, self.size.length):
                 texts = grown
                 show()
         for text in texts:
@@ -165,7 +166,7 @@ class Tour:
         batch = next(self.corpus.batches(1, self.size.windows, self.size.length))
         rows = []
         for trainer in (self.pair.together, restored.trainer):
-            weight = trainer.model.get_parameter(DRAWN)
+            weight: Any = trainer.model.get_parameter(DRAWN)
             rows.append([mesh_text(weight.spec.mesh), weight.spec.layout, f"{loss_now(trainer, batch):.6f}"])
         self.page.say(
             f"{restored.files} files, {human_bytes(restored.file_bytes)}. Of {restored.parameters} parameters,",

@@ -21,7 +21,7 @@ from shardwise.demo.model import Transformer, spread
 
 __all__ = ["DryStep", "Pair", "Restored", "Size", "Trainer", "dry_step", "make_pair", "restore_on", "sample"]
 
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 2e-2
 WARM_UP = 20  # steps
 
 
@@ -32,8 +32,8 @@ class Size(NamedTuple):
     width: int = 64
     heads: int = 4
     blocks: int = 2
-    length: int = 64
-    windows: int = 16
+    length: int = 32
+    windows: int = 32
 
     def make(self) -> Transformer:
         """The model, with new parameters."""
