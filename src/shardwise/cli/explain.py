@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.cli.command import Command
 from shardwise.cli.scripts import MESHES, add_script_arguments, end_as, run_script
+from shardwise.cli.words import writable
 from shardwise.debug.explain import explain
 from shardwise.debug.report import Report
 from shardwise.text import print_lines
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the script and show the report; one that fails is shown as far as it went, and its error is its own."""
+    for name in _files(arguments):
+        writable(name)
     with explain(candidates=arguments.candidates) as report:
         failed = run_script(arguments.script, arguments.args, arguments.mesh)
     sys.stdout.flush()
@@ -46,9 +49,12 @@ def _write(report: Report, arguments: argparse.Namespace) -> None:
         Path(arguments.json).write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
     if arguments.lock:
         report.save_lock(arguments.lock)
-    written = [name for name in (arguments.html, arguments.trace, arguments.json, arguments.lock) if name]
-    if written:
+    if written := _files(arguments):
         print(f"\nwrote {', '.join(written)}")
+
+
+def _files(arguments: argparse.Namespace) -> list[str]:
+    return [name for name in (arguments.html, arguments.trace, arguments.json, arguments.lock) if name]
 
 
 COMMAND = Command(
