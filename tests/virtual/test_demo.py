@@ -59,6 +59,9 @@ def test_the_losses_are_those_of_one_device(told: tuple[str, Path]) -> None:
     for together, alone in losses:
         assert float(together) == pytest.approx(float(alone), abs=1e-4)
     assert float(losses[-1][0]) < float(losses[0][0])
+    furthest = re.search(r"in float64, differ by (\S+) at most", told[0])
+    assert furthest is not None
+    assert float(furthest[1]) < 1e-12
     size = Size()
     torch.manual_seed(0)
     trainer = Trainer(size.make(), as_it_is, STEPS)
@@ -116,7 +119,7 @@ def in_a_terminal(*words: str, until: bytes, then: int | None) -> tuple[int, byt
 
 
 def test_an_interrupt_leaves_the_terminal_clean() -> None:
-    status, written = in_a_terminal("-m", "shardwise", "demo", until=b"2/250", then=signal.SIGINT)
+    status, written = in_a_terminal("-m", "shardwise", "demo", until=b"2/200", then=signal.SIGINT)
     assert status == 130
     assert b"Traceback" not in written
     assert b"shardwise demo: interrupted" in written

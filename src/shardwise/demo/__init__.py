@@ -12,7 +12,7 @@ from shardwise.demo.tour import Tour
 
 __all__ = ["STEPS", "main"]
 
-STEPS = 250
+STEPS = 200
 
 
 def main(steps: int = STEPS, html: str | None = None) -> None:

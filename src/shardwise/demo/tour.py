@@ -27,8 +27,8 @@ MESH = {"dp": 2, "tp": 4}
 DRAWN = "blocks.0.feed_forward.down.weight"
 CLUSTER = (256, 4)
 GROWN_CLUSTER = (128, 8)
-GROWN = Size(width=4096, heads=32, blocks=32, length=2048, windows=128)
-SAMPLED = 180  # characters
+GROWN = Size(width=4096, heads=32, blocks=32, length=2048, windows=128, dtype=torch.bfloat16)
+SAMPLED = 160  # characters
 MOST_MODULES = 4
 
 
@@ -97,7 +97,8 @@ class Tour:
                 together, alone = self.pair.together.step(batch), self.pair.alone.step(batch)
                 furthest = max(furthest, abs(together - alone))
                 show(f"{together:.4f}", f"{alone:.4f}")
-        self.page.say(f"Of all {self.steps} steps, the losses differ by {furthest:.1e} at most.")
+        dtype = str(self.size.dtype).removeprefix("torch.")
+        self.page.say(f"Over all {self.steps} steps the two losses, in {dtype}, differ by {furthest:.0e} at most.")
 
     def show_communication(self) -> None:
         """What one step moves, by axis and collective; the whole report as a page, if asked for."""
@@ -114,7 +115,9 @@ class Tour:
         )
         self.page.table(["axis", "collective", "forward", "backward", "received"], moved_rows(report), right=(2, 3, 4))
         busiest = sorted(report.by_module.items(), key=lambda item: -item[1].received)[:MOST_MODULES]
-        named = (f"{name.partition('.')[2] or 'the outermost'} {human_bytes(sums.received)}" for name, sums in busiest)
+        named = (
+            f"{name.partition('.')[2] or 'the model itself'} {human_bytes(sums.received)}" for name, sums in busiest
+        )
         self.page.say(f"Most of it in: {', '.join(named)}.")
         if self.html:
             report.to_html(self.html)
@@ -151,10 +154,10 @@ class Tour:
             for grown in sample(self.pair.together, self.corpus, speakers, count, self.size.length):
                 texts = grown
                 show()
-        for text in texts:
-            lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 74) or [""]]
-            self.page.lines(lines, style="green")
-            self.page.lines([""])
+        lines = [
+            part for text in texts for line in [*text.splitlines(), ""] for part in textwrap.wrap(line, 74) or [""]
+        ]
+        self.page.lines(lines[:-1], style="green")
 
     def show_checkpoint(self) -> None:
         """Saved on the mesh, loaded on three devices."""
@@ -193,6 +196,7 @@ def dry_rows(steps: list[DryStep]) -> list[list[str]]:
     """A row for each thing to know, a column for each step."""
     rows: list[tuple[str, Callable[[DryStep], str]]] = [
         ("mesh", lambda step: mesh_text(step.mesh)),
+        ("elements", lambda step: str(step.dtype).removeprefix("torch.")),
         ("parameters of the model", lambda step: f"{step.parameters:,}"),
         ("keeps of them and of AdamW's state", lambda step: human_bytes(step.held)),
         ("holds at the peak", lambda step: human_bytes(step.peak)),

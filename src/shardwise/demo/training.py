@@ -23,6 +23,7 @@ __all__ = ["DryStep", "Pair", "Restored", "Size", "Trainer", "dry_step", "make_p
 
 LEARNING_RATE = 2e-2
 WARM_UP = 20  # steps
+TEMPERATURE = 0.7  # below one, samples keep to what is likely
 
 
 class Size(NamedTuple):
@@ -34,10 +35,11 @@ class Size(NamedTuple):
     blocks: int = 2
     length: int = 32
     windows: int = 32
+    dtype: torch.dtype = torch.float64  # where two runs differ by more than rounding, it shows
 
     def make(self) -> Transformer:
         """The model, with new parameters."""
-        return Transformer(self.characters, self.width, self.heads, self.blocks, self.length)
+        return Transformer(self.characters, self.width, self.heads, self.blocks, self.length).to(self.dtype)
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -110,6 +112,7 @@ class DryStep(NamedTuple):
     """What one step would take on a rank."""
 
     mesh: sw.DeviceMesh
+    dtype: torch.dtype
     parameters: int
     held: int
     peak: int
@@ -141,7 +144,7 @@ def dry_step(size: Size, device_type: str, shape: tuple[int, int]) -> DryStep:
         trainer.optimizer.zero_grad()
         held = run.live_bytes
     collectives = sum(run.collectives.values())
-    return DryStep(mesh, count, held, run.peak_bytes, run.bytes, collectives, run.seconds)
+    return DryStep(mesh, size.dtype, count, held, run.peak_bytes, run.bytes, collectives, run.seconds)
 
 
 # ---------------------------------------------------------------- samples
@@ -165,7 +168,7 @@ def sample(trainer: Trainer, corpus: Corpus, beginnings: list[str], count: int, 
         with torch.no_grad():
             logits = trainer.model(trainer.place(padded)).full_tensor()
         for row, (text, window) in enumerate(zip(texts, windows, strict=True)):
-            chances = logits[row, len(window) - 1, : len(corpus.characters)].softmax(-1)
+            chances = (logits[row, len(window) - 1, : len(corpus.characters)] / TEMPERATURE).softmax(-1)
             text.append(int(torch.multinomial(chances, 1, generator=generator)))
         yield [corpus.decode(text) for text in texts]
 
