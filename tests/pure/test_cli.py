@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import COMMANDS, main
+from shardwise.cli import COMMANDS, bench, main
 from shardwise.cli.plan import in_words
 from shardwise.cli.words import parse_change, parse_mesh
 from shardwise.errors import NotationError
@@ -148,7 +149,73 @@ def test_json_of_nothing_to_do_and_of_unnamed_axes(capsys: pytest.CaptureFixture
     assert said["ratios"] == {"received_bytes": 1.0, "seconds": 1.0, "peak_bytes": 1.0}
 
 
+def test_json_of_a_layout_says_who_holds_what(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", "f32[5,8] dp:S0 tp:S1/2", "--mesh", "dp=2,tp=2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said) == ["mesh", "tensor", "layout", "ranks"]
+    assert said["mesh"] == {"axes": ["dp", "tp"], "shape": [2, 2]}
+    assert said["tensor"] == {"dtype": "f32", "shape": [5, 8]}
+    assert said["ranks"][3] == {
+        "rank": 3, "coordinate": [1, 1], "shape": [2, 4], "holds": [[[3, 5]], [[2, 4], [6, 8]]],
+    }  # fmt: skip
+    assert sum(math.prod(rank["shape"]) for rank in said["ranks"]) == 40
+
+
+def test_bench_measures_what_it_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SAMPLES", 1)
+    monkeypatch.setattr(bench, "AT_LEAST", 0.0)
+    assert main(["bench", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said["benches"]) == list(bench.BENCHES)
+    assert [row["operator"] for row in said["benches"]["operators"]] == list(bench.OPERATORS)
+    assert all(row["dtensor_seconds"] > 0 and row["plain_seconds"] > 0 for row in said["benches"]["operators"])
+    first = said["benches"]["redistribute"][0]
+    source, target = parse_change(first["change"], parse_mesh(bench.MESH))
+    assert first["received_bytes"] == DTensorRedistributePlanner().plan(source, target).received
+    assert first["step_by_step_received_bytes"] == plain_route(source, target).received
+
+    assert main(["bench", "operators", "redistribute"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*bench.OPERATORS, "dp:S0 -> tp:S1"))
+    assert "plan a route" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
 # ---------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "everything"], "there is no bench 'everything'\n  hint: there are operators, redistribute, plan"),
+        (["run", "--mesh", "2x", "script.py"], "there is no script script.py"),
+        (["run", "--mesh", "2x", __file__], "expected a number of ranks, found ''\n  2x\n    ^"),
+        (["run", "nowhere.py"], "there is no script nowhere.py"),
+        (["explain", "--html", "nowhere/page.html", __file__], "cannot write nowhere/page.html: there is no folder"),
+        (["draw", "f32[8] S0", "--mesh", "2", "--svg", "nowhere/a.svg"], "cannot write nowhere/a.svg"),
+        (["draw", "f32[8] S0 -> R", "--mesh", "2", "--json"], "JSON says who holds what of one layout"),
+        (["draw", "f32[8] S0 -> R", "--mesh", "2"], "drawn as SVG\n  hint: add --svg FILE"),
+        (["checkpoint", "inspect", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_other_commands_refuse(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"shardwise {words[0]}: ")
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_an_interrupt_is_one_line_and_status_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> list[Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.BENCHES, "plan", (interrupted, bench.plan_table))
+    assert main(["bench", "plan", "--json"]) == 130
+    assert capsys.readouterr().err == "\nshardwise bench: interrupted\n"
 
 
 @pytest.mark.parametrize(

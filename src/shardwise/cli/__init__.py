@@ -11,23 +11,25 @@ import sys
 from collections.abc import Sequence
 
 import shardwise
-from shardwise.cli import checkpoint, demo, draw, explain, plan
+from shardwise.cli import bench, checkpoint, demo, draw, explain, plan, run
 from shardwise.cli.command import Command
 from shardwise.errors import ShardwiseError
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS: dict[str, Command] = {
-    "plan": plan.COMMAND,
+    "demo": demo.COMMAND,
+    "run": run.COMMAND,
     "explain": explain.COMMAND,
+    "plan": plan.COMMAND,
     "draw": draw.COMMAND,
     "checkpoint": checkpoint.COMMAND,
-    "demo": demo.COMMAND,
+    "bench": bench.COMMAND,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, or 2 for input that cannot be.
+    """Run the command line and return its exit status: 0, 2 for input that cannot be, 130 where it is interrupted.
 
     Args:
         argv: the words after `shardwise`; those of this process by default.
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         print(f"shardwise {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\nshardwise {arguments.command}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # whoever read this has seen enough; the interpreter must not try to write the rest when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line, made from `COMMANDS`."""
     parser = argparse.ArgumentParser(
-        prog="shardwise", description="Distributed tensors for PyTorch: plans, pictures and a tour."
+        prog="shardwise",
+        description="Distributed tensors for PyTorch: a demo, runs on virtual ranks, plans, pictures, checkpoints.",
     )
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

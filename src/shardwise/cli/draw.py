@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
 from shardwise.cli.command import Command
-from shardwise.cli.words import parse_change, parse_mesh
+from shardwise.cli.words import parse_change, parse_mesh, writable
 from shardwise.core.notation import parse_spec
+from shardwise.core.spec import DTensorSpec, dtype_name
 from shardwise.debug.drawing import draw
 from shardwise.debug.visualize import visualize_sharding
 from shardwise.errors import LayoutError
@@ -21,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
     parser.add_argument("--svg", metavar="FILE", help="write an SVG instead of printing")
     parser.add_argument("--color", action="store_true", help="print in colours")
+    parser.add_argument("--json", action="store_true", help="for programs: who holds which indices, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -32,17 +36,41 @@ def run(arguments: argparse.Namespace) -> None:
         what = DTensorRedistributePlanner().plan(*parse_change(arguments.layout, mesh))
     else:
         what = parse_spec(arguments.layout, mesh)
-    if arguments.svg is not None:
-        try:
-            draw(what).save(arguments.svg)
-        except OSError as error:
+    if arguments.json:
+        if not isinstance(what, DTensorSpec):
             raise LayoutError(
-                f"cannot write {arguments.svg}: {error.strerror}", hint="name a file in a folder"
-            ) from None
+                "JSON says who holds what of one layout", hint="for the way between two: shardwise plan --json"
+            )
+        print(json.dumps(layout_as_json(what), indent=2))
+        return
+    if arguments.svg is not None:
+        draw(what).save(writable(arguments.svg))
         return
     if "->" in (arguments.layout or "->"):
         raise LayoutError("the way between layouts, and meshes, are drawn as SVG", hint="add --svg FILE")
     visualize_sharding(what, use_rich=arguments.color)
+
+
+def layout_as_json(spec: DTensorSpec) -> dict[str, Any]:
+    """What `draw --json` prints. The keys are stable; new ones may be added."""
+    mesh = spec.mesh
+    return {
+        "mesh": {"axes": [mesh.axis_name(axis) for axis in range(mesh.ndim)], "shape": list(mesh.shape)},
+        "tensor": {"dtype": dtype_name(spec.tensor_meta.dtype), "shape": list(spec.shape)},
+        "layout": spec.layout,
+        "ranks": [
+            {
+                "rank": rank,
+                "coordinate": list(coordinate),
+                "shape": list(spec.local_shape(coordinate)),
+                "holds": [  # for each dim, from which index up to which, as often as there are runs
+                    [[start, start + length] for start, length in spec.runs(dim, coordinate) if length]
+                    for dim in range(spec.ndim)
+                ],
+            }
+            for rank, coordinate in enumerate(map(tuple, mesh.coordinates.tolist()))
+        ],
+    }
 
 
 COMMAND = Command(
@@ -52,6 +80,7 @@ COMMAND = Command(
     """examples:
   shardwise draw "f32[10,7] dp:S0 tp:S1" --mesh dp=2,tp=2
   shardwise draw "f32[10,7] dp:S0 tp:S1" --mesh dp=2,tp=2 --svg layout.svg
+  shardwise draw "f32[10,7] dp:S0 tp:S1" --mesh dp=2,tp=2 --json
   shardwise draw "f32[10,7] dp:S0 -> tp:S1" --mesh dp=2,tp=2 --svg route.svg
   shardwise draw --mesh dp=2,tp=2 --svg mesh.svg""",
 )

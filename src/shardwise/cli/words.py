@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.notation import parse_spec
+from shardwise.core.notation import parse_axes, parse_spec
 from shardwise.core.spec import DTensorSpec
-from shardwise.errors import NotationError
+from shardwise.errors import LayoutError, NotationError
 
-__all__ = ["parse_change", "parse_mesh"]
-
-MOST_RANKS = 2**20
+__all__ = ["parse_change", "parse_count", "parse_mesh", "writable"]
 
 
 def parse_mesh(text: str, device_type: str = "cpu") -> DeviceMesh:
@@ -28,28 +28,9 @@ def parse_mesh(text: str, device_type: str = "cpu") -> DeviceMesh:
         >>> parse_mesh("dp=2,tp=4"), parse_mesh("2x4")
         (DeviceMesh(cpu dp=2 tp=4, dry), DeviceMesh(cpu 2 4, dry))
     """
-    named = "=" in text
-    names: list[str] = []
-    sizes: list[int] = []
-    at = 0
-    for part in text.split("," if named else "x"):
-        name, equals, size = part.partition("=") if named else ("", "", part)
-        where = at + len(part) - len(part.lstrip())
-        if named and (not equals or not name.strip().isidentifier()):
-            raise NotationError.at(text, where, f"expected an axis such as dp=2, found {part.strip()!r}")
-        if name.strip() in names:
-            raise NotationError.at(text, where, f"axis {name.strip()} is named twice")
-        value = at + len(name) + len(equals) + len(size) - len(size.lstrip())
-        if not re.fullmatch(r"[0-9]{1,9}", size.strip()) or not int(size):
-            problem = f"expected a number of ranks, found {size.strip()!r}"
-            raise NotationError.at(text, value, problem, hint="a mesh is written dp=2,tp=4 or, without names, 2x4")
-        sizes.append(int(size))
-        if math.prod(sizes) > MOST_RANKS:
-            raise NotationError.at(text, value, f"a mesh of more than {MOST_RANKS:,} ranks")
-        names += [name.strip()] if named else []
-        at += len(part) + 1
+    sizes, names = parse_axes(text)
     ranks = np.arange(math.prod(sizes)).reshape(sizes)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names or None, fabric="dry")
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, fabric="dry")
 
 
 def parse_change(text: str, mesh: DeviceMesh) -> tuple[DTensorSpec, DTensorSpec]:
@@ -72,3 +53,45 @@ def parse_change(text: str, mesh: DeviceMesh) -> tuple[DTensorSpec, DTensorSpec]
         # the caret stands where it stood: show the whole of what was written above it
         raise NotationError(error.problem.replace(f"\n  {before}\n", f"\n  {text}\n"), hint=error.hint) from None
     return source, parse_spec(text, mesh, meta=source.tensor_meta, start=len(before) + len(arrow))
+
+
+def parse_count(text: str, what: str) -> int:
+    """A number of things, at least one.
+
+    Args:
+        text: what was written.
+        what: of which things, for the error.
+
+    Example:
+        >>> parse_count("200", "steps")
+        200
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or not int(text):
+        raise NotationError.at(text, 0, f"expected a number of {what}, at least 1, found {text!r}")
+    return int(text)
+
+
+def writable(name: str) -> str:
+    """The name of a file that can be written, so that nobody works for a minute and then finds that it cannot.
+
+    Args:
+        name: of the file.
+
+    Example:
+        >>> writable("nowhere/report.html")
+        Traceback (most recent call last):
+        ...
+        shardwise.errors.LayoutError: cannot write nowhere/report.html: there is no folder nowhere
+          hint: name a file in a folder that you may write to
+    """
+    path = Path(name)
+    problem = ""
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "it may not be written"
+    if problem:
+        raise LayoutError(f"cannot write {name}: {problem}", hint="name a file in a folder that you may write to")
+    return name

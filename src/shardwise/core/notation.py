@@ -1,10 +1,11 @@
-"""Layouts from their short notation: `f32[8,32] dp:S0 tp:R order 0:tp>dp`, the inverse of `repr(spec)`.
+"""Layouts from their short notation: `f32[8,32] dp:S0 tp:R order 0:tp>dp`, the inverse of `repr(spec)`; axes, too.
 
 Pure parsing; an error points at the character.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from shardwise.core.spec import (
 )
 from shardwise.errors import NotationError, ShardwiseError
 
-__all__ = ["parse_layout", "parse_meta", "parse_spec"]
+__all__ = ["parse_axes", "parse_layout", "parse_meta", "parse_spec"]
 
+MOST_RANKS = 2**20
 Word = tuple[int, str]  # where it begins, and the word
 
 # what is printed for a dtype, and its name in torch
@@ -192,3 +194,36 @@ def _skip(text: str, at: int) -> int:
     while at < len(text) and text[at].isspace():
         at += 1
     return at
+
+
+def parse_axes(text: str) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+    """The sizes of the axes that `dp=2,tp=4` or, without names, `2x4` describes, and their names.
+
+    Args:
+        text: the axes with their sizes.
+
+    Example:
+        >>> parse_axes("dp=2,tp=4"), parse_axes("2x4")
+        (((2, 4), ('dp', 'tp')), ((2, 4), None))
+    """
+    named = "=" in text
+    names: list[str] = []
+    sizes: list[int] = []
+    at = 0
+    for part in text.split("," if named else "x"):
+        name, equals, size = part.partition("=") if named else ("", "", part)
+        where = at + len(part) - len(part.lstrip())
+        if named and (not equals or not name.strip().isidentifier()):
+            raise NotationError.at(text, where, f"expected an axis such as dp=2, found {part.strip()!r}")
+        if name.strip() in names:
+            raise NotationError.at(text, where, f"axis {name.strip()} is named twice")
+        value = at + len(name) + len(equals) + len(size) - len(size.lstrip())
+        if not re.fullmatch(r"[0-9]{1,9}", size.strip()) or not int(size):
+            problem = f"expected a number of ranks, found {size.strip()!r}"
+            raise NotationError.at(text, value, problem, hint="a mesh is written dp=2,tp=4 or, without names, 2x4")
+        sizes.append(int(size))
+        if math.prod(sizes) > MOST_RANKS:
+            raise NotationError.at(text, value, f"a mesh of more than {MOST_RANKS:,} ranks")
+        names += [name.strip()] if named else []
+        at += len(part) + 1
+    return tuple(sizes), tuple(names) or None

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.notation import parse_axes
 from shardwise.errors import MeshError
 from shardwise.fabric.base import choosing
 from shardwise.fabric.c10d import c10d
@@ -34,13 +35,19 @@ def _surrounding_fabric() -> str:
 mesh_module.choose_fabric.insert(0, _surrounding_fabric)
 
 
+PRESET = "SHARDWISE_MESH"  # the environment variable that says which mesh a program gets that names no shape
+
+
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str, mesh_shape: Sequence[int] | None = None, *, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
     """A mesh over all ranks.
 
     Where a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual
     ones inside this process. Inside `virtual()` or `dry_run()` these choose.
+
+    Without a shape, it is what the environment variable SHARDWISE_MESH says (`dp=2,tp=4`, or `2x4` without names),
+    which `shardwise run --mesh` sets; and without that, on processes, all of them along one axis.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -51,10 +58,12 @@ def init_device_mesh(
         >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         DeviceMesh(cpu dp=2 tp=4, virtual)
     """
+    fabric = mesh_module.choose_fabric[-1]()
+    if mesh_shape is None:
+        mesh_shape, mesh_dim_names = _preset_axes(fabric, device_type, mesh_dim_names)
     shape = tuple(mesh_shape) if not isinstance(mesh_shape, int) else (mesh_shape,)
     if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
         raise MeshError(f"a mesh of shape {tuple(shape)} cannot be", hint="give at least one axis of at least one rank")
-    fabric = mesh_module.choose_fabric[-1]()
     size = math.prod(shape)
     if fabric == c10d.name:
         _ensure_process_group(device_type)
@@ -67,6 +76,29 @@ def init_device_mesh(
             )
     ranks = torch.arange(size).reshape(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, fabric=fabric)
+
+
+def _preset_axes(
+    fabric: str, device_type: str, names: Sequence[str] | None
+) -> tuple[tuple[int, ...], Sequence[str] | None]:
+    """The shape and the names of the mesh that was chosen outside the program."""
+    preset = os.environ.get(PRESET)
+    if preset:
+        shape, preset_names = parse_axes(preset)
+    elif fabric == c10d.name:
+        _ensure_process_group(device_type)
+        shape, preset_names = (dist.get_world_size(),), None
+    else:
+        raise MeshError(
+            "a mesh of virtual ranks needs a shape",
+            hint="give one, or start the program with `shardwise run --mesh dp=2,tp=4 script.py`",
+        )
+    if names is not None and preset_names is not None and tuple(names) != preset_names:
+        raise MeshError(
+            f"the program names the axes {', '.join(names)}, and {PRESET}={preset} names them otherwise",
+            hint="name the same axes in the same order, or write sizes alone, as in 2x4",
+        )
+    return shape, names or preset_names
 
 
 def _ensure_process_group(device_type: str) -> None:
