@@ -1,7 +1,7 @@
 """SIGKILL at random moments of a save, on real processes: after each, every checkpoint that has its name is whole.
 
-`python -m tests.gloo.killer COUNT [SEED]`. This process imports torch once and forks two ranks for each trial; they save
-one checkpoint after another, in turns plainly, behind their back, and over an existing one, until both are killed.
+`python -m tests.gloo.killer COUNT [SEED]`. This process imports torch once and forks two ranks for each trial; they
+save one checkpoint after another, in turns plainly, behind their back, and over an existing one, until they are killed.
 """
 
 from __future__ import annotations

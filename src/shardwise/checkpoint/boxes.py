@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     """Equally long runs of bytes at equal distances: run i starts at `start + i * pitch`."""
 
     start: int
-    count: int
+    number: int
     pitch: int
     length: int
 
@@ -182,7 +182,7 @@ def rows_of(sizes: Sequence[int], part: Sequence[slice], itemsize: int) -> Itera
 
     Example:
         >>> list(rows_of((4, 6), (slice(1, 3), slice(0, 6)), 4)), list(rows_of((4, 6), (slice(1, 3), slice(2, 4)), 4))
-        ([Rows(start=24, count=1, pitch=48, length=48)], [Rows(start=32, count=2, pitch=24, length=8)])
+        ([Rows(start=24, number=1, pitch=48, length=48)], [Rows(start=32, number=2, pitch=24, length=8)])
     """
     strides = [itemsize] * len(sizes)
     for dim in range(len(sizes) - 2, -1, -1):

@@ -7,18 +7,15 @@ the sake of verifying.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from shardwise.checkpoint.background import finish_pending
-from shardwise.checkpoint.boxes import Box, boxes_of, common, rows_of, whole
-from shardwise.checkpoint.checksum import MODULUS
+from shardwise.checkpoint.blocks import Memory, Sums, check_sums, note_sums, read_box
+from shardwise.checkpoint.boxes import Box, boxes_of, whole
 from shardwise.checkpoint.index import INDEX, Index, StoredTensor, parse_index
 from shardwise.checkpoint.optimizers import optimizer_state
 from shardwise.checkpoint.progress import Progress
@@ -31,10 +28,7 @@ from shardwise.errors import CheckpointError, CheckpointMismatchError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
 
-__all__ = ["Loaded", "check_sums", "load", "open_index", "read", "read_box"]
-
-Found = dict[int, tuple[int, int]]  # of a box, for each stored block by number: bytes, and their sum
-Sums = dict[tuple[str, Box], Found]
+__all__ = ["Loaded", "load", "mismatch", "open_index", "read"]
 
 
 class Loaded(NamedTuple):
@@ -64,7 +58,9 @@ class Staged(NamedTuple):
     values: torch.Tensor
 
 
-def load(state: Any, path: str | Path, *, strict: bool = True, process_group: Any = None) -> Loaded:
+def load(
+    state: Any, path: str | Path, *, strict: bool = True, staged: bool = True, process_group: Any = None
+) -> Loaded:
     """Fill a state from a checkpoint, whatever mesh and layout it was saved from.
 
     Every process of the group calls it. Tensors are filled in place, plain objects are replaced, modules and optimizers
@@ -76,6 +72,9 @@ def load(state: Any, path: str | Path, *, strict: bool = True, process_group: An
         path: the directory of the checkpoint.
         strict: entries that are missing, unexpected or of another shape or dtype are an error that lists them all.
             With False, what fits is loaded, and the result has the lists.
+        staged: keep all that is read in host memory until everything is verified. With False it goes to the tensors
+            at once, which takes no memory and less time; a damaged checkpoint is still an error then, but the tensors
+            are partly overwritten. For programs that end on such an error anyway.
         process_group: the processes that take part, if not all.
 
     Example:
@@ -97,8 +96,8 @@ def load(state: Any, path: str | Path, *, strict: bool = True, process_group: An
     processes = processes_of(tensors, process_group)
     fit = _agreed_fit(turn, processes, root, index, strict)
     turn.says = None
-    staged, read_bytes = _read_and_verify(turn, processes, directory, index, fit)
-    for local, values in staged:
+    waiting, read_bytes = _read_and_verify(turn, processes, directory, index, fit, staged)
+    for local, values in waiting:
         _put(local, values)
     for tensor, _ in fit.tensors:
         torch.autograd.graph.increment_version(tensor)
@@ -217,42 +216,46 @@ def mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: 
 
 
 def _read_and_verify(
-    turn: Turn, processes: Processes, directory: Path, index: Index, fit: Fit
+    turn: Turn, processes: Processes, directory: Path, index: Index, fit: Fit, staged: bool
 ) -> tuple[list[Staged], int]:
-    """All values that this process needs, in host memory, verified together with the other processes."""
-    staged: list[Staged] = []
+    """All values that this process needs, verified together with the other processes; those that wait to be put."""
+    waiting: list[Staged] = []
     sums: Sums = {}
 
     def read_mine() -> int:
         total = sum(local.nbytes for tensor, _ in fit.tensors for local, _ in _locals(tensor))
-        memory = Memory(total)
+        memory = Memory(total) if staged else None
         progress = Progress("loading", total, shown=processes.is_first)
         with progress, FileReader(directory, index.files, progress.add) as files:
             for tensor, stored in fit.tensors:
-                staged.extend(_stage(files, tensor, stored, sums, memory))
+                waiting.extend(_stage(files, tensor, stored, sums, memory))
         return files.bytes_read
 
     read_bytes = turn.attempt(read_mine, 0)
     turn.says = sums
     check_sums(index, processes.tell(turn))
-    return staged, read_bytes
+    return waiting, read_bytes
 
 
 def _stage(
-    files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: Memory
+    files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: Memory | None
 ) -> Iterator[Staged]:
-    """Read what the locals of a tensor are to get, and add up the sums of it."""
+    """Read what the locals of a tensor are to get, and add up the sums of it; without memory, put it there at once."""
     for local, boxes in _locals(tensor):
+        place = Memory.of(local) if memory is None else memory
         if len(boxes) == 1:
             box = boxes[0][0]
-            values, found = read_box(files, stored, box, memory)
+            values, found = read_box(files, stored, box, place)
             note_sums(sums, stored, box, found)
         else:
-            _, values = memory.take(tuple(local.shape), local.dtype)
+            _, values = place.take(tuple(local.shape), local.dtype)
             for box, within in boxes:
                 values[within], found = read_box(files, stored, box)
                 note_sums(sums, stored, box, found)
-        yield Staged(local, values)
+        if memory is not None:
+            yield Staged(local, values)
+        elif values.data_ptr() != local.data_ptr():
+            _put(local, values)
 
 
 def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box, tuple[slice, ...]]]]]:
@@ -267,100 +270,6 @@ def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box
         boxes = boxes_of(spec.block(coordinate))
         if boxes:
             yield local, boxes
-
-
-class Memory:
-    """Host memory in one piece, handed out bit by bit: large pages, which many small pieces would not get."""
-
-    def __init__(self, size: int) -> None:
-        self._data = np.empty(size, dtype=np.uint8)
-        self._used = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
-        """Memory as bytes and as a tensor; new where there is not enough left that is aligned."""
-        size = math.prod(shape) * dtype.itemsize
-        start = -(-self._used // 16) * 16  # as wide as the widest dtype
-        data = self._data[start : start + size]
-        if len(data) == size:
-            self._used = start + size
-        else:
-            data = np.empty(size, dtype=np.uint8)
-        tensor = torch.from_numpy(data).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-        return data, tensor
-
-
-_none = Memory(0)
-
-
-def read_box(files: FileReader, stored: StoredTensor, box: Box, memory: Memory = _none) -> tuple[torch.Tensor, Found]:
-    """The values of a box of a stored tensor, and the sums of what was read of each block."""
-    itemsize = stored.dtype.itemsize
-    data, values = memory.take(box.sizes, stored.dtype)
-    found: Found = {}
-    for number, block in enumerate(stored.blocks):
-        part = common(block.box, box)
-        if part is None:
-            continue
-        dense = _dense_range(box, part, itemsize)
-        out, piece = _none.take(part.sizes, stored.dtype) if dense is None else (data[dense], None)
-        where = part.inside(block.box)
-        what = f"tensor {stored.name}"
-        total = files.read_part(block.file, block.start, block.box.sizes, where, itemsize, out, what)
-        if piece is not None:
-            values[part.inside(box)] = piece
-        found[number] = (len(out), total)
-    return values, found
-
-
-def _dense_range(box: Box, part: Box, itemsize: int) -> slice | None:
-    """Where the bytes of a part lie in those of the box, if they follow each other."""
-    first, *others = rows_of(box.sizes, part.inside(box), itemsize)
-    if others or first.count != 1:
-        return None
-    return slice(first.start, first.start + first.length)
-
-
-# ---------------------------------------------------------------- verifying
-
-
-def note_sums(sums: Sums, stored: StoredTensor, box: Box, found: Found) -> None:
-    """Keep the sums of a box; copies of one box must have the same."""
-    if sums.setdefault((stored.name, box), found) != found:
-        number = next(n for n in found if sums[stored.name, box].get(n) != found[n])
-        raise _damaged(stored, number)
-
-
-def check_sums(index: Index, told: Sequence[Sums]) -> None:
-    """The sums of what all processes read must be those of the blocks; an error names the first that is not."""
-    merged: Sums = {}
-    for sums in told:
-        for (name, box), found in sums.items():
-            note_sums(merged, index.tensors[name], box, found)
-    totals: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
-    for (name, _), found in merged.items():
-        for number, (size, total) in found.items():
-            size_before, total_before = totals[name].get(number, (0, 0))
-            totals[name][number] = (size_before + size, (total_before + total) % MODULUS)
-    for name, blocks in totals.items():
-        stored = index.tensors[name]
-        for number, block in enumerate(stored.blocks):
-            size, total = blocks.get(number, (0, 0))
-            if size != block.box.numel * stored.dtype.itemsize:
-                raise CheckpointError(
-                    f"tensor {name}: the ranks together do not read all of it exactly once",
-                    hint="every process of the mesh must call load with the same state",
-                )
-            if total != block.checksum:
-                raise _damaged(stored, number)
-
-
-def _damaged(stored: StoredTensor, number: int) -> CheckpointError:
-    block = stored.blocks[number]
-    return CheckpointError(
-        f"tensor {stored.name}: its block at {block.box.offset} in {block.file} does not have the checksum it was "
-        "saved with; nothing was loaded",
-        hint="the file is damaged: load an older checkpoint",
-    )
 
 
 # ---------------------------------------------------------------- changing the state

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.checkpoint import atomic
 from shardwise.checkpoint.background import finish_pending
+from shardwise.checkpoint.blocks import Sums, check_sums, read_box
 from shardwise.checkpoint.boxes import held_boxes
 from shardwise.checkpoint.dtypes import NAMES
 from shardwise.checkpoint.files import Item, as_bytes
@@ -21,7 +22,7 @@ from shardwise.checkpoint.index import Index, StoredTensor
 from shardwise.checkpoint.owners import Share, Shared, share_out
 from shardwise.checkpoint.progress import Progress
 from shardwise.checkpoint.ranges import FileReader
-from shardwise.checkpoint.reading import Sums, check_sums, open_index, read_box
+from shardwise.checkpoint.reading import open_index
 from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.tree import stored_entries, tensor_name
 from shardwise.checkpoint.values import decode
