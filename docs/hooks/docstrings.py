@@ -17,5 +17,6 @@ class Conventions(griffe.Extension):
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         made = cls.members.get("__new__")
-        if isinstance(made, griffe.Function) and "__init__" not in cls.members:
+        says_something = isinstance(made, griffe.Function) and "args" not in made.parameters
+        if says_something and "__init__" not in cls.members:
             cls.set_member("__init__", griffe.Function("__init__", parameters=made.parameters))
