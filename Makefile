@@ -61,7 +61,7 @@ conformance: $(READY)
 # Offline and strict: a broken link, or a page that is not in the navigation, is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
-	@echo 'site/index.html'
+	@echo 'site/index.html; for the search: python3 -m http.server -d site'
 
 clean:
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis
