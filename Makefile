@@ -12,7 +12,7 @@ PYTEST := $(TEST_ENV) $(PY) -m pytest -q
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench conformance clean lint types pure
+.PHONY: help demo test check bench conformance docs clean lint types pure
 
 help:
 	@echo 'make demo    a transformer trained on eight virtual devices, in under a minute'
@@ -20,6 +20,7 @@ help:
 	@echo 'make test    all tests; those for a GPU are skipped where there is none'
 	@echo 'make bench   measurements, as ratios to torch.distributed.tensor; BENCH=name for one'
 	@echo 'make conformance  every operator against one device, all samples; writes docs/operators.md'
+	@echo 'make docs    the documentation as a site, in site/index.html; needs no network'
 	@echo 'make clean   remove caches and builds; the environment stays'
 
 $(PY):
@@ -57,6 +58,11 @@ bench: $(READY)
 conformance: $(READY)
 	$(TEST_ENV) $(PY) -m tests.virtual.conformance --write docs/operators.md $(CONFORMANCE)
 
+# Offline and strict: a broken link, or a page that is not in the navigation, is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo 'site/index.html; for the search: python3 -m http.server -d site'
+
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf
