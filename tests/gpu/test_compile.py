@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,62 +48,61 @@ def whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, sw.DTensor) else tensor).detach()
 
 
-@unittest.skipUnless(torch.cuda.is_available(), "no CUDA device")
-class Compiled(unittest.TestCase):
-    """One rank: layouts, guards and collectives are there, and every value is that of one device."""
-
-    def setUp(self) -> None:
-        torch._dynamo.reset()
-        assert why_not_constant() is None, "this torch does not take our classes as constants"
-
-    def test_training(self) -> None:
-        with nccl_world():
-            mesh = sw.init_device_mesh("cuda", (1, 1))
-            plain, model = layers(), laid_out(layers(), mesh)
-            compiled = torch.compile(model, fullgraph=True)
-            graphs: set[int] = set()
-            for _ in range(10):
-                x = torch.randn(8, 32, device="cuda")
-                wanted = plain(x).square().mean()
-                wanted.backward()
-                given = sw.distribute_tensor(x, mesh, [S(0), R])
-                loss = compiled(given).square().mean()
-                loss.backward()
-                torch.testing.assert_close(whole(loss), wanted.detach(), rtol=1e-4, atol=1e-5)
-                for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-3, atol=1e-5)
-                    with torch.no_grad():
-                        ours.sub_(ours.grad, alpha=0.1)
-                        theirs.sub_(theirs.grad, alpha=0.1)
-                    ours.grad = theirs.grad = None
-                graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-            assert len(graphs) == 1, "it was compiled again"
-
-    def test_moves_and_dynamic_sizes(self) -> None:
-        with nccl_world():
-            mesh = sw.init_device_mesh("cuda", (1,))
-
-            def program(local: torch.Tensor) -> torch.Tensor:
-                rows = sw.DTensor.from_local(local, mesh, [S(0)])
-                return (rows.redistribute(placements=[S(1)], async_op=True).sin() * 2).full_tensor()
-
-            compiled = torch.compile(program, fullgraph=True)
-            for rows in (8, 16, 24):
-                local = torch.randn(rows, 12, device="cuda", requires_grad=True)
-                compiled(local).sum().backward()
-                torch.testing.assert_close(local.grad, 2 * local.detach().cos())
-
-    def test_dropout_on_aot_eager_is_that_of_one_device(self) -> None:
-        with nccl_world():
-            mesh = sw.init_device_mesh("cuda", (1,))
-            x = torch.ones(64, 96, device="cuda")
-            compiled = torch.compile(lambda t: F.dropout(t, 0.3), fullgraph=True, backend="aot_eager")
-            given = sw.distribute_tensor(x, mesh, [S(0)])
-            torch.cuda.manual_seed(5)
-            wanted = F.dropout(x, 0.3)
-            torch.cuda.manual_seed(5)
-            assert torch.equal(whole(compiled(given)), wanted)
+def check_constants() -> None:
+    """A clean start, on a torch that takes our classes as constants."""
+    torch._dynamo.reset()
+    assert why_not_constant() is None, "this torch does not take our classes as constants"
 
 
-if __name__ == "__main__":
-    unittest.main()
+def test_training() -> None:
+    check_constants()
+    with nccl_world():
+        mesh = sw.init_device_mesh("cuda", (1, 1))
+        plain, model = layers(), laid_out(layers(), mesh)
+        compiled = torch.compile(model, fullgraph=True)
+        graphs: set[int] = set()
+        for _ in range(10):
+            x = torch.randn(8, 32, device="cuda")
+            wanted = plain(x).square().mean()
+            wanted.backward()
+            given = sw.distribute_tensor(x, mesh, [S(0), R])
+            loss = compiled(given).square().mean()
+            loss.backward()
+            torch.testing.assert_close(whole(loss), wanted.detach(), rtol=1e-4, atol=1e-5)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-3, atol=1e-5)
+                with torch.no_grad():
+                    ours.sub_(ours.grad, alpha=0.1)
+                    theirs.sub_(theirs.grad, alpha=0.1)
+                ours.grad = theirs.grad = None
+            graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert len(graphs) == 1, "it was compiled again"
+
+
+def test_moves_and_dynamic_sizes() -> None:
+    check_constants()
+    with nccl_world():
+        mesh = sw.init_device_mesh("cuda", (1,))
+
+        def program(local: torch.Tensor) -> torch.Tensor:
+            rows = sw.DTensor.from_local(local, mesh, [S(0)])
+            return (rows.redistribute(placements=[S(1)], async_op=True).sin() * 2).full_tensor()
+
+        compiled = torch.compile(program, fullgraph=True)
+        for rows in (8, 16, 24):
+            local = torch.randn(rows, 12, device="cuda", requires_grad=True)
+            compiled(local).sum().backward()
+            torch.testing.assert_close(local.grad, 2 * local.detach().cos())
+
+
+def test_dropout_on_aot_eager_is_that_of_one_device() -> None:
+    check_constants()
+    with nccl_world():
+        mesh = sw.init_device_mesh("cuda", (1,))
+        x = torch.ones(64, 96, device="cuda")
+        compiled = torch.compile(lambda t: F.dropout(t, 0.3), fullgraph=True, backend="aot_eager")
+        given = sw.distribute_tensor(x, mesh, [S(0)])
+        torch.cuda.manual_seed(5)
+        wanted = F.dropout(x, 0.3)
+        torch.cuda.manual_seed(5)
+        assert torch.equal(whole(compiled(given)), wanted)

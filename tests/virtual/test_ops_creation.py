@@ -129,6 +129,8 @@ def test_one_call_on_the_lists_of_locals() -> None:
 def test_norms_of_a_model_take_one_collective() -> None:
     gradients = laid(plain(0) * 20, Shard(0))
     got, collectives, _ = bytes_moved(lambda: torch._foreach_norm(gradients))
+    assert collectives == 0  # they wait
+    _, collectives, _ = bytes_moved(lambda: torch.stack(list(got)) + 1)
     assert collectives == 1
     torch.testing.assert_close(whole(list(got)), list(torch._foreach_norm(plain(0) * 20)))
 

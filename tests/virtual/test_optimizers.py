@@ -187,6 +187,8 @@ def test_what_is_remembered_is_forgotten_by_a_write() -> None:
         lambda: x.view(2, 2).mul_(2),
         lambda: x.to_local().mul_(2),
         lambda: local.tensors[1].add_(1),
+        lambda: torch._foreach_add_([x], 1.0),
+        lambda: torch._foreach_mul_([x.view(2, 2)], 3.0),
         lambda: x.detach().zero_(),
     ]
     for write in writes:

@@ -6,7 +6,7 @@ anew when it is next used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +98,20 @@ def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
         for name in info.writes:
             index = info.names.index(name)
             written = args[index] if index < len(args) else kwargs.get(name)
+            if isinstance(written, list | tuple):
+                _count_writes(wrapping, written)
             for tensor in written if isinstance(written, list | tuple) else (written,):
                 if getattr(tensor, "_copied_view", None) is not None:
                     push_back(wrapping, info, tensor)
         return result
 
     return run_and_push
+
+
+def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
+    """Count up the versions of what an operator on lists has written to, which torch does for plain tensors alone."""
+    ours = [t for t in written if isinstance(t, wrapping.tensor_class) and not t.is_inference()]
+    torch.autograd.graph.increment_version(ours)
 
 
 def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
