@@ -119,7 +119,7 @@ def in_a_terminal(*words: str, until: bytes, then: int | None) -> tuple[int, byt
 
 
 def test_an_interrupt_leaves_the_terminal_clean() -> None:
-    status, written = in_a_terminal("-m", "shardwise", "demo", until=b"2/200", then=signal.SIGINT)
+    status, written = in_a_terminal("-m", "shardwise", "demo", until=b"2/180", then=signal.SIGINT)
     assert status == 130
     assert b"Traceback" not in written
     assert b"shardwise demo: interrupted" in written
