@@ -277,13 +277,15 @@ def test_wrong_words_are_told_the_usage(capsys: pytest.CaptureFixture[str], word
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)])
-def test_help_everywhere(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_help_everywhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         main([*words, "--help"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert "usage: shardwise" in said
     assert words or all(name in said for name in COMMANDS)
+    assert max(map(len, said.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -232,9 +232,10 @@ COMMAND = Command(
     add_arguments,
     run,
     f"""\
-Operators and routes are run on {MESH}, virtual ranks in this process: eight blocks one after the other. Times are
-medians of calls that are warm; plans are made anew each time, with the tables of the planner warm.
-Beside torch.distributed.tensor, as ratios: `make bench` in a clone of the repository.
+Operators and routes are run on {MESH}, virtual ranks in this process: eight
+blocks one after the other. Times are medians of calls that are warm; plans are
+made anew each time, with the tables of the planner warm. Beside
+torch.distributed.tensor, as ratios: `make bench` in a clone of the repository.
 
 examples:
   shardwise bench

@@ -31,10 +31,11 @@ COMMAND = Command(
     add_arguments,
     run,
     """\
-A character-level transformer reads a play of Shakespeare on a mesh dp=2 x tp=4, fully sharded on dp, tensor and
-sequence parallel on tp, beside the same model on one device. Shown are one parameter's sharding, what a step moves,
-what 1,024 devices would move and hold, text that the model writes, and a checkpoint loaded on three devices.
-No cluster is needed: the devices live in this process.
+A character-level transformer reads a play of Shakespeare on a mesh dp=2 x tp=4,
+fully sharded on dp, tensor and sequence parallel on tp, beside the same model
+on one device. Shown are one parameter's sharding, what a step moves, what 1,024
+devices would move and hold, text that the model writes, and a checkpoint loaded
+on three devices. No cluster is needed: the devices live in this process.
 
 examples:
   shardwise demo

@@ -58,17 +58,18 @@ def _files(arguments: argparse.Namespace) -> list[str]:
 
 
 COMMAND = Command(
-    "run a script on virtual ranks and show what moved, from which lines, and how to avoid it",
+    "run a script on virtual ranks and show what moved, where, and how to avoid it",
     add_arguments,
     run,
     """\
-The script makes its own meshes, of as many ranks as it likes; they are all run in this process.
+The script makes its own meshes, of as many ranks as it likes; they are all run
+in this process.
 """
     + MESHES
     + """
 examples:
   shardwise explain train.py --steps 1
-  shardwise explain --html report.html --trace trace.json train.py --steps 1
+  shardwise explain --html page.html --trace trace.json train.py --steps 1
   shardwise explain --lock communication.lock train.py
 """,
 )

@@ -27,7 +27,8 @@ COMMAND = Command(
     run,
     MESHES
     + """
-The status is the script's: what it exits with, or 1 and its traceback where it fails.
+The status is the script's: what it exits with, or 1 and its traceback where it
+fails.
 
 examples:
   shardwise run --mesh 8 train.py

@@ -23,8 +23,9 @@ __all__ = ["MESHES", "add_script_arguments", "end_as", "run_script"]
 MESHES = """\
 A script that makes a mesh without a shape gets the one of --mesh:
   mesh = shardwise.init_device_mesh("cpu")
-and one that gives a shape gets that. The axes have the names of --mesh (dp=2,tp=4), or those that the script gives
-(2x4). The same script runs under torchrun: there SHARDWISE_MESH=dp=2,tp=4 in the environment says the same.
+and one that gives a shape gets that. The axes have the names of --mesh
+(dp=2,tp=4), or those that the script gives (2x4). The same script runs under
+torchrun: there SHARDWISE_MESH=dp=2,tp=4 in the environment says the same.
 """
 
 

@@ -12,7 +12,7 @@ from shardwise.demo.tour import Tour
 
 __all__ = ["STEPS", "main"]
 
-STEPS = 200
+STEPS = 180
 
 
 def main(steps: int = STEPS, html: str | None = None) -> None:

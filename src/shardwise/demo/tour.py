@@ -202,7 +202,7 @@ def dry_rows(steps: list[DryStep]) -> list[list[str]]:
         ("holds at the peak", lambda step: human_bytes(step.peak)),
         ("receives", lambda step: human_bytes(step.received)),
         ("collectives", lambda step: str(step.collectives)),
-        ("seconds in them, as modelled", lambda step: human_seconds(step.seconds)),
+        ("time in them, as modelled", lambda step: human_seconds(step.seconds)),
     ]
     return [[name, *map(show, steps)] for name, show in rows]
 
