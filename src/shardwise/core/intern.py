@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from shardwise.core.opaque import ConstantMeta
 from shardwise.core.symbolic import has_symbols, named, settled
 
 __all__ = ["Interned", "pool_size"]
@@ -22,7 +23,7 @@ _pool: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 _lock = threading.RLock()
 
 
-class Interned:
+class Interned(metaclass=ConstantMeta):
     """Base of the immutable data classes: `a == b` exactly when `a is b`.
 
     A subclass lists its fields in `_fields` (also in `__slots__`), normalises its arguments in `__new__` and

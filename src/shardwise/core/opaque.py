@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 import torch._library as library
 
-__all__ = ["constant_to_compilers", "why_not_constant"]
+__all__ = ["ConstantMeta", "constant_to_compilers", "why_not_constant"]
 
 Value = TypeVar("Value")
 _failed: list[str] = []
+_registry: Any = getattr(library, "opaque_object", None)
+# Before torch 2.13 the registry asks for a metaclass of its own. It slows isinstance down, so it is not used elsewhere.
+ConstantMeta: Any = type if torch.__version__ >= "2.13" else getattr(_registry, "OpaqueBaseMeta", type)
 
 
 def constant_to_compilers(kind: type[Value]) -> type[Value]:
@@ -22,12 +26,11 @@ def constant_to_compilers(kind: type[Value]) -> type[Value]:
         >>> why_not_constant() is None
         True
     """
-    registry: Any = getattr(library, "opaque_object", None)
     try:
-        use = registry.MemberType.USE_REAL
+        use = _registry.MemberType.USE_REAL
         asked = [name for name in dir(kind) if not name.startswith("_")]
         members = dict.fromkeys([*asked, *filter(kind.__dict__.__contains__, ["__getitem__"]), "__eq__", "__ne__"], use)
-        registry.register_opaque_type(kind, typ="value", members=members)
+        _registry.register_opaque_type(kind, typ="value", members=members)
     except (AttributeError, TypeError) as error:  # another version of torch
         _failed.append(f"{type(error).__name__}: {error}")
     return kind

@@ -318,7 +318,7 @@ def _was_copied(result: Any, local: Any) -> bool:
     """Whether a view of a local has memory of its own: that of the local did not allow for one."""
     pairs = zip(result.tensors, local.tensors, strict=True) if isinstance(local, RankTensor) else ((result, local),)
     if is_tracing():  # there are no addresses yet
-        return any(not torch._C._is_alias_of(a, b) for a, b in pairs)
+        return any(not torch._C._is_alias_of(a, b) for a, b in pairs)  # pyright: ignore[reportAttributeAccessIssue]
     return any(a.data_ptr() != b.data_ptr() for a, b in pairs)
 
 
