@@ -58,9 +58,9 @@ bench: $(READY)
 conformance: $(READY)
 	$(TEST_ENV) $(PY) -m tests.virtual.conformance --write docs/operators.md $(CONFORMANCE)
 
-# Offline and strict: a broken link, or a page that is not in the navigation, is an error.
+# Offline and strict: a broken link, or a page that is not in the navigation, is an error. (--quiet would hide them.)
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo 'site/index.html; for the search: python3 -m http.server -d site'
 
 clean:
