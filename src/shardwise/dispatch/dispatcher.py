@@ -20,9 +20,10 @@ from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_dec
 from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
+from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
-from shardwise.dispatch.views import watched
+from shardwise.dispatch.views import copied_view, is_norm, watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.base import on_new_world
@@ -135,6 +136,9 @@ class OpDispatcher:
     ) -> Executor:
         """An operator that gives new tensors or views."""
         info = signature.info
+        if info.is_view and is_norm(signature.specs[0]):  # which becomes whole when it is written to; so must its views
+            decided("of what is reduced first", signature)
+            return copied_view(info, reduced_first(info, self.wrapping, signature.slots[:1]))
         metas = self._metas.find(signature, key, args, kwargs)
         sharding = _sharding(signature, metas)
         compute = DECOMPOSITIONS.get(info.op)

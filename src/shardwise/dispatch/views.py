@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.core.placement import norm_order
+from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Wrapping, whole_of
 from shardwise.errors import LayoutError
 from shardwise.fabric.base import fabric_of
@@ -20,7 +22,17 @@ from shardwise.fabric.routes import bound_route
 from shardwise.plan.propagate import replicated
 from shardwise.schema import OpInfo
 
-__all__ = ["COPYING_VIEWS", "PHYSICAL", "CopiedView", "mark_views", "push_back", "watched", "write"]
+__all__ = [
+    "COPYING_VIEWS",
+    "PHYSICAL",
+    "CopiedView",
+    "copied_view",
+    "is_norm",
+    "mark_views",
+    "push_back",
+    "watched",
+    "write",
+]
 
 # Inside __torch_dispatch__ torch does not see the conjugate and negative bits of a tensor: locals never carry them.
 PHYSICAL = {
@@ -71,6 +83,17 @@ def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], v
             view._mark_copied(CopiedView(info.op, args, kwargs, item, version))
     elif views is not args[0]:  # which a decomposition may give back
         views._mark_copied(CopiedView(info.op, args, kwargs, None, version))
+
+
+def copied_view(info: OpInfo, run: Executor) -> Executor:
+    """`run`, whose results are views that share no memory with the first argument."""
+
+    def run_and_mark(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        views = run(args, kwargs)
+        mark_views(info, args, kwargs, views)
+        return views
+
+    return run_and_mark
 
 
 def watched(wrapping: Wrapping, info: OpInfo, run: Executor) -> Executor:
@@ -130,7 +153,15 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
             again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
             (again if made.item is None else again[made.item]).copy_(written)
         write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
+        base._settled = None
+        _count_writes(wrapping, [base])
+        made.version = version_of(base)
         view, made = base, base._copied_view
+
+
+def is_norm(spec: DTensorSpec) -> bool:
+    """Whether a tensor is a norm that waits. Not every value can lie so: one that is written to becomes whole."""
+    return any(norm_order(spec.placements[axis].reduce_op) is not None for axis in spec.partial_axes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
@@ -148,6 +179,11 @@ def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
         )
     local = value._local_tensor
     goal = want.with_meta(have.tensor_meta)
+    if is_norm(want):
+        local = bound_route(have, goal.reduced()).run(local)
+        target._local_tensor = local.to(want.tensor_meta.dtype, copy=True)
+        target._spec = want.reduced()
+        return
     if goal is not have:
         if goal.partial_axes:  # through the whole: nothing but R becomes Partial
             local = bound_route(have, replicated(have)).run(local)

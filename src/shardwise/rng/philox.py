@@ -71,6 +71,7 @@ def draw(
     draw is that of the tensor dropped from, and the result is the mask.
 
     Example:
+        >>> from shardwise.core.layout import Run
         >>> draw_ = Draw(torch.ops.aten.normal_.default, (0.0, 1.0), (4,), torch.float32, torch.device("cuda"))
         >>> half = Block((2,), (2,), ((Run(2, 2),),))
         >>> if torch.cuda.is_available():
