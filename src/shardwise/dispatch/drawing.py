@@ -11,6 +11,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -203,7 +204,11 @@ def _check_agreement(mesh: DeviceMesh) -> None:
     if not coordinates_here(mesh) or mesh.fabric != "c10d":
         return
     state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
-    if len(set(fabric_of(mesh).agree(mesh, state, torch.empty(0)))) > 1:
+    # In a thread of its own: in one that traces, torch calls collectives with Python's lock held, and gloo's own threads
+    # wait for that lock with theirs held.
+    with ThreadPoolExecutor(1) as thread:
+        states = thread.submit(lambda: fabric_of(mesh).agree(mesh, state, torch.empty(0))).result()
+    if len(set(states)) > 1:
         raise AgreementError(
             f"the ranks of {mesh} trace a program that draws random numbers with different random states",
             hint="call shardwise.manual_seed(seed) with one seed on every rank before the compiled program first runs",
