@@ -204,8 +204,8 @@ def _check_agreement(mesh: DeviceMesh) -> None:
     if not coordinates_here(mesh) or mesh.fabric != "c10d":
         return
     state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
-    # In a thread of its own: in one that traces, torch calls collectives with Python's lock held, and gloo's own threads
-    # wait for that lock with theirs held.
+    # In a thread of its own: in one that traces, torch calls collectives with Python's lock held, and the threads of
+    # gloo wait for that lock with one of theirs held.
     with ThreadPoolExecutor(1) as thread:
         states = thread.submit(lambda: fabric_of(mesh).agree(mesh, state, torch.empty(0))).result()
     if len(set(states)) > 1:
