@@ -552,3 +552,46 @@ def test_a_new_size_is_run_as_a_known_one_was(monkeypatch: pytest.MonkeyPatch) -
     a, b, x = operands(4, 4)
     torch.testing.assert_close((a.t() * b).full_tensor(), x.t() * x)
     assert len(worked_out) >= 4
+
+
+def test_a_write_to_some_of_overlapping_windows_reaches_the_tensor() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = torch.arange(30.0).reshape(5, 6)
+
+    def run(rows: Any) -> tuple[Any, Any]:
+        doubled = rows.repeat_interleave(2, -2)  # a view that had to be copied, where rows are sharded
+        windows = doubled.unfold(1, 3, 1)
+        windows[::1, ::3, ::2] = 0.25
+        return doubled, windows
+
+    for ours, plain in zip(run(sw.distribute_tensor(x, mesh, [sw.Shard(0)])), run(x), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), plain)
+
+
+def test_norms_that_wait_can_be_written_to_and_looked_at() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    x = torch.randn(6, 4, dtype=torch.float64)
+
+    def seen_before(norms: Any) -> Any:
+        view = norms.view(2, 3)
+        norms.sub_(5)
+        return view
+
+    def written_through(norms: Any) -> Any:
+        norms.view(2, 3).mul_(-2)
+        return norms
+
+    uses: list[Any] = [
+        lambda n: n.clamp_min_(1.5), lambda n: n.fill_(-3.0), lambda n: n.neg_(), lambda n: torch.neg(n, out=n),
+        lambda n: torch._foreach_sub_([n], 7.0), seen_before, written_through, lambda n: torch.cat([n, -n]),
+        lambda n: torch.stack([n, -n, n * 0 - 1e200]), lambda n: n.sort().values, lambda n: n.sum(),
+        torch.linalg.vector_norm, lambda n: torch.linalg.vector_norm(n, 1), lambda n: n[2:4].neg_(),
+    ]  # fmt: skip
+    for use in uses:
+        for placements in ([sw.Replicate(), sw.Shard(1)], [sw.Shard(1)] * 2, [sw.Shard(0), sw.Shard(1)]):
+            ours = torch.linalg.vector_norm(sw.distribute_tensor(x, mesh, placements), 2, 1)
+            plain = torch.linalg.vector_norm(x, 2, 1)
+            result, wanted = use(ours), use(plain)
+            if wanted is not None:
+                torch.testing.assert_close(result.full_tensor(), wanted)
+            torch.testing.assert_close(ours.full_tensor(), plain)

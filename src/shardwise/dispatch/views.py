@@ -39,6 +39,8 @@ PHYSICAL = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
+OVERLAPPING = {torch.ops.aten.unfold.default}  # views that may show an element several times
+STALE = -1  # a version that no tensor has
 # Views whose local is made anew even where nothing is moved.
 COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
 
@@ -140,23 +142,38 @@ def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
 def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
     made: CopiedView | None = view._copied_view
+    written = whole_of(view._held, view._spec)
     while made is not None:
         base = made.args[0]
         local = base._local_tensor
         copy = whole_of(local, base._spec)
         if copy is local:
-            copy = copy.clone()
-        written = whole_of(view._held, view._spec)
+            copy = copy.clone(memory_format=torch.contiguous_format)
         if made.op in PHYSICAL:
             copy.copy_(PHYSICAL[made.op](written))
+        elif made.op in OVERLAPPING:
+            _put_changed(copy, written, made)
+            made.version = STALE
         else:
             again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
             (again if made.item is None else again[made.item]).copy_(written)
-        write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
+        above: CopiedView | None = base._copied_view
+        if above is None or above.op not in OVERLAPPING:  # which is made anew instead: its elements are old, but these
+            write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
         base._settled = None
         _count_writes(wrapping, [base])
-        made.version = version_of(base)
-        view, made = base, base._copied_view
+        if made.version != STALE:
+            made.version = version_of(base)
+        made, written = above, copy
+
+
+def _put_changed(copy: torch.Tensor, written: torch.Tensor, made: CopiedView) -> None:
+    """Write to a tensor what has changed in a view that shows elements of it several times; the others are old."""
+    before = made.op(copy, *made.args[1:], **made.kwargs)
+    changed = (written != before) & ~(written.isnan() & before.isnan())
+    positions = torch.arange(copy.numel(), device=copy.device).reshape(copy.shape)
+    places = made.op(positions, *made.args[1:], **made.kwargs)
+    copy.put_(places[changed], written[changed])
 
 
 def is_norm(spec: DTensorSpec) -> bool:
