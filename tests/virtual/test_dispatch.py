@@ -583,7 +583,7 @@ def test_norms_that_wait_can_be_written_to_and_looked_at() -> None:
 
     uses: list[Any] = [
         lambda n: n.clamp_min_(1.5), lambda n: n.fill_(-3.0), lambda n: n.neg_(), lambda n: torch.neg(n, out=n),
-        lambda n: torch._foreach_sub_([n], 7.0), seen_before, written_through, lambda n: torch.cat([n, -n]),
+        lambda n: (torch._foreach_sub_([n], 7.0), n)[1], seen_before, written_through, lambda n: torch.cat([n, -n]),
         lambda n: torch.stack([n, -n, n * 0 - 1e200]), lambda n: n.sort().values, lambda n: n.sum(),
         torch.linalg.vector_norm, lambda n: torch.linalg.vector_norm(n, 1), lambda n: n[2:4].neg_(),
     ]  # fmt: skip
