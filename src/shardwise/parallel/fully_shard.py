@@ -5,10 +5,9 @@ Says what a call means and checks it; when anything is gathered or reduced is th
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ from shardwise.fabric.world import init_device_mesh
 from shardwise.parallel.engine import ModuleState
 from shardwise.parallel.group import ParameterGroup, by_dtype
 from shardwise.parallel.managed import ManagedParameter
+from shardwise.parallel.module import DataParallelModule
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.parallel.tree import STATE, owned_parameters, states_under, subclass_with
+from shardwise.parallel.tree import STATE, owned_parameters, subclass_with
 
 __all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method"]
 
@@ -47,7 +47,7 @@ class UnshardHandle:
             self._state = None
 
 
-class FSDPModule:
+class FSDPModule(DataParallelModule):
     """What `fully_shard` adds to a module: methods to control gathering and reduction.
 
     Example:
@@ -57,12 +57,11 @@ class FSDPModule:
         (True, 'FSDPLinear')
     """
 
+    _made_by = "fully_shard"
+
     @property
     def _state(self) -> ModuleState:
         return getattr(self, STATE)
-
-    def _states(self, recurse: bool = True) -> list[ModuleState]:
-        return list(states_under(self, recurse=recurse))  # pyright: ignore[reportArgumentType]  # it is a Module too
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's own parameters, which it then shows, until `reshard` or the end of its next forward.
@@ -82,11 +81,6 @@ class FSDPModule:
         """Free the gathered parameters of the module; it shows its shards."""
         self._state.is_held = False
         self._state.free()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
-        for state in self._states(recurse):
-            state.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a hybrid mesh: whether backward also adds gradients up over the replicas, or only scatters them."""
@@ -119,24 +113,6 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Drop what a failed forward or backward left behind. The next forward does it too, so it is seldom needed."""
         self._state.context.give_up()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds gradients up where they are, and reduces nothing."""
-        states = self._states()
-        before = [state.requires_gradient_sync for state in states]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for state, value in zip(states, before, strict=True):
-                state.requires_gradient_sync = value
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"{type(self).__name__} cannot be copied: its hooks belong to one module",
-            hint="copy the module before fully_shard, and load the state_dict of this one into it",
-        )
 
 
 def fully_shard(

@@ -17,7 +17,8 @@ from torch.autograd import Variable
 
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.tensor import DTensor, _make
+from shardwise.parallel.together import redistributed_together
+from shardwise.tensor import DTensor
 
 __all__ = ["add_up", "add_up_after_backward"]
 
@@ -71,7 +72,10 @@ def add_up(parameters: Iterable[torch.Tensor]) -> None:
             key = (gradient._spec.mesh, gradient._spec.placements, gradient.dtype)
             groups.setdefault(key, []).append(parameter)
     for members in groups.values():
-        _add_up_together(members)
+        gradients: list[DTensor] = [parameter.grad for parameter in members]  # pyright: ignore[reportAssignmentType]
+        whole = (Replicate(),) * gradients[0]._spec.mesh.ndim
+        for parameter, total in zip(members, redistributed_together(gradients, whole), strict=True):
+            parameter.grad = total
 
 
 def _is_plain_sum(spec: DTensorSpec) -> bool:
@@ -82,14 +86,3 @@ def _is_plain_sum(spec: DTensorSpec) -> bool:
         and kinds <= {Partial, Replicate}
         and all(p.is_partial("sum") for p in spec.placements if isinstance(p, Partial))
     )
-
-
-def _add_up_together(parameters: list[torch.Tensor]) -> None:
-    gradients: list[DTensor] = [p.grad for p in parameters]  # pyright: ignore[reportAssignmentType]
-    mesh, placements = gradients[0]._spec.mesh, gradients[0]._spec.placements
-    whole = (Replicate(),) * mesh.ndim
-    parts = torch.cat([gradient._local_tensor.reshape(-1) for gradient in gradients])
-    total = DTensor.from_local(parts, mesh, placements).redistribute(placements=whole)._local_tensor
-    pieces = total.split([gradient.numel() for gradient in gradients])
-    for parameter, gradient, piece in zip(parameters, gradients, pieces, strict=True):
-        parameter.grad = _make(gradient._spec.reduced(), piece.view(gradient.shape))

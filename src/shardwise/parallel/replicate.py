@@ -5,9 +5,8 @@ The public face of the engine for parameters that are stored replicated, so that
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,14 +21,15 @@ from shardwise.parallel.engine import ModuleState
 from shardwise.parallel.flat import FlatLayout
 from shardwise.parallel.group import ParameterGroup, by_dtype
 from shardwise.parallel.managed import ManagedParameter
+from shardwise.parallel.module import DataParallelModule
 from shardwise.parallel.precision import MixedPrecisionPolicy
-from shardwise.parallel.tree import STATE, owned_parameters, states_under, subclass_with
+from shardwise.parallel.tree import STATE, owned_parameters, subclass_with
 from shardwise.tensor import _make
 
 __all__ = ["ReplicateModule", "replicate"]
 
 
-class ReplicateModule:
+class ReplicateModule(DataParallelModule):
     """What `replicate` adds to a module.
 
     Example:
@@ -39,28 +39,7 @@ class ReplicateModule:
         True
     """
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
-        for state in states_under(self, recurse=recurse):  # pyright: ignore[reportArgumentType]  # it is a Module too
-            state.requires_gradient_sync = requires_gradient_sync
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds gradients up where they are, and reduces nothing."""
-        states = list(states_under(self))  # pyright: ignore[reportArgumentType]
-        before = [state.requires_gradient_sync for state in states]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for state, value in zip(states, before, strict=True):
-                state.requires_gradient_sync = value
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"{type(self).__name__} cannot be copied: its hooks belong to one module",
-            hint="copy the module before replicate, and load the state_dict of this one into it",
-        )
+    _made_by = "replicate"
 
 
 def replicate(

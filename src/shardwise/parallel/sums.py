@@ -6,8 +6,6 @@ in one collective. The data axes are left for the reduction of the bucket.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +13,10 @@ import torch
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate
-from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.fabric.base import fabric_of
+from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.virtual import RankTensor
-from shardwise.tensor import DTensor, _make
+from shardwise.parallel.together import redistributed_together
+from shardwise.tensor import DTensor
 
 __all__ = ["parts_of_sums"]
 
@@ -53,31 +51,14 @@ def _added_up_together(grads: Sequence[Any], leaves: Sequence[Any], data_mesh: D
         if isinstance(grad, DTensor) and leaf._spec.is_replicated and not any(grad._spec.dim_axes):
             kinds.setdefault((grad._spec.mesh, grad.placements, grad.dtype), []).append(at)
     found = list(grads)
-    for (mesh, placements, dtype), positions in kinds.items():
+    for (mesh, placements, _), positions in kinds.items():
         data = _data_axes(mesh, data_mesh)
         goal = tuple(p if axis in data or not p.is_partial() else Replicate() for axis, p in enumerate(placements))
         if goal == placements or len(positions) == 1:
             continue
-        same = [grads[at] for at in positions]
-        total = sum(grad.numel() for grad in same)
-        row = fabric_of(mesh).map(mesh, _joined, *(grad._local_tensor for grad in same))
-        spec = DTensorSpec(mesh, placements, TensorMeta((total,), dtype=dtype))
-        local = _make(spec, row).redistribute(placements=goal)._local_tensor
-        start = 0
-        for at, grad in zip(positions, same, strict=True):
-            meta = TensorMeta(grad.shape, dtype=dtype)
-            taken = fabric_of(mesh).map(mesh, functools.partial(_cut, start, meta), local)
-            found[at] = _make(DTensorSpec(mesh, goal, meta), taken)
-            start += grad.numel()
+        for at, total in zip(positions, redistributed_together([grads[at] for at in positions], goal), strict=True):
+            found[at] = total
     return found
-
-
-def _joined(_: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _cut(start: int, meta: TensorMeta, _: tuple[int, ...], row: torch.Tensor) -> torch.Tensor:
-    return row.narrow(0, start, math.prod(meta.shape)).view(meta.shape)
 
 
 def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:

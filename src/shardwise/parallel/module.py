@@ -1,0 +1,51 @@
+"""What modules of both kinds of data parallelism can do: leave gradients unreduced. Knows no parameter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar, NoReturn
+
+from shardwise.errors import UnsupportedError
+from shardwise.parallel.engine import ModuleState
+from shardwise.parallel.tree import states_under
+
+__all__ = ["DataParallelModule"]
+
+
+class DataParallelModule:
+    """What `fully_shard` and `replicate` both add to a module: whether backward reduces gradients.
+
+    Example:
+        >>> import torch, shardwise as sw
+        >>> isinstance(sw.replicate(torch.nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,))), DataParallelModule)
+        True
+    """
+
+    _made_by: ClassVar[str]  # the function that it comes from
+
+    def _states(self, recurse: bool = True) -> list[ModuleState]:
+        return list(states_under(self, recurse=recurse))  # pyright: ignore[reportArgumentType]  # it is a Module too
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
+        for state in self._states(recurse):
+            state.requires_gradient_sync = requires_gradient_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds gradients up where they are, and reduces nothing."""
+        states = self._states()
+        before = [state.requires_gradient_sync for state in states]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, value in zip(states, before, strict=True):
+                state.requires_gradient_sync = value
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot be copied: its hooks belong to one module",
+            hint=f"copy the module before {self._made_by}, and load the state_dict of this one into it",
+        )
