@@ -325,7 +325,7 @@ class DTensor(torch.Tensor):
     # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return _INNER, self._spec.context
+        return self._spec.flattened
 
     @staticmethod
     def __tensor_unflatten__(
@@ -398,7 +398,6 @@ def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(_make, spec)
 
 
-_INNER = ["_local_tensor"]
 _modes_active = torch._C._len_torch_dispatch_stack
 _NO_KWARGS: Mapping[str, Any] = {}
 _dispatcher = OpDispatcher(DTensor, _wrapper)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -595,3 +596,47 @@ def test_norms_that_wait_can_be_written_to_and_looked_at() -> None:
             if wanted is not None:
                 torch.testing.assert_close(result.full_tensor(), wanted)
             torch.testing.assert_close(ours.full_tensor(), plain)
+
+
+def test_a_gradient_goes_into_grad_as_it_is(mesh: sw.DeviceMesh) -> None:
+    handed_over, seen = [], []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            made = gradient * 2
+            handed_over.append(id(made))
+            return made
+
+    x = sharded(mesh, 8, 4).requires_grad_()
+    for _ in range(3):  # warm
+        x.grad = None
+        Doubled.apply(x).sum().backward()
+        assert x.grad is not None
+        seen.append(id(x.grad) == handed_over[-1])
+    assert seen == [True] * 3
+    x.grad = None
+    kept: list[Any] = []
+    x.register_hook(kept.append)
+    Doubled.apply(x).sum().backward()
+    assert x.grad is not kept[0]
+    x.grad.zero_()
+    assert kept[0].full_tensor().eq(2).all(), "what a hook has kept is its own"
+
+
+def test_detaching_gives_a_tensor_of_its_own(mesh: sw.DeviceMesh) -> None:
+    x = sharded(mesh, 8, 4)
+    for detached in (x.detach(), torch.detach(x), *map(torch.Tensor.detach, [x]), torch.ops.aten.detach.default(x)):
+        assert detached is not x
+        detached.requires_grad_()
+        assert not x.requires_grad
+    saved = weakref.ref(x)
+    y = x.requires_grad_().exp()  # which torch detaches to save it
+    del x, detached
+    y.sum().backward()
+    del y
+    assert saved() is None, "nothing goes round in a circle"

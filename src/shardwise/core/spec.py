@@ -173,7 +173,7 @@ class DTensorSpec(Interned):
     """
 
     __slots__ = (
-        "_blocks", "_largest", "context", "dim_axes", "is_replicated", "is_strided", "mesh", "ndim", "partial_axes",
+        "_blocks", "_largest", "context", "dim_axes", "flattened", "is_replicated", "is_strided", "mesh", "ndim", "partial_axes",
         "placements", "shape", "shard_order", "tensor_meta",
     )  # fmt: skip
     _fields = ("mesh", "placements", "tensor_meta", "shard_order")
@@ -187,6 +187,7 @@ class DTensorSpec(Interned):
     partial_axes: tuple[int, ...]
     is_replicated: bool
     context: tuple[DeviceMesh, tuple[Placement, ...], ShardOrder]  # all but the metadata
+    flattened: tuple[list[str], tuple[Any, ...]]  # what compilers guard of a tensor: where its local is; the context
     is_strided: bool  # whether some placement is a StridedShard
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
@@ -232,6 +233,7 @@ class DTensorSpec(Interned):
         put = object.__setattr__
         shape, placements, by_dim = self.tensor_meta.shape, self.placements, dict(self.shard_order)
         put(self, "context", (self.mesh, placements, self.shard_order))
+        put(self, "flattened", (["_local_tensor"], self.context))
         put(self, "shape", shape)
         put(self, "ndim", len(shape))
         put(self, "dim_axes", tuple([by_dim.get(dim, ()) for dim in range(len(shape))]))

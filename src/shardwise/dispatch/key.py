@@ -14,18 +14,22 @@ from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.schema import UNREAD, Reader, op_info
+from shardwise.schema import UNREAD, OpInfo, Reader, op_info
 
 __all__ = ["Key", "holds_users_tensor", "is_symbolic", "key_of"]
 
 Key = tuple[Any, ...]
+CONSTANTS = {type(None), bool, int, torch.dtype, torch.device, torch.layout, torch.memory_format}
 PLAIN, USERS = "plain", "a user's plain tensor"  # marks in a key
+
+
+_infos: dict[int, OpInfo] = {}
 
 
 def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
     """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
-    info = op_info(func)
     parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
+    info = _infos.get(parts[0]) or _infos.setdefault(parts[0], op_info(func))
     reads = info.reads
     for i in range(len(args)):  # not enumerate, which would hold the argument too
         arg = args[i]
@@ -40,8 +44,10 @@ def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: 
         else:
             parts.append(_part(tensor_class, arg, reads[i]))
     for name in kwargs:
-        parts.append(name)
-        parts.append(_part(tensor_class, kwargs[name], reads[info.names.index(name)]))
+        arg = kwargs[name]
+        kind = arg.__class__
+        read = reads[info.names.index(name)]
+        parts += (name, (kind, arg) if read is None and kind in CONSTANTS else _part(tensor_class, arg, read))
     return tuple(parts)
 
 
