@@ -7,6 +7,7 @@ Our loads are staged (nothing changes before all is verified) unless it says oth
 """
 
 import gc
+import json
 import os
 import shutil
 import statistics
@@ -25,6 +26,7 @@ from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh as their_mesh
 
 import shardwise as ours
+from bench.figures import figure
 
 RANKS = 4
 ROUNDS = 3
@@ -126,7 +128,8 @@ def worker(rank: int, folder: str) -> None:
     worst: list[Any] = [None] * RANKS
     dist.all_gather_object(worst, {name: max(r["bytes read / needed"] for r in rounds[name]) for name in SIDES})
     if rank == 0:
-        report(rounds, {name: max(ratios[name] for ratios in worst) for name in SIDES})
+        found = rounds, {name: max(ratios[name] for ratios in worst) for name in SIDES}
+        (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -136,10 +139,11 @@ def report(rounds: dict[str, list[dict[str, float]]], worst: dict[str, float]) -
         if name == "bytes read / needed":
             continue
         mine, peer = (statistics.median(found[name] for found in rounds[side]) for side in SIDES)
-        print(f"  {name:44} shardwise {mine:6.2f}  torch {peer:6.2f}  ratio {mine / peer:5.2f}")
-    print(
-        f"  {'bytes read / needed, another layout':44} shardwise {worst['shardwise']:.4f}  torch {worst['torch']:.4f}"
-    )
+        verdict = figure(f"checkpoint, {name}, to torch", mine / peer, 0.8)
+        print(f"  {name:44} shardwise {mine:6.2f}  torch {peer:6.2f}  {verdict}")
+    name = "bytes read / needed, another layout"
+    verdict = figure(f"checkpoint, {name}", worst["shardwise"], 1.02)
+    print(f"  {name:44} shardwise {worst['shardwise']:.4f}  torch {worst['torch']:.4f}  {verdict}")
 
 
 def main() -> None:
@@ -148,6 +152,7 @@ def main() -> None:
     print(f"{TENSORS} tensors of {ROWS} x {COLUMNS} float32, {size / 2**30:.2f} GiB in all, {RANKS} gloo processes")
     with tempfile.TemporaryDirectory(dir=".", prefix=".bench-checkpoint-") as folder:
         mp.spawn(worker, args=(str(Path(folder).absolute()),), nprocs=RANKS)  # pyright: ignore[reportPrivateImportUsage]
+        report(*json.loads((Path(folder) / "found.json").read_text()))
 
 
 if __name__ == "__main__":

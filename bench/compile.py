@@ -16,6 +16,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list  # pyright: ign
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 
+from bench.figures import figure
 from bench.peers import Peer, peers, start
 from bench.timing import compare
 
@@ -123,10 +124,6 @@ def guards_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     return lambda: manager.check(scope)
 
 
-def judge(what: str, found: float, asked: float) -> None:
-    print(f"  {'holds' if found <= asked else 'SHORT'}: {what} {found:.2f}, asked at most {asked}\n")
-
-
 def main() -> None:
     """Print the ratios."""
     start(WORLD)
@@ -142,7 +139,7 @@ def main() -> None:
         first_call(make)
     seconds = {name: min(first_call(make) for _ in range(2)) for name, make in makers.items()}
     print("compile time: " + ", ".join(f"{name} {found:.2f} s" for name, found in seconds.items()))
-    judge("ours over torch's", seconds["shardwise"] / seconds["torch"], 1.1)
+    print(f"  {figure('compile time, to torch', seconds['shardwise'] / seconds['torch'], 1.1)}\n")
     steps: dict[str, Callable[[], object]] = {}
     checks: dict[str, Callable[[], object]] = {}
     torch._dynamo.reset()
@@ -152,13 +149,13 @@ def main() -> None:
         steps[name]()
         checks[name] = guards_of(model, x)
         steps[name]()
-    timings = compare(steps, number=100, title=f"step of {2 * LAYERS} parameters, {BACKEND}")
+    timings = compare(steps, number=100, title=f"\nstep of {2 * LAYERS} parameters, {BACKEND}")
     median = {name: timing.median for name, timing in timings.items()}
-    judge("over the plain step", median["shardwise"] / median["plain"], 1.2)
-    judge("over a subclass that only wraps", median["shardwise"] / median["bare subclass"], 1.0)
-    judge("over torch's DTensor", median["shardwise"] / median["torch"], 1.0)
-    guards = {name: timing.median for name, timing in compare(checks, title="guards of the forward").items()}
-    judge("us a parameter more than a plain one", (guards["shardwise"] - guards["plain"]) / (2 * LAYERS), 0.6)
+    for peer, asked in (("plain", 1.2), ("bare subclass", 1.0), ("torch", 1.0)):
+        print(f"  {figure(f'a compiled step, to {peer}', median['shardwise'] / median[peer], asked)}")
+    guards = {name: timing.median for name, timing in compare(checks, title="\nguards of the forward").items()}
+    more = (guards["shardwise"] - guards["plain"]) / (2 * LAYERS)
+    print(f"  {figure('guards of a parameter beyond a plain one', more, 0.6, ' us')}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 import shardwise as sw
+from bench.figures import figure
 from shardwise.debug import CommDebugMode
 
 ROUNDS, CALLS = 15, 1000
@@ -39,7 +40,7 @@ def main() -> None:
     print(f"  x + x while explain is on    {on:8.2f} us, {count} recorded")
     print(f"  x + x in a CommDebugMode     {counting:8.2f} us")
     print(f"  x + x after it was on        {after:8.2f} us")
-    print(f"  {'holds' if after - before < 2 else 'SHORT'}: {after - before:.2f} us more than before")
+    print(f"  {figure('an operator after `explain`, beyond one before', after - before, 2, ' us')}")
 
 
 if __name__ == "__main__":

@@ -173,8 +173,8 @@ class DTensorSpec(Interned):
     """
 
     __slots__ = (
-        "_blocks", "_largest", "context", "dim_axes", "flattened", "is_replicated", "is_strided", "mesh", "ndim", "partial_axes",
-        "placements", "shape", "shard_order", "tensor_meta",
+        "_blocks", "_largest", "context", "dim_axes", "flattened", "is_replicated", "is_strided", "mesh", "ndim",
+        "partial_axes", "placements", "shape", "shard_order", "tensor_meta",
     )  # fmt: skip
     _fields = ("mesh", "placements", "tensor_meta", "shard_order")
     mesh: DeviceMesh
