@@ -8,7 +8,7 @@ import torch
 
 from shardwise.core.placement import Placement
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["redistributed_together"]
 
@@ -17,13 +17,13 @@ def redistributed_together(tensors: Sequence[DTensor], placements: Sequence[Plac
     """Tensors of one mesh, layout and dtype, sharded neither now nor afterwards, with these placements."""
     first = tensors[0]._spec
     flat = TensorMeta((sum(tensor.numel() for tensor in tensors),), dtype=first.tensor_meta.dtype)
-    joined = _make(
+    joined = dtensor_of(
         DTensorSpec(first.mesh, first.placements, flat),
         torch.cat([tensor._local_tensor.reshape(-1) for tensor in tensors]),
     )
     moved = joined.redistribute(placements=placements)._local_tensor
     pieces = moved.split([tensor.numel() for tensor in tensors])
     return [
-        _make(DTensorSpec(first.mesh, placements, tensor._spec.tensor_meta), piece.view(tensor.shape))
+        dtensor_of(DTensorSpec(first.mesh, placements, tensor._spec.tensor_meta), piece.view(tensor.shape))
         for tensor, piece in zip(tensors, pieces, strict=True)
     ]

@@ -1,0 +1,486 @@
+"""DTensor: one global tensor that lies over a mesh; from_local, to_local, redistribute.
+
+Operators are the dispatcher's business. What stands in files that import this one it gets as `Beside`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from shardwise import modes
+from shardwise.compilers import never_traced, refuse_dry, refuse_named, tell_compiler
+from shardwise.core.cache import BoundedCache
+from shardwise.core.html import spec_html
+from shardwise.core.mesh import DeviceMesh, rebuild_mesh
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
+from shardwise.core.symbolic import is_tracing
+from shardwise.dispatch import CacheInfo, OpDispatcher
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.world import as_mesh
+from shardwise.local import coordinates_here, laid_out_like
+from shardwise.tensor import watching
+from shardwise.tensor.given import resolved, spec_given
+from shardwise.tensor.gradients import gradient_spec, gradient_spec_as
+from shardwise.tensor.ranks import FirstRank, OnEveryRank
+
+__all__ = ["DTensor", "cache_info", "dtensor_of", "forget_operators", "redistributed"]
+
+
+class DTensor(torch.Tensor):
+    """A tensor that lies sharded, replicated or partial over a mesh of devices and behaves like one tensor.
+
+    Made by `distribute_tensor`, `DTensor.from_local` and the factories (`zeros`, ...), not by calling the class.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        >>> x = sw.distribute_tensor(torch.arange(32.0).reshape(8, 4), mesh, [sw.Shard(0), sw.Replicate()])
+        >>> x.spec, x.redistribute(placements=[sw.Shard(1), sw.Shard(0)]).spec
+        (f32[8,4] dp:S0 tp:R, f32[8,4] dp:S1 tp:S0)
+        >>> torch.equal(x.full_tensor(), torch.arange(32.0).reshape(8, 4))
+        True
+    """
+
+    __slots__ = ("_local_tensor", "_spec")
+    _local_tensor: torch.Tensor
+    _spec: DTensorSpec
+    _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
+    _settled: Any = None  # what it came to, where it is Partial and has been reduced
+
+    @staticmethod
+    def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+        meta = spec.tensor_meta
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=meta.dtype,
+            device=local_tensor.device,
+            requires_grad=requires_grad,
+        )
+        self._local_tensor = local_tensor
+        self._spec = spec
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not kwargs:
+            kwargs = _NO_KWARGS
+            # the most frequent signatures, without building the key argument by argument
+            if len(args) == 2 and args[0].__class__ is DTensor:
+                kind = args[1].__class__  # no variable for the argument itself: who holds it tells whose it is
+                if kind is DTensor:
+                    run = _cache.get((id(func), args[0]._spec, args[1]._spec))
+                    if run is not None:
+                        return run(args, kwargs)
+                elif kind is float:  # by its type alone: where a rule reads the number, there is no such key
+                    run = _cache.get((id(func), args[0]._spec, float))
+                    if run is not None:
+                        return run(args, kwargs)
+                elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
+                    try:
+                        run = _cache.get((id(func), args[0]._spec, tuple(args[1])))
+                    except TypeError:  # a symbolic size has no hash
+                        run = None
+                    if run is not None:
+                        return run(args, kwargs)
+            elif len(args) == 3 and args[0].__class__ is DTensor and args[1].__class__ is int:
+                kind = args[2].__class__
+                if kind is bool or kind is int:  # a dim, and a flag or another dim
+                    run = _cache.get((id(func), args[0]._spec, (int, args[1]), (kind, args[2])))
+                    if run is not None:
+                        return run(args, kwargs)
+            elif len(args) == 1 and args[0].__class__ is DTensor:
+                run = _cache.get((id(func), args[0]._spec))
+                if run is not None:
+                    return run(args, kwargs)
+        return dispatcher.dispatch(func, args, kwargs)
+
+    @property
+    def _held(self) -> torch.Tensor:
+        """The local as it is, even where it is a copied view whose base may have been written to since."""
+        return LOCAL_SLOT.__get__(self)
+
+    def _mark_copied(self, made: Any) -> None:
+        """Remember how it came about: it is a view that shares no memory with its base, or with None no longer one."""
+        self._copied_view = made
+        self.__class__ = DTensor if made is None else _beside.copied_class  # pyright: ignore[reportAttributeAccessIssue]
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh it lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies along each axis of the mesh."""
+        return self._spec.placements
+
+    @property
+    def spec(self) -> DTensorSpec:
+        """Mesh, placements, shard order and metadata in one; prints as `f32[8,32] dp:S0 tp:R`."""
+        return self._spec
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        if self._copied_view is None or not self._copied_view.is_stale:
+            return f"DTensor({self._spec}, local={self._local_tensor!r}{grad})"
+        # printing may be done by one rank alone, so that it must not communicate
+        return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Like `repr`, it never communicates."""
+        return spec_html(self._spec, repr(self))
+
+    # ---------------------------------------------------------------- to and from locals
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Any] | None = None,
+        shard_order: Sequence[Any] | None = None,
+    ) -> DTensor:
+        """The DTensor of which each rank holds `local_tensor`. Moves nothing.
+
+        Args:
+            local_tensor: this rank's part. On a virtual mesh a `RankTensor`, or a plain tensor that every rank holds.
+            device_mesh: the mesh.
+            placements: how the parts make up the whole; replicated by default.
+            run_check: compare shapes, dtype and placements over the ranks first; a disagreement is an error on all.
+            shape: the global shape; needed where shards are uneven, otherwise worked out from the local one.
+            stride: the global strides, with `shape`.
+            grad_placements: how the gradient of the parts lies, where it is not what the placements imply.
+            shard_order: which axis splits a dim first, where it is not the order of the mesh.
+
+        Example:
+            >>> import shardwise as sw
+            >>> mesh = sw.init_device_mesh("cpu", (4,))
+            >>> DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(0)]).shape
+            torch.Size([8, 3])
+        """
+        if is_dynamo_compiling():
+            tell_compiler()
+            return _beside.from_local_in_graph(
+                local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
+            )
+        mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
+        if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
+            local_tensor = resolved(local_tensor)
+        if mesh.fabric == "virtual" and not isinstance(local_tensor, RankTensor):
+            local_tensor = OnEveryRank.apply(local_tensor, mesh)
+        spec = spec_given(local_tensor, mesh, placements, run_check, shape, stride, shard_order)
+        if torch.is_grad_enabled() and local_tensor.requires_grad:
+            made = _beside.differentiable_from_local(local_tensor, spec, gradient_spec_as(spec, grad_placements))
+        else:
+            made = dtensor_of(spec, local_tensor)
+        return made if watching.watcher is None else watching.entered(made)
+
+    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """This rank's part, as autograd sees it.
+
+        Args:
+            grad_placements: how the gradient that comes back to the part makes up the whole gradient, where it is not
+                what the placements imply; for instance `Partial()` where replicas are put to different uses.
+
+        Example:
+            >>> import shardwise as sw
+            >>> sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).to_local().shape
+            torch.Size([2])
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _beside.differentiable_to_local(self, gradient_spec_as(self._spec, grad_placements))
+        return self._local_tensor
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        max_bytes: int | None = None,
+        shard_order: Sequence[Any] | None = None,
+    ) -> DTensor:
+        """The same tensor laid out otherwise, by the cheapest route.
+
+        Args:
+            device_mesh: the mesh to go to; its own by default.
+            placements: the layout to go to; replicated by default.
+            async_op: return at once; the wait happens at first use.
+            forward_dtype: convert to this dtype first, so that it is moved and comes out in it.
+            backward_dtype: convert the gradient to this dtype before it is moved back.
+            max_bytes: no state on the way may hold more than this on a rank.
+            shard_order: which axis splits a dim first, where it is not the order of the mesh.
+
+        Example:
+            >>> import shardwise as sw
+            >>> mesh = sw.init_device_mesh("cpu", (4,))
+            >>> x = sw.distribute_tensor(torch.arange(8), mesh, [sw.Shard(0)])
+            >>> x.redistribute(placements=[sw.Replicate()]).spec
+            i64[8] R
+        """
+        spec = self._spec
+        mesh = spec.mesh if device_mesh is None else as_mesh(device_mesh)
+        if placements is None:
+            placements = (Replicate(),) * mesh.ndim
+        meta = spec.tensor_meta
+        if forward_dtype is not None and forward_dtype is not meta.dtype:
+            meta = TensorMeta(meta.shape, meta.stride, forward_dtype)
+        key = (mesh, tuple(placements), meta) if shard_order is None else None
+        target = _targets.get(key) if key is not None else None
+        if target is None:
+            target = DTensorSpec(mesh, placements, meta, shard_order)
+            if key is not None and not meta.is_symbolic:
+                _targets.keep(key, target)
+        if target is spec and backward_dtype is None:
+            return self
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _beside.differentiable_redistribute(self, target, async_op, backward_dtype, max_bytes)
+        return moved_to(self, target, async_op, max_bytes)
+
+    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank. On a virtual mesh, where all ranks are here, one plain tensor.
+
+        Args:
+            grad_placements: as in `to_local`.
+
+        Example:
+            >>> import shardwise as sw
+            >>> sw.ones(3, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).full_tensor()
+            tensor([1., 1., 1.])
+        """
+        mesh = self._spec.mesh
+        whole = self if self._spec.is_replicated else self.redistribute(placements=(Replicate(),) * mesh.ndim)
+        local = whole.to_local(grad_placements=grad_placements)
+        if isinstance(local, RankTensor) and mesh.size() == mesh.grid_size:
+            return FirstRank.apply(local) if local.requires_grad else local.tensors[0].clone()
+        return local
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists of numbers, on every rank."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array of numpy, on every rank."""
+        return self.full_tensor().numpy(force=force)
+
+    # ---------------------------------------------------------------- protocols
+
+    # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return self._spec.flattened
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        local = inner["_local_tensor"]
+        try:
+            spec = _unflattened.get(key := (context, outer_size, outer_stride, local.dtype))
+        except TypeError:  # symbolic sizes have no hash
+            key = spec = None
+        if spec is None:
+            refuse_dry(context[0])
+            spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
+            if key is not None:
+                _unflattened.keep(key, spec)
+        return dtensor_of(spec, local)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
+        spec = self._spec
+        facts = repr((spec.__fx_repr__()[0], self.requires_grad, coordinates_here(spec.mesh)))
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
+        _beside.accept_plain_tangents()
+        return redistributed(self, gradient_spec(self._spec))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: tuple[Any, ...], expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        """A gradient that came in another layout than the compiled code expects, brought there."""
+        if expected_type not in (None, DTensor):
+            return None
+        return redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
+
+    def _kept_attributes(self) -> dict[str, Any]:
+        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only DTensors made by the user (graph leaves) can be deep-copied; detach() it first")
+        with torch.no_grad():
+            copied = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        for name, value in self._kept_attributes().items():
+            setattr(copied, name, value)
+        return copied
+
+
+def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
+    """A DTensor of this local, fast."""
+    meta = spec.tensor_meta
+    made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
+        DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
+    )
+    made._local_tensor = local
+    made._spec = spec
+    return made
+
+
+def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that makes a DTensor of a local with this spec."""
+    return functools.partial(dtensor_of, spec)
+
+
+LOCAL_SLOT = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
+_modes_active = torch._C._len_torch_dispatch_stack
+_NO_KWARGS: Mapping[str, Any] = {}
+dispatcher = OpDispatcher(DTensor, _wrapper)
+_cache = dispatcher.cache
+watching.watchable(DTensor, dispatcher.dispatch)
+
+MAX_SPECS = 4096
+_targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for
+_unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what compiled code gives back
+
+
+def cache_info() -> CacheInfo:
+    """How many signatures and routes are kept, and how often a new one had to be worked out.
+
+    Example:
+        >>> cache_info().entries <= cache_info().limit
+        True
+    """
+    return dispatcher.info()
+
+
+def forget_operators() -> None:
+    """Drop what is known about operators: a rule has changed."""
+    dispatcher.forget()
+
+
+def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attributes: Mapping[str, Any]) -> DTensor:
+    made = DTensor(local, spec, requires_grad=requires_grad)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+# What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
+torch.serialization.add_safe_globals(
+    [_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, Shard, StridedShard, Replicate, Partial, MaskPartial]
+)
+
+
+class Beside(NamedTuple):
+    """What the class calls of the files that import it: autograd, late and compiled."""
+
+    differentiable_from_local: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], DTensor]
+    differentiable_to_local: Callable[[DTensor, DTensorSpec], torch.Tensor]
+    differentiable_redistribute: Callable[[DTensor, DTensorSpec, bool, torch.dtype | None, int | None], DTensor]
+    pending: Callable[[torch.Tensor, BoundRoute, DTensorSpec], DTensor]
+    copied_class: type[DTensor]
+    from_local_in_graph: Callable[..., DTensor]
+    accept_plain_tangents: Callable[[], None]
+
+
+_beside: Beside
+
+
+def complete(beside: Beside) -> None:
+    """Give the class what it calls: done once, when the package is imported."""
+    global _beside
+    _beside = beside
+
+
+# ---------------------------------------------------------------- moving
+
+
+def moved_to(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int | None) -> DTensor:
+    """`tensor` laid out as `target`, converted to its dtype first. Knows nothing of gradients."""
+    source = tensor._spec
+    if source.tensor_meta is not target.tensor_meta:
+        tensor = cast(tensor, target.tensor_meta.dtype)
+        source = tensor._spec
+        target = target.with_meta(source.tensor_meta)
+    if source is target:
+        return tensor
+    bound = bound_route(source, target, max_bytes)
+    if bound.communicates:
+        modes.check_decomposing(bound.route)
+    if _modes_active() and is_tracing():
+        refuse_named(tensor, source)
+    meta = source.tensor_meta
+    meta = meta.dense() if meta.is_symbolic else known_dense(meta)
+    if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
+        made = dtensor_of(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
+    elif (
+        async_op
+        and bound.communicates
+        and fabric_of(source.mesh).asynchronous
+        and watching.watcher is None
+        and not is_tracing()
+    ):
+        return _beside.pending(tensor._local_tensor, bound, target)
+    else:
+        made = dtensor_of(target, bound.run(tensor._local_tensor))
+    if watching.watcher is not None:
+        watching.watcher.moved(tensor, made)
+    return made
+
+
+def cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
+    """`tensor.to(dtype)`, which is a DTensor."""
+    return tensor.to(dtype)  # pyright: ignore[reportReturnType]
+
+
+def redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
+    """`tensor` in the layout `target`, whatever its own; its dtype is kept."""
+    if tensor._spec.tensor_meta is not target.tensor_meta:
+        target = target.with_meta(tensor._spec.tensor_meta)
+    return moved_to(tensor, target, False, None)
+
+
+never_traced(
+    DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    DTensor.to_local,
+    DTensor.redistribute,
+    DTensor.full_tensor,
+    DTensor.__tensor_unflatten__,
+    DTensor.__coerce_same_metadata_as_tangent__,
+)
