@@ -2,6 +2,7 @@
 
 from shardwise.tensor.autograd import FromLocal, Redistribute, ToLocal
 from shardwise.tensor.compiled import accept_plain_tangents, from_local_in_graph
+from shardwise.tensor.copies import deep_copied, pickled
 from shardwise.tensor.dtensor import (
     Beside,
     DTensor,
@@ -39,6 +40,8 @@ complete(
         differentiable_redistribute=Redistribute.apply,
         pending=pending,
         copied_class=CopiedDTensor,
+        pickled=pickled,
+        deep_copied=deep_copied,
         from_local_in_graph=from_local_in_graph,
         accept_plain_tangents=accept_plain_tangents,
     )

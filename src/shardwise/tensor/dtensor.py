@@ -17,8 +17,8 @@ from shardwise import modes
 from shardwise.compilers import never_traced, refuse_dry, refuse_named, tell_compiler
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
-from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
@@ -332,23 +332,10 @@ class DTensor(torch.Tensor):
         return redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
-
-    def _kept_attributes(self) -> dict[str, Any]:
-        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
+        return _beside.pickled(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        if not self.is_leaf:
-            raise RuntimeError("only DTensors made by the user (graph leaves) can be deep-copied; detach() it first")
-        with torch.no_grad():
-            copied = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
-        memo[id(self)] = copied
-        if self.grad is not None:
-            copied.grad = self.grad.__deepcopy__(memo)
-        for name, value in self._kept_attributes().items():
-            setattr(copied, name, value)
-        return copied
+        return _beside.deep_copied(self, memo)
 
 
 def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
@@ -394,27 +381,16 @@ def forget_operators() -> None:
     dispatcher.forget()
 
 
-def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attributes: Mapping[str, Any]) -> DTensor:
-    made = DTensor(local, spec, requires_grad=requires_grad)
-    for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
-
-
-# What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
-torch.serialization.add_safe_globals(
-    [_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, Shard, StridedShard, Replicate, Partial, MaskPartial]
-)
-
-
 class Beside(NamedTuple):
-    """What the class calls of the files that import it: autograd, late and compiled."""
+    """What the class calls of the files that import it: autograd, late, copies and compiled."""
 
     differentiable_from_local: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], DTensor]
     differentiable_to_local: Callable[[DTensor, DTensorSpec], torch.Tensor]
     differentiable_redistribute: Callable[[DTensor, DTensorSpec, bool, torch.dtype | None, int | None], DTensor]
     pending: Callable[[torch.Tensor, BoundRoute, DTensorSpec], DTensor]
     copied_class: type[DTensor]
+    pickled: Callable[[DTensor], tuple[Any, ...]]
+    deep_copied: Callable[[DTensor, dict[int, Any]], DTensor]
     from_local_in_graph: Callable[..., DTensor]
     accept_plain_tangents: Callable[[], None]
 
