@@ -1,10 +1,15 @@
-"""Runs every measurement in turn, or those named: `python -m bench`, `python -m bench import_time`."""
+"""Runs every measurement in turn, or those named: `python -m bench`, `python -m bench import_time`.
+
+Each runs in a process of its own, so that none finds what another has left behind: groups, caches, threads.
+"""
 
 import importlib
 import os
 import pkgutil
 import platform
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +17,7 @@ from pathlib import Path
 import torch
 
 import bench
-from bench.figures import figures, table
+from bench.figures import figures, leave, table, take_over
 
 
 def measurements() -> dict[str, Callable[[], object]]:
@@ -44,18 +49,38 @@ def machine() -> str:
     return "\n".join(lines)
 
 
+def run_alone(name: str) -> bool:
+    """Run one measurement in a process of its own, and take over its figures; says whether it went well."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "figures.json"
+        command = [sys.executable, "-c", f"from bench.__main__ import measure; measure({name!r}, {str(kept)!r})"]
+        code = subprocess.run(command, check=False).returncode
+        if kept.exists():
+            take_over(kept)
+    if code:
+        print(f"{name} ended with {code}", flush=True)
+    return code == 0
+
+
+def measure(name: str, kept: str) -> None:
+    """Run one measurement here, and leave its figures in a file."""
+    measurements()[name]()
+    leave(Path(kept))
+
+
 def main(names: Sequence[str]) -> int:
     known = measurements()
     if unknown := [name for name in names if name not in known]:
         print(f"no measurement named {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
         return 2
     print(machine())
+    fine = True
     for name in names or known:
         print(f"\n== {name} ==", flush=True)
-        known[name]()
+        fine = run_alone(name) and fine
     if figures:
         print(f"\n{table()}")
-    return 0
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What was asked for and what was measured, kept while measurements run, and shown as one table at the end."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ def figure(name: str, measured: float, asked: float, unit: str = "") -> str:
     found = Figure(name, asked, measured, unit)
     figures.append(found)
     return f"{found.verdict}: {shown(measured)}{unit}, asked at most {shown(asked)}{unit}"
+
+
+def leave(path: Path) -> None:
+    """Write them to a file, for another process."""
+    path.write_text(json.dumps([asdict(one) for one in figures]))
+
+
+def take_over(path: Path) -> None:
+    """Add those that another process has left."""
+    figures.extend(Figure(**one) for one in json.loads(path.read_text()))
 
 
 def table() -> str:

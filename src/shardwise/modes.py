@@ -46,6 +46,9 @@ _warned: set[tuple[str, str]] = set()
 def strict() -> Iterator[None]:
     """Inside, any communication that was not asked for by `redistribute` or `full_tensor` is an error.
 
+    An operator that would have to reduce a Partial is refused whatever happened before, even where its sum is
+    remembered from an earlier reading: a program does not become strict by chance.
+
     Example:
         >>> import shardwise as sw
         >>> x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])

@@ -105,6 +105,19 @@ def test_long_rows_are_not_gathered(libraries: Libraries, what: str) -> None:
     assert received[0] < received[1] / 10
 
 
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_halves_are_reduced_as_halves(libraries: Libraries, dtype: torch.dtype) -> None:
+    received = []
+    for library in libraries[(4,)]:
+        module = library.module
+        x = module.DTensor.from_local(torch.ones(8, 64, dtype=dtype), library.mesh, [module.Partial()])
+        with Calls() as calls:
+            x.redistribute(placements=[module.Replicate()])
+            x.redistribute(placements=[module.Shard(0)])
+        received.append(calls.received)
+    assert received[0] == received[1] == 2 * 8 * 64 * (1.5 + 0.75)
+
+
 @pytest.mark.parametrize("name", [op for op, reason in WRONG_IN_TORCH.items() if reason in (KERNEL, READ)])
 def test_torch_is_wrong(libraries: Libraries, name: str) -> None:
     cases = cases_of(name, None)

@@ -103,9 +103,12 @@ def holds_users_tensor(key: Key) -> bool:
 
 def is_symbolic(key: Key) -> bool:
     """Whether sizes in a call are those of a compiler: then the call is traced, and not met again."""
-    for part in _flat(key):
-        meta = part.tensor_meta if part.__class__ is DTensorSpec else part
-        if meta.is_symbolic if meta.__class__ is TensorMeta else isinstance(meta, torch.SymInt):
+    for part in key:
+        kind = part.__class__
+        if kind is DTensorSpec:
+            part = part.tensor_meta
+            kind = TensorMeta
+        if part.is_symbolic if kind is TensorMeta else is_symbolic(part) if kind is tuple else kind is torch.SymInt:
             return True
     return False
 

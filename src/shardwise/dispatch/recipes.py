@@ -7,7 +7,7 @@ neither the layouts that are chosen nor the dtype of the result depend on the si
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -20,27 +20,38 @@ MAX_RECIPES = 4096
 Make = Callable[[DTensorSpec], Executor]  # the executor whose result lies so
 
 
+class Recipe(NamedTuple):
+    """How a call was run: its result, where in the key an operand lies just as that does, what made the executor."""
+
+    result: DTensorSpec
+    like: int | None
+    make: Make
+
+    def spec(self, key: Key, shape: tuple[int, ...]) -> DTensorSpec:
+        """The result of a call of another shape."""
+        if self.like is not None:
+            return key[self.like]
+        return DTensorSpec.from_context(self.result.context, TensorMeta(shape, None, self.result.tensor_meta.dtype))
+
+
 class Recipes:
     """How calls of known layouts are run, whatever their sizes."""
 
     def __init__(self) -> None:
-        self._known: BoundedCache[Key, tuple[DTensorSpec, Make]] = BoundedCache(MAX_RECIPES)
+        self._known: BoundedCache[Key, Recipe] = BoundedCache(MAX_RECIPES)
 
     def find(self, key: Key) -> Executor | None:
         """The executor of a call, if one of other sizes has been worked out."""
         shape, pattern = _pattern(key)
         known = self._known.get(pattern)
-        if not shape or known is None:
-            return None
-        result, make = known
-        meta = TensorMeta(shape, None, result.tensor_meta.dtype)
-        return make(DTensorSpec.from_dim_axes(result.mesh, result.placements, meta, result.dim_axes))
+        return known.make(known.spec(key, shape)) if shape and known is not None else None
 
     def keep(self, key: Key, result: DTensorSpec, make: Make) -> None:
         """Remember how a call was run whose result lies like `result`."""
         shape, pattern = _pattern(key)
         if shape and shape == result.shape and result.tensor_meta.is_contiguous:
-            self._known.keep(pattern, (result, make))
+            like = next((i for i, part in enumerate(key) if part is result), None)
+            self._known.keep(pattern, Recipe(result, like, make))
 
     def forget(self) -> None:
         """Drop all of them."""

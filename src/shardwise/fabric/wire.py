@@ -16,7 +16,7 @@ __all__ = ["as_carried", "as_reducible", "from_reducible"]
 _CARRIED = {
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 }  # fmt: skip
-_WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32, torch.bfloat16: torch.float32}
+_WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32}
 # Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of
 # floats travel as integers in the same order, with NaN at the end that wins.
 EXTREMA = ("min", "max")
