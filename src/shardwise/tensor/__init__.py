@@ -1,7 +1,6 @@
 """DTensor in parts: the class (`dtensor`) between files that know specs and locals alone, and files that import it."""
 
 from shardwise.tensor.autograd import FromLocal, Redistribute, ToLocal
-from shardwise.tensor.compiled import accept_plain_tangents, from_local_in_graph
 from shardwise.tensor.copies import deep_copied, pickled
 from shardwise.tensor.dtensor import (
     Beside,
@@ -15,6 +14,7 @@ from shardwise.tensor.dtensor import (
 )
 from shardwise.tensor.gradients import gradient_spec
 from shardwise.tensor.late import CopiedDTensor, PendingDTensor, pending
+from shardwise.tensor.tangents import accept_plain_tangents
 from shardwise.tensor.watching import Watcher, entered, record, unrecorded, watch
 
 __all__ = [
@@ -42,7 +42,6 @@ complete(
         copied_class=CopiedDTensor,
         pickled=pickled,
         deep_copied=deep_copied,
-        from_local_in_graph=from_local_in_graph,
         accept_plain_tangents=accept_plain_tangents,
     )
 )

@@ -14,7 +14,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from shardwise import modes
-from shardwise.compilers import never_traced, refuse_dry, refuse_named, tell_compiler
+from shardwise.compilers import never_traced, refuse_dry, refuse_named, taken_whole, tell_compiler
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.mesh import DeviceMesh
@@ -22,6 +22,7 @@ from shardwise.core.placement import Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
+from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
@@ -184,7 +185,7 @@ class DTensor(torch.Tensor):
         """
         if is_dynamo_compiling():
             tell_compiler()
-            return _beside.from_local_in_graph(
+            return _from_local_in_graph(
                 local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
             )
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
@@ -381,8 +382,30 @@ def forget_operators() -> None:
     dispatcher.forget()
 
 
+@taken_whole
+def _from_local_in_graph(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Any] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Any] | None,
+    shard_order: Sequence[Any] | None,
+) -> DTensor:
+    refuse_dry(as_mesh(mesh))
+    if run_check:
+        raise UnsupportedError(
+            "from_local(run_check=True) compares values over the ranks, which a compiled program cannot",
+            hint="leave run_check out, or call from_local outside of what is compiled",
+        )
+    return DTensor.from_local(
+        local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements, shard_order=shard_order
+    )
+
+
 class Beside(NamedTuple):
-    """What the class calls of the files that import it: autograd, late, copies and compiled."""
+    """What the class calls of the files that import it: autograd, late, copies and tangents."""
 
     differentiable_from_local: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], DTensor]
     differentiable_to_local: Callable[[DTensor, DTensorSpec], torch.Tensor]
@@ -391,7 +414,6 @@ class Beside(NamedTuple):
     copied_class: type[DTensor]
     pickled: Callable[[DTensor], tuple[Any, ...]]
     deep_copied: Callable[[DTensor, dict[int, Any]], DTensor]
-    from_local_in_graph: Callable[..., DTensor]
     accept_plain_tangents: Callable[[], None]
 
 

@@ -1,43 +1,18 @@
-"""What programs that are compiled ask for beside DTensor's own methods: to make one in a graph, and plain gradients."""
+"""Plain gradients that compiled code is given where it expects DTensors: zeros, for outputs that are not used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.compilers import never_traced, refuse_dry, taken_whole
+from shardwise.compilers import never_traced
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.world import as_mesh
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor.dtensor import DTensor, dtensor_of, redistributed
 
-__all__ = ["accept_plain_tangents", "from_local_in_graph"]
-
-
-@taken_whole
-def from_local_in_graph(
-    local: torch.Tensor,
-    mesh: Any,
-    placements: Sequence[Any] | None,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    grad_placements: Sequence[Any] | None,
-    shard_order: Sequence[Any] | None,
-) -> DTensor:
-    refuse_dry(as_mesh(mesh))
-    if run_check:
-        raise UnsupportedError(
-            "from_local(run_check=True) compares values over the ranks, which a compiled program cannot",
-            hint="leave run_check out, or call from_local outside of what is compiled",
-        )
-    return DTensor.from_local(
-        local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements, shard_order=shard_order
-    )
+__all__ = ["accept_plain_tangents"]
 
 
 def accept_plain_tangents() -> None:
