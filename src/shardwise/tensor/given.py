@@ -39,14 +39,14 @@ def spec_given(
     if run_check:
         return _agreed_spec(local, mesh, placements, shape, stride, shard_order)
     key = (mesh, None if placements is None else tuple(placements), local.shape, local.stride(), local.dtype)
+    by_local_alone = shape is None and stride is None and shard_order is None
     try:
-        spec = _specs.get(key) if shape is None and shard_order is None else None
+        spec = _specs.get(key) if by_local_alone else None
     except TypeError:  # symbolic sizes have no hash
         spec = None
     if spec is None:
         spec = _spec_from_local(local, mesh, placements, shape, stride, shard_order)
-        sizes_known = not spec.tensor_meta.is_symbolic
-        if shape is None and shard_order is None and mesh.fabric != "virtual" and sizes_known:
+        if by_local_alone and mesh.fabric != "virtual" and not spec.tensor_meta.is_symbolic:
             _specs.keep(key, spec)
     return spec
 
