@@ -1,6 +1,6 @@
-"""DTensor: one global tensor that lies over a mesh; from_local, to_local, redistribute.
+"""DTensor: one global tensor that lies over a mesh; from_local, to_local, redistribute, and their gradients.
 
-Operators are the dispatcher's business. What stands in files that import this one it gets as `Beside`.
+Operators are the dispatcher's business.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.compilers import never_traced, refuse_dry, refuse_named, taken_whole, tell_compiler
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
-from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Replicate
+from shardwise.core.mesh import DeviceMesh, rebuild_mesh
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
@@ -28,12 +29,13 @@ from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import as_mesh
 from shardwise.local import coordinates_here, laid_out_like
+from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import watching
 from shardwise.tensor.given import resolved, spec_given
-from shardwise.tensor.gradients import gradient_spec, gradient_spec_as
+from shardwise.tensor.gradients import gradient_spec, gradient_spec_as, share_of_gradient
 from shardwise.tensor.ranks import FirstRank, OnEveryRank
 
-__all__ = ["DTensor", "cache_info", "dtensor_of", "forget_operators", "redistributed"]
+__all__ = ["DTensor", "PendingDTensor", "cache_info", "dispatcher", "dtensor_of", "forget_operators", "redistributed"]
 
 
 class DTensor(torch.Tensor):
@@ -116,12 +118,12 @@ class DTensor(torch.Tensor):
     @property
     def _held(self) -> torch.Tensor:
         """The local as it is, even where it is a copied view whose base may have been written to since."""
-        return LOCAL_SLOT.__get__(self)
+        return _LOCAL.__get__(self)
 
     def _mark_copied(self, made: Any) -> None:
         """Remember how it came about: it is a view that shares no memory with its base, or with None no longer one."""
         self._copied_view = made
-        self.__class__ = DTensor if made is None else _beside.copied_class  # pyright: ignore[reportAttributeAccessIssue]
+        self.__class__ = DTensor if made is None else CopiedDTensor  # pyright: ignore[reportAttributeAccessIssue]
 
     # ---------------------------------------------------------------- what it is
 
@@ -195,7 +197,7 @@ class DTensor(torch.Tensor):
             local_tensor = OnEveryRank.apply(local_tensor, mesh)
         spec = spec_given(local_tensor, mesh, placements, run_check, shape, stride, shard_order)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
-            made = _beside.differentiable_from_local(local_tensor, spec, gradient_spec_as(spec, grad_placements))
+            made = FromLocal.apply(local_tensor, spec, gradient_spec_as(spec, grad_placements))
         else:
             made = dtensor_of(spec, local_tensor)
         return made if watching.watcher is None else watching.entered(made)
@@ -213,7 +215,7 @@ class DTensor(torch.Tensor):
             torch.Size([2])
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            return _beside.differentiable_to_local(self, gradient_spec_as(self._spec, grad_placements))
+            return ToLocal.apply(self, gradient_spec_as(self._spec, grad_placements))
         return self._local_tensor
 
     def redistribute(
@@ -261,7 +263,7 @@ class DTensor(torch.Tensor):
         if target is spec and backward_dtype is None:
             return self
         if torch.is_grad_enabled() and self.requires_grad:
-            return _beside.differentiable_redistribute(self, target, async_op, backward_dtype, max_bytes)
+            return Redistribute.apply(self, target, async_op, backward_dtype, max_bytes)
         return moved_to(self, target, async_op, max_bytes)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
@@ -321,7 +323,7 @@ class DTensor(torch.Tensor):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
-        _beside.accept_plain_tangents()
+        _accept_plain_tangents()
         return redistributed(self, gradient_spec(self._spec))
 
     def __coerce_same_metadata_as_tangent__(
@@ -333,10 +335,23 @@ class DTensor(torch.Tensor):
         return redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _beside.pickled(self)
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
+
+    def _kept_attributes(self) -> dict[str, Any]:
+        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return _beside.deep_copied(self, memo)
+        if not self.is_leaf:
+            raise RuntimeError("only DTensors made by the user (graph leaves) can be deep-copied; detach() it first")
+        with torch.no_grad():
+            copied = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        for name, value in self._kept_attributes().items():
+            setattr(copied, name, value)
+        return copied
 
 
 def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
@@ -355,7 +370,7 @@ def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(dtensor_of, spec)
 
 
-LOCAL_SLOT = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
+_LOCAL = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
 _modes_active = torch._C._len_torch_dispatch_stack
 _NO_KWARGS: Mapping[str, Any] = {}
 dispatcher = OpDispatcher(DTensor, _wrapper)
@@ -382,6 +397,19 @@ def forget_operators() -> None:
     dispatcher.forget()
 
 
+def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attributes: Mapping[str, Any]) -> DTensor:
+    made = DTensor(local, spec, requires_grad=requires_grad)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+# What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
+torch.serialization.add_safe_globals(
+    [_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, Shard, StridedShard, Replicate, Partial, MaskPartial]
+)
+
+
 @taken_whole
 def _from_local_in_graph(
     local: torch.Tensor,
@@ -402,28 +430,6 @@ def _from_local_in_graph(
     return DTensor.from_local(
         local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements, shard_order=shard_order
     )
-
-
-class Beside(NamedTuple):
-    """What the class calls of the files that import it: autograd, late, copies and tangents."""
-
-    differentiable_from_local: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], DTensor]
-    differentiable_to_local: Callable[[DTensor, DTensorSpec], torch.Tensor]
-    differentiable_redistribute: Callable[[DTensor, DTensorSpec, bool, torch.dtype | None, int | None], DTensor]
-    pending: Callable[[torch.Tensor, BoundRoute, DTensorSpec], DTensor]
-    copied_class: type[DTensor]
-    pickled: Callable[[DTensor], tuple[Any, ...]]
-    deep_copied: Callable[[DTensor, dict[int, Any]], DTensor]
-    accept_plain_tangents: Callable[[], None]
-
-
-_beside: Beside
-
-
-def complete(beside: Beside) -> None:
-    """Give the class what it calls: done once, when the package is imported."""
-    global _beside
-    _beside = beside
 
 
 # ---------------------------------------------------------------- moving
@@ -454,7 +460,7 @@ def moved_to(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: in
         and watching.watcher is None
         and not is_tracing()
     ):
-        return _beside.pending(tensor._local_tensor, bound, target)
+        return _pending(tensor._local_tensor, bound, target)
     else:
         made = dtensor_of(target, bound.run(tensor._local_tensor))
     if watching.watcher is not None:
@@ -474,11 +480,157 @@ def redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
     return moved_to(tensor, target, False, None)
 
 
+# ---------------------------------------------------------------- locals that are not there yet
+
+
+class PendingDTensor(DTensor):
+    """A DTensor whose last collective is still in flight. The first use waits, and it is an ordinary DTensor then."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _settle(self)._local_tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, PendingDTensor):
+                _settle(leaf)
+        return DTensor.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> DTensor:
+    """A DTensor of this spec whose local the route brings, which is begun."""
+    meta = target.tensor_meta
+    made = torch.Tensor._make_wrapper_subclass(
+        PendingDTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device
+    )
+    made._spec = target
+    _LOCAL.__set__(made, bound.start(local))  # until it is settled the slot holds the function that waits
+    return made
+
+
+def _settle(tensor: DTensor) -> DTensor:
+    if tensor.__class__ is PendingDTensor:
+        finish = _LOCAL.__get__(tensor)
+        tensor.__class__ = DTensor
+        _LOCAL.__set__(tensor, finish())
+    return tensor
+
+
+class CopiedDTensor(DTensor):
+    """A view that shares no memory with its base. What it holds is made anew where the base was written to since."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._copied_view.is_stale:
+            again = self._copied_view.again()
+            local = again._held
+            _LOCAL.__set__(
+                self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
+            )
+        return _LOCAL.__get__(self)
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _LOCAL.__set__(self, local)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+class FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.spec, ctx.gradient = spec, gradient
+        if any(not p.is_partial("sum") for p in spec.placements if isinstance(p, Partial)):
+            ctx.save_for_backward(local)
+        return dtensor_of(spec, local.view_as(local))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        local = redistributed(grad, ctx.gradient)._local_tensor
+        if ctx.saved_tensors:
+            local = share_of_gradient(ctx.saved_tensors[0], ctx.spec, local)
+        return local, None, None
+
+
+class ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.spec, ctx.gradient = tensor._spec, gradient
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for axis in ctx.spec.partial_axes:
+            if ctx.spec.placements[axis].is_partial("avg"):
+                grad = grad * ctx.spec.mesh.shape[axis]
+        return dtensor_of(ctx.gradient.with_dtype(grad.dtype), grad), None
+
+
+class Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        tensor: DTensor,
+        target: DTensorSpec,
+        async_op: bool,
+        backward_dtype: torch.dtype | None,
+        max_bytes: int | None,
+    ) -> DTensor:
+        ctx.source, ctx.async_op, ctx.max_bytes = tensor._spec, async_op, max_bytes
+        ctx.backward_dtype = backward_dtype
+        moved = moved_to(tensor, target, async_op, max_bytes)
+        return tensor.view_as(tensor) if moved is tensor else moved  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        source = gradient_spec(ctx.source)
+        if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
+            grad = cast(grad, ctx.backward_dtype)
+        target = source.with_meta(grad._spec.tensor_meta)
+        moved = moved_to(grad, target, ctx.async_op, ctx.max_bytes)
+        if moved.dtype is not source.tensor_meta.dtype:
+            moved = moved.to(source.tensor_meta.dtype)
+        return moved, None, None, None, None
+
+
+def _accept_plain_tangents() -> None:
+    """Let compiled code accept what autograd makes for an output that is not used: zeros, of the class torch.Tensor.
+
+    The compiler asks the tensor itself to become what it expected, and a plain one has no such method unless it is
+    given one. It speaks for DTensors alone: of anything else it says None, as if it were not there.
+    """
+    if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
+        torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _plain_tangent(tangent: torch.Tensor, expected: Any, expected_type: type | None = None) -> torch.Tensor | None:
+    """A whole gradient, alike on every rank, as compiled code expects it."""
+    if expected_type is not DTensor or tangent.__class__ is not torch.Tensor:
+        return None
+    meta = TensorMeta.of(tangent)
+    local = fabric_of(expected[0]).build(expected[0], lambda coordinate: tangent)
+    return redistributed(
+        dtensor_of(replicated_spec(expected[0], meta), local), DTensorSpec.from_context(expected, meta)
+    )
+
+
 never_traced(
     DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    PendingDTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    *(getattr(function, name) for function in (FromLocal, ToLocal, Redistribute) for name in ("forward", "backward")),
     DTensor.to_local,
     DTensor.redistribute,
     DTensor.full_tensor,
     DTensor.__tensor_unflatten__,
     DTensor.__coerce_same_metadata_as_tangent__,
+    _plain_tangent,
 )
