@@ -18,7 +18,7 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.fabric.pieces import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import DTensor, _make, entered
+from shardwise.tensor import DTensor, dtensor_of, entered
 
 __all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
 
@@ -66,7 +66,7 @@ def distribute_tensor(
     local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), sender)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
-    made = entered(_make(spec, local))
+    made = entered(dtensor_of(spec, local))
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made

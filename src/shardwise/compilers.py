@@ -16,9 +16,10 @@ from torch.compiler import is_dynamo_compiling
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import why_not_constant
+from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 
-__all__ = ["never_traced", "not_compiled", "refuse_dry", "taken_whole", "tell_compiler", "traceable"]
+__all__ = ["never_traced", "not_compiled", "refuse_dry", "refuse_named", "taken_whole", "tell_compiler", "traceable"]
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 Given = ParamSpec("Given")
@@ -102,6 +103,16 @@ def refuse_dry(mesh: DeviceMesh) -> None:
         raise UnsupportedError(
             f"torch.compile of a program on {mesh}: a dry run has no values, and counts what operators do as they run",
             hint="run the program without torch.compile; compiled, it communicates the same",
+        )
+
+
+def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
+    """torch's make_fx names its inputs in the graph; what is inside of a DTensor among them it does not know."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is not None and tensor in mode.tracer.tensor_tracker:
+        raise UnsupportedError(
+            f"make_fx was given the DTensor {spec} as an input: its local would become a constant of the graph",
+            hint="trace with shardwise.debug.make_fx, or make the DTensor inside, by from_local",
         )
 
 

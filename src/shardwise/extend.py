@@ -23,7 +23,7 @@ from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
 from shardwise.rules.notation import Factors, Row, candidates, parse
 from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
 from shardwise.schema import OpInfo, load_rules
-from shardwise.tensor import DTensor, _make, forget_operators
+from shardwise.tensor import DTensor, dtensor_of, forget_operators
 
 __all__ = ["check_rule", "local_map", "register_sharding"]
 
@@ -160,7 +160,7 @@ def _spread(tensor: torch.Tensor, mesh: Any, placement: Placement) -> DTensor:
         one: Any = other._local_tensor
         for sign, part in zip(itertools.cycle((1, -1)), parts.tensors[: 2 * (mesh.size() // 2)], strict=False):
             part.add_(sign * one.tensors[0])
-        return _make(whole._spec.with_placements([placement]), parts)
+        return dtensor_of(whole._spec.with_placements([placement]), parts)
     return distribute_tensor(tensor, mesh, [placement])
 
 

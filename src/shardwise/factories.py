@@ -15,7 +15,7 @@ from shardwise.dispatch.drawing import fill_parts
 from shardwise.errors import LayoutError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"]
 
@@ -45,7 +45,7 @@ def _new(spec: DTensorSpec, requires_grad: bool, make: Callable[[DTensorSpec], t
     local = make(whole)
     if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank
         local = bound_route(whole, spec).run(local)
-    made = _make(spec, local)
+    made = dtensor_of(spec, local)
     if requires_grad:
         made.requires_grad_()
     return made

@@ -19,7 +19,7 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard, Strid
 from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta, default_shard_order
 from shardwise.errors import LayoutError, PlainTensorError
 from shardwise.fabric.world import as_mesh, to_torch_mesh
-from shardwise.tensor import DTensor, _make, _redistributed, gradient_spec
+from shardwise.tensor import DTensor, dtensor_of, gradient_spec, redistributed
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -49,7 +49,7 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
     spec = _our_spec(theirs)
     if torch.is_grad_enabled() and theirs.requires_grad:
         return _FromTorch.apply(theirs, spec)
-    return _make(spec, _local_of(theirs))
+    return dtensor_of(spec, _local_of(theirs))
 
 
 def to_torch(tensor: DTensor) -> torch.Tensor:
@@ -89,11 +89,11 @@ class _FromTorch(torch.autograd.Function):
     def forward(ctx: Any, theirs: torch.Tensor, spec: DTensorSpec) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.spec, ctx.mesh = spec, theirs.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         local = _local_of(theirs)
-        return _make(spec, local.view_as(local))
+        return dtensor_of(spec, local.view_as(local))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        laid_out = _redistributed(grad, gradient_spec(ctx.spec))
+        laid_out = redistributed(grad, gradient_spec(ctx.spec))
         return _their_tensor(laid_out._local_tensor, laid_out._spec, ctx.mesh), None
 
 
@@ -106,7 +106,7 @@ class _ToTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _redistributed(from_torch(grad), gradient_spec(ctx.spec)), None
+        return redistributed(from_torch(grad), gradient_spec(ctx.spec)), None
 
 
 # ---------------------------------------------------------------- torch's side

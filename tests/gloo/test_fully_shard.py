@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.tensor import _PendingDTensor
+from shardwise.tensor import PendingDTensor
 from tests.gloo.processes import ProcessPool
 from tests.transformer import (
     Transformer,
@@ -69,7 +69,7 @@ def runs_ahead() -> list[bool]:
         seen.clear()
         handles = [
             model.blocks[at].register_forward_pre_hook(
-                lambda *_, at=at: seen.append(type(model.blocks[at + 1]._state.groups[0]._gathering) is _PendingDTensor)
+                lambda *_, at=at: seen.append(type(model.blocks[at + 1]._state.groups[0]._gathering) is PendingDTensor)
             )
             for at in range(2)
         ]

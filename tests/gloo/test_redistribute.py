@@ -247,6 +247,7 @@ def not_asynchronous_where_nothing_moves() -> str:
 def refusals(mesh: DeviceMesh) -> dict[str, tuple[type[Exception], Callable[[], object]]]:
     x = torch.ones(4, 4)
     sharded = sw.distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    DTensor.from_local(x, mesh)  # the same local with its strides given is another call
     with sw.virtual():
         elsewhere = sw.init_device_mesh("cpu", (2, 2))
     on_cuda = DeviceMesh("cuda", [[0, 1], [2, 3]])
@@ -259,6 +260,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, tuple[type[Exception], Callable[[], 
         "slice": (sw.MeshError, lambda: sharded.redistribute(mesh["tp"], [Shard(0)])),
         "local shape": (
             sw.LayoutError, lambda: DTensor.from_local(x, mesh, [Shard(0), Shard(1)], shape=(4, 4))),
+        "strides alone": (sw.LayoutError, lambda: DTensor.from_local(x, mesh, stride=(1, 4))),
         "source above": (sw.MeshError, lambda: sw.distribute_tensor(x, mesh, src_data_rank=4)),
         "source below": (sw.MeshError, lambda: sw.distribute_tensor(x, mesh, src_data_rank=-1)),
         "bound": (sw.MemoryBoundError, lambda: sharded.redistribute(max_bytes=63)),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch import OpDispatcher
-from shardwise.tensor import _dispatcher
+from shardwise.tensor import dispatcher
 from tests.virtual.parity import assert_parity
 
 FLOAT = torch.float64
@@ -58,7 +58,7 @@ def test_the_type_of_a_scalar_is_in_the_key(mesh):
 
 
 def test_sizes_are_in_the_key_and_the_cache_is_bounded(mesh, monkeypatch):
-    monkeypatch.setattr(_dispatcher.cache, "limit", entries() + 16)
+    monkeypatch.setattr(dispatcher.cache, "limit", entries() + 16)
     for size in range(1, 60):
         x = sw.ones(size, device_mesh=mesh, placements=[sw.Shard(0)])
         assert (x + x).sum().item() == 2 * size
@@ -408,7 +408,7 @@ def test_dispatcher_counts_misses(mesh):
     assert sw.cache_info().misses == before + 1
     x.sinh()
     assert sw.cache_info().misses == before + 1
-    assert _dispatcher.info().entries == len(_dispatcher.cache)
+    assert dispatcher.info().entries == len(dispatcher.cache)
 
 
 # ---------------------------------------------------------------- numbers that were silently wrong once

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from bench.long_run import Loop
 from shardwise.fabric import routes
-from shardwise.tensor import _dispatcher
+from shardwise.tensor import dispatcher
 
 R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
 
@@ -42,7 +42,7 @@ def test_caches_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> Non
     """A new length on each step: the oldest entries are dropped."""
     before = sw.cache_info()
     limit = before.entries + 50
-    monkeypatch.setattr(_dispatcher.cache, "limit", limit)
+    monkeypatch.setattr(dispatcher.cache, "limit", limit)
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.ones(8, 4, device_mesh=mesh, placements=[S0])
     for length in range(1, 200):

@@ -22,6 +22,7 @@ from shardwise.parallel import (
     SequenceParallel,
     loss_parallel,
 )
+from shardwise.parallel.gradients import add_up
 from tests.virtual.training import whole
 
 parallelize_module: Any = sw.parallel.parallelize_module  # what comes back is indexed
@@ -437,6 +438,17 @@ def test_gradients_of_norms_are_added_up_in_one_collective() -> None:
         assert comm.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1, step
         assert spread[0][0].weight.grad.spec.placements == spread[0][3].bias.grad.spec.placements == (R,)
         assert_same_gradients(spread, one)
+
+
+def test_gradients_that_were_added_up_have_the_strides_of_their_locals() -> None:
+    rows = [torch.arange(2.0 * count).reshape(2, count) for count in (3, 4)]
+    parameters = [sw.zeros(len(row[0]), 2, device_mesh=mesh_of(2), placements=[R]).requires_grad_() for row in rows]
+    for parameter, row in zip(parameters, rows, strict=True):
+        parameter.grad = sw.distribute_tensor(row, mesh_of(2), [sw.Partial()]).t()
+    add_up(parameters)
+    for gradient, row in zip([parameter.grad for parameter in parameters], rows, strict=True):
+        assert gradient.stride() == gradient.to_local().stride()
+        assert torch.equal(gradient.full_tensor(), row.t())
 
 
 def test_a_backward_that_fails_does_not_disturb_the_next() -> None:

@@ -26,7 +26,7 @@ from shardwise.fabric import routes
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route
 from shardwise.schema import op_info, tensor_slots
-from shardwise.tensor import DTensor, _dispatcher, unrecorded
+from shardwise.tensor import DTensor, dispatcher, unrecorded
 from shardwise.tensor import record as record_operators
 
 __all__ = ["Listener", "listen", "modules", "unlisten"]
@@ -223,12 +223,12 @@ def _described(
     state: _State, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Operand, ...], Decision]:
     """The tensors of a call, and how it is run. Holds none of them: who holds a tensor tells whose it is."""
-    key = _dispatcher.key(func, args, kwargs), current_cost_model()
+    key = dispatcher.key(func, args, kwargs), current_cost_model()
     decision = state.decisions.get(key)
     if decision is None:
         if len(state.decisions) >= MAX_KNOWN:
             state.decisions.clear()
-        decision = state.decisions[key] = _dispatcher.explain(key[0], func, args, kwargs)
+        decision = state.decisions[key] = dispatcher.explain(key[0], func, args, kwargs)
     found = tensor_slots(op_info(func), args, kwargs)
     operands = [_operand(state, _slot_name(slot), tensor) for slot, tensor in found if isinstance(tensor, DTensor)]
     return tuple(operands), decision

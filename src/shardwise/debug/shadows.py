@@ -29,7 +29,7 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
 from shardwise.rng.blocks import default_generator
 from shardwise.schema import OpInfo, op_info
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["Shadows"]
 
@@ -193,7 +193,7 @@ class Shadows:
         for name in info.writes:
             index = info.names.index(name)
             for tensor in dtensors(args[index] if index < len(args) else kwargs.get(name)):
-                copy = _make(tensor._spec, tensor._local_tensor.clone())
+                copy = dtensor_of(tensor._spec, tensor._local_tensor.clone())
                 written[id(tensor)] = (copy, self._shadow[tensor].clone())
         return Before(generator, None if generator is None else generator.get_state(), written)
 

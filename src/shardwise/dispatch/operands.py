@@ -5,14 +5,14 @@ What was Partial and has been reduced is remembered with its tensor: the next op
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Signature, Wrapping
+from shardwise.dispatch.together import SideBySide, alike
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.schema import OpInfo, Slot
@@ -93,16 +93,17 @@ class _Together(NamedTuple):
 
     positions: list[int]
     targets: list[DTensorSpec]
+    buffer: SideBySide
     route: BoundRoute
 
     def settle(self, tensors: Sequence[Any]) -> None:
         """Reduce them as one, unless that has been done."""
         if all(_remembered(t, target) is not None for t, target in zip(tensors, self.targets, strict=True)):
             return
-        flat = torch.cat([tensor._local_tensor.reshape(-1) for tensor in tensors])
-        parts = self.route.run(flat).split([tensor.numel() for tensor in tensors])
+        joined = self.buffer.joined(tensor._local_tensor for tensor in tensors)
+        parts = self.buffer.parts(self.route.run(joined))
         for tensor, target, part in zip(tensors, self.targets, parts, strict=True):
-            tensor._settled = Settled(_versions(tensor), target, part.view(target.shape))
+            tensor._settled = Settled(_versions(tensor), target, part)
 
 
 def _waiting_together(signature: Signature, routes: Sequence[BoundRoute | None]) -> list[_Together]:
@@ -111,24 +112,20 @@ def _waiting_together(signature: Signature, routes: Sequence[BoundRoute | None])
     for i, (slot, route) in enumerate(zip(signature.slots, routes, strict=True)):
         if route is not None and slot.item is not None and _reduces(route) and route.route.target.is_replicated:
             wanted[i] = signature.specs[i]
-    return _alike(wanted)
+    return _several(wanted)
 
 
-def _alike(waiting: Mapping[int, DTensorSpec]) -> list[_Together]:
+def _several(waiting: Mapping[int, DTensorSpec]) -> list[_Together]:
     """Those at least two of which lie alike, sharded on no axis."""
-    groups: dict[Any, list[int]] = {}
-    for i, spec in waiting.items():
-        if spec.tensor_meta.is_contiguous and not any(spec.dim_axes):
-            groups.setdefault((spec.mesh, spec.placements, spec.tensor_meta.dtype), []).append(i)
-    return [
-        _together(positions, [waiting[i] for i in positions]) for positions in groups.values() if len(positions) > 1
-    ]
+    fit = {i: spec for i, spec in waiting.items() if spec.tensor_meta.is_contiguous and not any(spec.dim_axes)}
+    return [_together(positions, [fit[i] for i in positions]) for positions in alike(fit) if len(positions) > 1]
 
 
 def _together(positions: list[int], specs: Sequence[DTensorSpec]) -> _Together:
-    count = sum(math.prod(spec.shape) for spec in specs)
-    flat = DTensorSpec(specs[0].mesh, specs[0].placements, TensorMeta((count,), (1,), specs[0].tensor_meta.dtype))
-    return _Together(positions, [spec.reduced() for spec in specs], bound_route(flat, flat.reduced()))
+    buffer = SideBySide.of(specs)
+    return _Together(
+        positions, [spec.reduced() for spec in specs], buffer, bound_route(buffer.spec, buffer.spec.reduced())
+    )
 
 
 def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Executor:
@@ -137,7 +134,7 @@ def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Ex
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         tensors = [slot.get(args, kwargs) for slot in slots]
-        for several in _alike({i: tensor._spec for i, tensor in enumerate(tensors)}):
+        for several in _several({i: tensor._spec for i, tensor in enumerate(tensors)}):
             several.settle([tensors[i] for i in several.positions])
         for slot, tensor in zip(slots, tensors, strict=True):
             spec = tensor._spec.reduced()

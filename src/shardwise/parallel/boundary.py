@@ -10,7 +10,7 @@ import torch
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.routes import bound_route
-from shardwise.tensor import DTensor, _make, _redistributed, gradient_spec
+from shardwise.tensor import DTensor, dtensor_of, gradient_spec, redistributed
 
 __all__ = ["from_layer", "to_layer"]
 
@@ -41,7 +41,7 @@ def from_layer(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *,
     if torch.is_grad_enabled() and local.requires_grad:
         return _FromLayer.apply(local, source, target, to_local)
     moved = _moved(local, source, target)
-    return moved if to_local else _make(target, moved)
+    return moved if to_local else dtensor_of(target, moved)
 
 
 def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> tor
 
 
 def _wrapped(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    return _make(spec if grad.dtype is spec.tensor_meta.dtype else spec.with_dtype(grad.dtype), grad)
+    return dtensor_of(spec if grad.dtype is spec.tensor_meta.dtype else spec.with_dtype(grad.dtype), grad)
 
 
 class _ToLayer(torch.autograd.Function):
@@ -75,7 +75,7 @@ class _ToLayer(torch.autograd.Function):
             elif source is target:  # a sum of parts stays one: what comes before it may have others to add
                 found.append(_wrapped(grad, spec))
             else:
-                found.append(_redistributed(_wrapped(grad, spec), gradient_spec(source)))
+                found.append(redistributed(_wrapped(grad, spec), gradient_spec(source)))
         return tuple(found)
 
 
@@ -86,7 +86,7 @@ class _FromLayer(torch.autograd.Function):
         moved = _moved(local, source, target)
         if to_local:
             return moved
-        return _make(target, local.detach() if moved is local else moved)
+        return dtensor_of(target, local.detach() if moved is local else moved)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -94,4 +94,4 @@ class _FromLayer(torch.autograd.Function):
         if ctx.to_local and grad.dtype is target.tensor_meta.dtype:
             return _moved(grad, target, source), None, None, None
         given = _wrapped(grad, target) if ctx.to_local else grad
-        return _redistributed(given, source)._local_tensor, None, None, None
+        return redistributed(given, source)._local_tensor, None, None, None

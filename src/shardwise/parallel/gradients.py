@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.together import alike
 from shardwise.parallel.together import redistributed_together
 from shardwise.tensor import DTensor
 
@@ -65,14 +66,9 @@ def _add_up_waiting() -> None:
 @torch.no_grad()
 def add_up(parameters: Iterable[torch.Tensor]) -> None:
     """Make the gradients that lie as parts of a sum whole: those of one mesh, layout and dtype in one collective."""
-    groups: dict[tuple[object, ...], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and _is_plain_sum(gradient._spec):
-            key = (gradient._spec.mesh, gradient._spec.placements, gradient.dtype)
-            groups.setdefault(key, []).append(parameter)
-    for members in groups.values():
-        gradients: list[DTensor] = [parameter.grad for parameter in members]  # pyright: ignore[reportAssignmentType]
+    sums = [(p, p.grad) for p in parameters if isinstance(p.grad, DTensor) and _is_plain_sum(p.grad._spec)]
+    for positions in alike({at: gradient._spec for at, (_, gradient) in enumerate(sums)}):
+        members, gradients = zip(*(sums[at] for at in positions), strict=True)
         whole = (Replicate(),) * gradients[0]._spec.mesh.ndim
         for parameter, total in zip(members, redistributed_together(gradients, whole), strict=True):
             parameter.grad = total

@@ -22,7 +22,7 @@ from shardwise.parallel.flat import FlatLayout
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.sums import parts_of_sums
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["Bucket", "Finish", "ParameterGroup", "by_dtype"]
 
@@ -115,7 +115,7 @@ class ParameterGroup:
             self.data_mesh, lambda _, *tensors: layout.joined(tensors, self.dtype), *locals_
         )
         whole = [Replicate()] * self.data_mesh.ndim
-        flat = _make(self._flat_spec(layout, self.dtype, [*whole[:-1], Shard(0)]), row)
+        flat = dtensor_of(self._flat_spec(layout, self.dtype, [*whole[:-1], Shard(0)]), row)
         self._gathering = flat.redistribute(placements=whole, async_op=True)
 
     @torch.no_grad()
@@ -280,7 +280,7 @@ class ParameterGroup:
         buffer = self._empty(locals_[0], spec, layout.is_even)
         for flat, coordinates, tensors in self._rank_by_rank(buffer, indices, locals_):
             layout.fill(flat, coordinates, tensors)
-        return _make(spec, buffer)
+        return dtensor_of(spec, buffer)
 
     def _empty(self, like: torch.Tensor, spec: DTensorSpec, is_even: bool) -> torch.Tensor:
         make = torch.empty if is_even else torch.zeros
@@ -295,7 +295,7 @@ class ParameterGroup:
             stored: Any = parameter.stored
             mesh = parameter.spec.mesh
             local = fabric_of(mesh).map(mesh, functools.partial(_block, layout, at), row)
-            grad = _make(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
+            grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
             with torch.no_grad():
                 stored.grad = grad if stored.grad is None else stored.grad + grad
 

@@ -20,7 +20,7 @@ from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.flat import Slot
-from shardwise.tensor import DTensor, _make
+from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["ManagedParameter", "Owner"]
 
@@ -79,7 +79,7 @@ class ManagedParameter:
             kept = fabric.map(mesh, lambda coordinate, tensor: self.slot.cut(tensor, coordinate), local)
         else:
             kept = fabric.build(mesh, lambda coordinate: self.slot.cut(local, coordinate))
-        stored = nn.Parameter(_make(self.spec, kept), requires_grad=parameter.requires_grad)
+        stored = nn.Parameter(dtensor_of(self.spec, kept), requires_grad=parameter.requires_grad)
         for key, value in parameter.__dict__.items():
             if key not in ("_local_tensor", "_spec", "_is_param"):
                 setattr(stored, key, value)
@@ -156,7 +156,7 @@ class ManagedParameter:
         assert self.whole is not None
         spec = self.origin if compute_mesh is None else self._seen_on(compute_mesh)
         if spec is not None:
-            made: torch.Tensor = _make(spec.with_dtype(self.whole.dtype), self.whole)
+            made: torch.Tensor = dtensor_of(spec.with_dtype(self.whole.dtype), self.whole)
         elif isinstance(self.whole, RankTensor):
             made = self.whole
         else:

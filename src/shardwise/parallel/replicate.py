@@ -24,7 +24,7 @@ from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.module import DataParallelModule
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.tree import STATE, owned_parameters, subclass_with
-from shardwise.tensor import _make
+from shardwise.tensor import dtensor_of
 
 __all__ = ["ReplicateModule", "replicate"]
 
@@ -118,7 +118,7 @@ def _broadcast(group: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
         return row.zero_() if any(coordinate) else row
 
     spec = DTensorSpec(mesh, [Partial()] * mesh.ndim, TensorMeta((layout.total,), dtype=dtype))
-    flat = _make(spec, fabric.map(mesh, first, *locals_)).redistribute(placements=[Replicate()] * mesh.ndim)
+    flat = dtensor_of(spec, fabric.map(mesh, first, *locals_)).redistribute(placements=[Replicate()] * mesh.ndim)
     for index, parameter in enumerate(group):
         own = parameter.spec.mesh
         parts = fabric_of(own).parts

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Replicate
+from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.together import alike
 from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.together import redistributed_together
 from shardwise.tensor import DTensor
@@ -46,13 +47,15 @@ def _data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
 
 def _added_up_together(grads: Sequence[Any], leaves: Sequence[Any], data_mesh: DeviceMesh) -> list[Any]:
     """Gradients that wait for a sum over other axes, and are whole on each rank, in one buffer for each kind."""
-    kinds: dict[tuple[DeviceMesh, tuple[Placement, ...], torch.dtype], list[int]] = {}
-    for at, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)):
-        if isinstance(grad, DTensor) and leaf._spec.is_replicated and not any(grad._spec.dim_axes):
-            kinds.setdefault((grad._spec.mesh, grad.placements, grad.dtype), []).append(at)
+    whole = {
+        at: grad._spec
+        for at, (grad, leaf) in enumerate(zip(grads, leaves, strict=True))
+        if isinstance(grad, DTensor) and leaf._spec.is_replicated and not any(grad._spec.dim_axes)
+    }
     found = list(grads)
-    for (mesh, placements, _), positions in kinds.items():
-        data = _data_axes(mesh, data_mesh)
+    for positions in alike(whole):
+        spec = whole[positions[0]]
+        placements, data = spec.placements, _data_axes(spec.mesh, data_mesh)
         goal = tuple(p if axis in data or not p.is_partial() else Replicate() for axis, p in enumerate(placements))
         if goal == placements or len(positions) == 1:
             continue

@@ -1,4 +1,4 @@
-"""Indexing, gather and scatter, sorting and searching: the dims that are indexed are whole, the others are factors.
+"""Indexing, gather and scatter: the dims that are indexed are whole, the others are factors.
 
 A look-up along a sharded dim is done by every rank in what it holds, with zeros for the rest (a MaskPartial); a write
 along a sharded dim by every rank into what it holds, with a spare slot for the rest. Neither moves the tensor. Pure.
@@ -17,8 +17,8 @@ from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike, pointwise
-from shardwise.rules.registry import Call, declare_rule, decomposition, rule
+from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike
+from shardwise.rules.registry import Call, decomposition, rule
 from shardwise.rules.slicing import sums_masks
 
 aten = torch.ops.aten
@@ -397,60 +397,3 @@ def take(call: Call) -> Factors:
     """Elements of a whole tensor by their flat index."""
     taken = tuple(names(len(call["index"].shape)))
     return Factors(((None,) * len(call["self"].shape), taken), (taken,), rows=alike(2, (0,)))
-
-
-# ---------------------------------------------------------------- sorting and searching
-
-
-def along_dim(call: Call) -> Factors:
-    """The factors of an operator that works along one dim of its only operand and may leave that dim out."""
-    ndim = len(call.operands[0].shape)
-    at = wrapped(call["dim"], ndim)
-    own = tuple(kept(ndim, [at]))
-    left = own if len(call.results[0].shape) == ndim else own[:at] + own[at + 1 :]
-    return Factors((own,), (left,) * len(call.results))
-
-
-rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default)(along_dim)
-
-
-def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:
-    """The rule of a search: how many boundaries lie before a value is how many lie there in each part, added up."""
-
-    def factors(call: Call) -> Factors | None:
-        sequence, wanted = call[boundaries].shape, call[values]
-        shape = wanted.shape if isinstance(wanted, TensorMeta) else ()
-        places = tuple(f"v{d}" for d in range(len(shape)))
-        shared: tuple[Dim, ...] = places[: len(sequence) - 1] if len(sequence) > 1 else ()
-        sorter = call.get("sorter")
-        if sorter is not None:
-            parts = {values: places, boundaries: (*shared, None), "sorter": (*shared, None)}
-        else:
-            parts = {values: places, boundaries: (*shared, "k")}
-        order = (a.name for a in call.op._schema.arguments)
-        operands = tuple(parts[name] for name in order if name in parts and isinstance(call[name], TensorMeta))
-        return Factors(operands, (places,))
-
-    return factors
-
-
-rule(aten.searchsorted.Tensor, aten.searchsorted.Scalar)(search("self", "sorted_sequence"))
-rule(aten.bucketize.Tensor, aten.bucketize.Scalar)(search("self", "boundaries"))
-
-
-@rule(aten.isin.Tensor_Tensor)
-def isin(call: Call) -> Factors:
-    """Each element against all of the others."""
-    own = tuple(names(len(call["elements"].shape)))
-    return Factors((own, (None,) * len(call["test_elements"].shape)), (own,))
-
-
-declare_rule(pointwise(), aten.isin.Tensor_Scalar)
-
-
-@rule(aten.histc.default, reads=("min", "max"))
-def histc(call: Call) -> Factors | None:
-    """Counts in bins, added up over the parts; without bounds they come from all of the values."""
-    if call["min"] == call["max"]:
-        return None
-    return Factors((tuple(names(len(call["self"].shape))),), ((None,),))

@@ -1,0 +1,47 @@
+"""Tensors that lie alike, sharded on no axis, as one: their locals stand side by side in a buffer that is moved once.
+
+Knows specs and locals; what wraps them, and which tensors wait for one move, is the business of those who ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.spec import DTensorSpec, TensorMeta
+
+__all__ = ["SideBySide", "alike"]
+
+
+class SideBySide(NamedTuple):
+    """The shapes of some tensors, and how the buffer that holds them all lies."""
+
+    shapes: list[torch.Size]
+    spec: DTensorSpec
+
+    @classmethod
+    def of(cls, specs: Sequence[DTensorSpec]) -> SideBySide:
+        """Tensors of one mesh, layout and dtype, sharded on no axis."""
+        first, shapes = specs[0], [spec.shape for spec in specs]
+        meta = TensorMeta((sum(map(math.prod, shapes)),), dtype=first.tensor_meta.dtype)
+        return cls(shapes, DTensorSpec(first.mesh, first.placements, meta))
+
+    def joined(self, locals_: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The local of the buffer."""
+        return torch.cat([local.reshape(-1) for local in locals_])
+
+    def parts(self, joined: torch.Tensor) -> list[torch.Tensor]:
+        """The local of each tensor, contiguous, of a local of the buffer."""
+        pieces = joined.split([math.prod(shape) for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def alike(specs: Mapping[int, DTensorSpec]) -> list[list[int]]:
+    """The positions of those of one mesh, layout and dtype, for each kind of them."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for at, spec in specs.items():
+        kinds.setdefault((spec.mesh, spec.placements, spec.tensor_meta.dtype), []).append(at)
+    return list(kinds.values())

@@ -1,0 +1,139 @@
+"""What `from_local` is given: the spec that a local means, worked out, checked, and agreed on by the ranks.
+
+Knows specs and locals, not DTensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.cache import BoundedCache
+from shardwise.core.layout import dense_strides
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
+from shardwise.errors import AgreementError, LayoutError, ShardwiseError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.virtual import RankTensor
+
+__all__ = ["resolved", "spec_given"]
+
+MAX_SPECS = 4096
+_specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)
+
+
+def spec_given(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    shard_order: Sequence[Any] | None,
+) -> DTensorSpec:
+    """The spec of the tensor of which each rank holds such a local; with `run_check`, if all of them say so."""
+    if run_check:
+        return _agreed_spec(local, mesh, placements, shape, stride, shard_order)
+    key = (mesh, None if placements is None else tuple(placements), local.shape, local.stride(), local.dtype)
+    by_local_alone = shape is None and stride is None and shard_order is None
+    try:
+        spec = _specs.get(key) if by_local_alone else None
+    except TypeError:  # symbolic sizes have no hash
+        spec = None
+    if spec is None:
+        spec = _spec_from_local(local, mesh, placements, shape, stride, shard_order)
+        if by_local_alone and mesh.fabric != "virtual" and not spec.tensor_meta.is_symbolic:
+            _specs.keep(key, spec)
+    return spec
+
+
+def _spec_from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    shard_order: Sequence[Any] | None,
+) -> DTensorSpec:
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    kept = checked_placements(placements, mesh, local.dim() if shape is None else len(shape))
+    if shape is None:
+        if stride is not None:
+            raise LayoutError("from_local: stride= without shape=", hint="give the global shape beside its strides")
+        sizes = list(local.shape)
+        for axis, placement in enumerate(kept):
+            if isinstance(placement, Shard | StridedShard):
+                sizes[placement.dim] *= mesh.shape[axis]
+        shape = sizes
+    if stride is None:
+        stride = dense_strides(shape, like=local.stride() if local.dim() == len(shape) else None)
+    spec = DTensorSpec(mesh, kept, TensorMeta(shape, stride, local.dtype), shard_order)
+    _check_local(local, spec)
+    return spec
+
+
+def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Each part here must have the shape that the spec gives its rank."""
+    for coordinate, tensor in fabric_of(spec.mesh).parts(spec.mesh, local):
+        wanted = spec.local_shape(coordinate)
+        if tuple(tensor.shape) != wanted:
+            raise LayoutError(
+                f"from_local: the rank at {coordinate} of {spec.mesh} gave a local of shape {tuple(tensor.shape)}, but "
+                f"{spec} puts {wanted} there",
+                hint="give the global shape with shape=(...) where shards are uneven",
+            )
+
+
+def _agreed_spec(local: torch.Tensor, mesh: DeviceMesh, *description: Any) -> DTensorSpec:
+    """The spec that every rank means: same shape, dtype and placements, and equal values where it is replicated.
+
+    A rank whose own arguments are wrong says so to the others, so that all of them raise and none waits.
+    """
+    spec, error = None, None
+    try:
+        spec = _spec_from_local(local, mesh, *description)
+        facts = (repr(spec), tuple(spec.tensor_meta.stride), _fingerprints(local, spec))
+    except ShardwiseError as own:
+        error, facts = own, (f"error: {own}", (), [])
+    said = fabric_of(mesh).agree(mesh, facts, local)
+    if error is not None:
+        raise error
+    if len({fact[:2] for fact in said}) > 1:
+        lines = "\n".join(f"    rank {rank}: {fact[0]}" for rank, fact in enumerate(said))
+        raise AgreementError(
+            f"from_local: the ranks of {mesh} do not mean the same tensor:\n{lines}",
+            hint="give every rank the same global shape= and placements, and a local that fits them",
+        )
+    blocks: dict[Any, Any] = {}
+    for _, _, prints in said:
+        for block, fingerprint in prints:
+            if blocks.setdefault(block, fingerprint) != fingerprint:
+                raise AgreementError(
+                    f"from_local: ranks of {mesh} hold different values of the block at {block} of {spec}",
+                    hint="replicas must be equal: broadcast one of them, or distribute_tensor from one rank",
+                )
+    assert spec is not None
+    return spec
+
+
+def _fingerprints(local: torch.Tensor, spec: DTensorSpec) -> list[tuple[Any, str]]:
+    """For each rank here which block it holds, and a digest of the bytes."""
+    own = [axis for axis, placement in enumerate(spec.placements) if not isinstance(placement, Replicate)]
+    return [
+        (
+            tuple(coordinate[axis] for axis in own),
+            hashlib.sha1(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
+        )
+        for coordinate, tensor in fabric_of(spec.mesh).parts(spec.mesh, local)
+    ]
+
+
+def resolved(local: torch.Tensor) -> torch.Tensor:
+    if isinstance(local, RankTensor) and any(t.is_conj() or t.is_neg() for t in local.tensors):
+        return RankTensor([t.resolve_conj().resolve_neg() for t in local.tensors])
+    return local.resolve_conj().resolve_neg()
