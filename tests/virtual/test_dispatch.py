@@ -634,9 +634,12 @@ def test_detaching_gives_a_tensor_of_its_own(mesh: sw.DeviceMesh) -> None:
         assert detached is not x
         detached.requires_grad_()
         assert not x.requires_grad
-    saved = weakref.ref(x)
-    y = x.requires_grad_().exp()  # which torch detaches to save it
-    del x, detached
+
+
+def test_what_is_saved_for_backward_is_freed(mesh: sw.DeviceMesh) -> None:
+    x = sharded(mesh, 8, 4).requires_grad_()
+    y = x.exp()  # which torch detaches to save it
+    saved = weakref.ref(y)
     y.sum().backward()
     del y
     assert saved() is None, "nothing goes round in a circle"
