@@ -158,8 +158,8 @@ def decomposition(*ops: Any, reductions: int | None = None) -> Callable:
 
     Args:
         ops: the operators.
-        reductions: how many small collectives it takes along dims that the rule wants whole; with none given the
-            decomposition is taken wherever the rule would communicate.
+        reductions: how many small collectives it takes along dims that the rule wants whole, none of them counted
+            with 0; where it is not given, the decomposition is taken wherever the rule would communicate.
     """
 
     def declare(compute: Callable[..., Any]) -> Callable:
