@@ -68,6 +68,21 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def always_decomposing() -> Iterator[None]:
+    """Operators are computed from others wherever their rule would communicate, however small the tensors are."""
+    import shardwise.rules.all  # noqa: F401  rules are loaded when they are first needed
+    from shardwise.plan.cost import current_cost_model, set_cost_model
+    from shardwise.rules.registry import REDUCTIONS
+
+    known = dict(REDUCTIONS)
+    REDUCTIONS.clear()
+    set_cost_model(current_cost_model())  # what was chosen before is forgotten
+    yield
+    REDUCTIONS.update(known)
+    set_cost_model(current_cost_model())
+
+
 @pytest.fixture(scope="session")
 def gloo4() -> Iterator[ProcessPool]:
     """Four real ranks over gloo, started once a session: `gloo4.run(function, *args, timeout=60)`."""

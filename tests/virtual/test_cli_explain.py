@@ -46,13 +46,13 @@ def test_a_script_is_run_and_its_report_is_shown_and_written(
     assert printed.err == ""
     given, report = printed.out.split("\n", 1)
     assert given == "given ['--steps', '1']"
-    assert "reduce_scatter tp" in report
+    assert "all_reduce tp" in report
     assert "script.py:10" in report
     data = json.loads(files["data.json"].read_text())
     assert data["total"]["collectives"] == 1
     assert json.loads(files["trace.json"].read_text())["traceEvents"]
     assert "</html>" in files["page.html"].read_text()
-    assert "aten.exp: reduce_scatter over tp" in files["communication.lock"].read_text()
+    assert "aten.exp: all_reduce over tp" in files["communication.lock"].read_text()
 
 
 def test_errors_are_the_scripts_own(script: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from tests.virtual.conformance import check_operator, database, line_of, sampled
 
+pytestmark = pytest.mark.usefixtures("always_decomposing")
+
 SEED = 0
 CHUNKS = 48  # so that workers can share them
 

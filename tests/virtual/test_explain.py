@@ -211,7 +211,7 @@ def test_the_way_back_of_a_redistribute_is_recorded(mesh: sw.DeviceMesh) -> None
 
 
 def test_an_operator_computed_from_others_names_them(mesh: sw.DeviceMesh) -> None:
-    x = put(torch.randn(8, 4), mesh, S1)
+    x = put(torch.randn(8, 2**15), mesh, S1)
     with sw.explain() as report:
         torch.softmax(x, 1)
     outer, *parts = report.records
@@ -324,9 +324,9 @@ def test_advice_names_a_change_with_which_nothing_moves(mesh: sw.DeviceMesh) -> 
         _ = a @ b
     (record,) = report.records
     best, *others = report.changes(record)
-    assert (best.operand, best.spec.layout, [str(o.layout) for o in best.outputs]) == (1, "tp:S0", ["tp:P"])
-    assert ("tp:R", ["tp:S1"]) in [(c.spec.layout, [o.layout for o in c.outputs]) for c in others]
-    assert "self is tp:S1, mat2 is tp:S1. Were mat2 tp:S0, nothing would move" in report.advice(record)
+    assert (best.operand, best.spec.layout, [str(o.layout) for o in best.outputs]) == (0, "tp:R", ["tp:S1"])
+    assert ("tp:S0", ["tp:P"]) in [(c.spec.layout, [o.layout for o in c.outputs]) for c in others]
+    assert "self is tp:S1, mat2 is tp:S1. Were self tp:R, nothing would move" in report.advice(record)
     for change in (best, *others):  # each of them is true
         operands = [a, b]
         operands[change.operand] = operands[change.operand].redistribute(placements=change.spec.placements)
@@ -344,8 +344,9 @@ def test_candidates_with_their_costs(mesh: sw.DeviceMesh) -> None:
     rows = {tuple(candidate["inputs"]): candidate for candidate in found}
     assert set(rows) == {("S0", "R"), ("S1", "S0"), ("R", "S1"), ("P", "R"), ("R", "P"), ("R", "R")}
     (chosen,) = [candidate for candidate in found if candidate["chosen"]]
-    reachable = [candidate["seconds"] for candidate in found if candidate["seconds"] is not None]
+    reachable = [candidate["seconds"] + candidate["owed"] for candidate in found if candidate["seconds"] is not None]
     assert chosen["seconds"] == min(reachable) == report.total.seconds
+    assert rows["S1", "S0"]["seconds"] < chosen["seconds"] < rows["S1", "S0"]["owed"]
     assert rows["P", "R"]["seconds"] is None
     assert "candidates" in report.table()
 

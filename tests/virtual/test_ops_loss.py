@@ -11,9 +11,12 @@ from shardwise.fabric import routes
 from tests.virtual.free import S0, S1, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity, distribute, whole
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::shardwise.ReplicationWarning", "ignore:reduction. 'mean' divides the total loss"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::shardwise.ReplicationWarning", "ignore:reduction. 'mean' divides the total loss"
+    ),
+    pytest.mark.usefixtures("always_decomposing"),
+]
 
 t = tensor
 REDUCTIONS = ("none", "mean", "sum")

@@ -11,7 +11,10 @@ import shardwise as sw
 from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity, distribute, whole
 
-pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning"),
+    pytest.mark.usefixtures("always_decomposing"),
+]
 
 t = tensor
 aten = torch.ops.aten

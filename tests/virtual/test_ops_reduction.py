@@ -12,7 +12,10 @@ from shardwise.fabric import routes
 from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity, bytes_moved, distribute, whole
 
-pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning"),
+    pytest.mark.usefixtures("always_decomposing"),
+]
 
 t = tensor
 EVEN, UNEVEN = t(4, 6, 5), t(7, 3)

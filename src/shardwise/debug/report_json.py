@@ -146,5 +146,6 @@ def _candidate(record: Record, candidate: Candidate) -> dict[str, Any]:
         "inputs": [placement.short for placement in candidate.row.inputs],
         "outputs": [placement.short for placement in candidate.row.outputs],
         "seconds": None if math.isinf(candidate.seconds) else candidate.seconds,  # None: it cannot be reached
+        "owed": candidate.owed,
         "chosen": candidate.chosen,
     }

@@ -178,6 +178,8 @@ def _candidates(report: Summary) -> Iterator[Any]:
         for candidate in candidates:
             name: Callable[[Any], str] = lambda placements: ", ".join(p.short for p in placements)  # noqa: E731
             takes = "never" if candidate.seconds == float("inf") else human_seconds(candidate.seconds)
+            if candidate.owed and takes != "never":
+                takes += f", owes {human_seconds(candidate.owed)}"
             made.add_row(
                 mesh.axis_name(candidate.axis), name(candidate.row.inputs), name(candidate.row.outputs),
                 f"{takes} <- chosen" if candidate.chosen else takes,

@@ -28,8 +28,10 @@ from shardwise.dispatch.writes import reshaping_in_place, through_copies, throug
 from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.base import on_new_world
 from shardwise.fabric.routes import cached_routes
+from shardwise.plan.cost import on_new_model
+from shardwise.plan.decomposing import worth_decomposing
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
-from shardwise.rules.registry import DECOMPOSITIONS, RULES
+from shardwise.rules.registry import DECOMPOSITIONS, REDUCTIONS, RULES
 from shardwise.schema import OpInfo, Slot, functional_of, op_info, tensor_slots
 
 __all__ = ["CacheInfo", "OpDispatcher"]
@@ -62,6 +64,7 @@ class OpDispatcher:
         self._metas = ResultMetas()
         self._recipes = Recipes()
         on_new_world.append(self.forget)  # executors know which ranks are here
+        on_new_model.append(self.forget)  # and move what it is cheapest to move
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
@@ -245,8 +248,9 @@ def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Out
 
 
 def _worth_decomposing(signature: Signature, sharding: OutputSharding) -> bool:
-    """Whether operands would have to be moved by a rule that looks at one axis at a time."""
+    """Whether operands would have to be moved by a rule, for longer than what the operator is computed from takes."""
     if sharding.rule.layouts is not None:
         return False
-    routes = routes_between(signature.specs, sharding.inputs)
-    return any(route is not None and route.communicates for route in routes)
+    bound = routes_between(signature.specs, sharding.inputs)
+    routes = [route.route for route in bound if route is not None]
+    return worth_decomposing(sharding, signature.specs, routes, REDUCTIONS.get(signature.info.op))

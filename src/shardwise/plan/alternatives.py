@@ -25,11 +25,15 @@ MAX_TRIED = 64  # layouts of one operand: what few axes allow, and a bound for m
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One row of one axis: how operands and results would lie, and the seconds to bring the operands there."""
+    """One row of one axis: how operands and results would lie, and the seconds to bring the operands there.
+
+    `owed` are the seconds to make whole what it leaves Partial; among rows that move something they count too.
+    """
 
     axis: int
     row: Row
     seconds: float
+    owed: float
     chosen: bool
 
 
@@ -88,15 +92,22 @@ def candidates_of(schema: OpSchema, sharding: OutputSharding) -> tuple[Candidate
         return ()
     propagator = ShardingPropagator()
     held = [spec.local_bytes for spec in schema.specs]
+    axes = range(schema.mesh.ndim)
+    taken = {axis: Row(_on_axis(sharding.inputs, axis), _on_axis(sharding.outputs, axis)) for axis in axes}
     found: list[Candidate] = []
-    for axis in range(schema.mesh.ndim):
-        given = _on_axis(schema.specs, axis)
-        taken = Row(_on_axis(sharding.inputs, axis), _on_axis(sharding.outputs, axis))
+    for axis in axes:
+        others = {other: row for other, row in taken.items() if other != axis}
         rows = [
-            Candidate(axis, row, propagator.row_cost(schema.specs, axis, held, given, row)[0], row == taken)
-            for row in dict.fromkeys(candidates(factors, given))
+            Candidate(
+                axis,
+                row,
+                propagator.row_cost(schema.specs, axis, held, row)[0],
+                propagator.owed(schema.mesh, sharding.call.results, axis, row, others),
+                row == taken[axis],
+            )
+            for row in dict.fromkeys(candidates(factors, _on_axis(schema.specs, axis)))
         ]
-        found += sorted(rows, key=lambda candidate: (not candidate.chosen, candidate.seconds))
+        found += sorted(rows, key=lambda candidate: (not candidate.chosen, candidate.seconds + candidate.owed))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ Pure arithmetic. Knows nothing of how steps are chosen or carried out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 from shardwise.core.mesh import DeviceMesh
 
-__all__ = ["CostModel", "Group", "Link", "MeshLinks", "current_cost_model", "links_of", "set_cost_model"]
+__all__ = [
+    "CostModel",
+    "Group",
+    "Link",
+    "MeshLinks",
+    "current_cost_model",
+    "links_of",
+    "on_new_model",
+    "set_cost_model",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,8 @@ def links_of(model: CostModel, mesh: DeviceMesh) -> MeshLinks:
 
 
 _current: list[CostModel] = [CostModel()]
+# Called when the model changes: what was chosen by the one before is to be forgotten.
+on_new_model: list[Callable[[], None]] = []
 
 
 def current_cost_model() -> CostModel:
@@ -137,4 +148,6 @@ def set_cost_model(model: CostModel) -> CostModel:
     """
     before = _current[0]
     _current[0] = model
+    for forget in on_new_model:
+        forget()
     return before

@@ -26,11 +26,12 @@ from shardwise.rules.registry import Call, Rule, find_rule
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
 REPLICATE = Replicate()
+SHARDS = (Shard, StridedShard)
 MAX_FITTING = 4096
 # Operands that lie so that nothing must be moved, of any size: how the results then lie. By mesh, factors and layouts.
 _fitting: BoundedCache[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = BoundedCache(MAX_FITTING)
-# Assumed, not measured: of sums that are scattered, on tensors not sharded otherwise, half are gathered again.
-GATHERED_AGAIN = 1.5
+# A sum that is scattered is gathered again, by what follows or by its gradient: a reduce-scatter costs what both do.
+GATHERED_AGAIN = 2.0
 # Seconds against splitting a dim of symbolic size into parts that are not equal: the size would have to be fixed.
 UNEVEN = 1e9
 
@@ -115,7 +116,7 @@ class ShardingPropagator:
             return OutputSharding(specs, outputs, call, rule)
         whole_axes: frozenset[int] = frozenset()
         while True:
-            rows = self._choose(schema.specs, factors, pinned, whole_axes)
+            rows = self._choose(schema.specs, call.results, factors, pinned, whole_axes)
             if rows is None:
                 return None
             clashing = _clashing(rows)
@@ -135,51 +136,86 @@ class ShardingPropagator:
     def _choose(
         self,
         specs: Sequence[DTensorSpec],
+        results: Sequence[TensorMeta],
         factors: Factors,
         pinned: tuple[int, ...],
         whole_axes: frozenset[int],
     ) -> list[Row] | None:
-        mesh = specs[0].mesh
+        """The row of each axis: first of those that need nothing moved, then of the others by what they cost."""
         known: dict[tuple[Placement, ...], Sequence[Row]] = {}
-        chosen: list[Row] = []
-        held: list[int] = []  # by a rank, of each operand
-        for axis in range(mesh.ndim):
+        chosen: dict[int, Row] = {}
+        moving: dict[int, Sequence[Row]] = {}
+        for axis in range(specs[0].mesh.ndim):
             given = tuple(spec.placements[axis] for spec in specs)
             rows = known.get(given)
             if rows is None:
                 rows = candidates(factors, given)
                 if pinned:
                     rows = [row for row in rows if _keeps(row, given, pinned)]
-                    if not rows:
-                        return None
                 known[given] = rows
             if axis in whole_axes:
                 rows = [row for row in rows if not any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
-                if not rows:
-                    return None
+            if not rows:
+                return None
             best = next((row for row in rows if row.inputs == given), None)
             if best is None:
-                held = held or [spec.local_bytes for spec in specs]
-                costs = [self.row_cost(specs, axis, held, given, row) for row in rows]
-                cheapest = min(costs)
-                if math.isinf(cheapest[0]):
-                    return None
-                best = rows[costs.index(cheapest)]
-            chosen.append(best)
-        return chosen
+                moving[axis] = rows
+            else:
+                chosen[axis] = best
+        held = [spec.local_bytes for spec in specs] if moving else []
+        for axis, rows in moving.items():
+            cheapest = self._cheapest(specs, results, axis, held, rows, chosen)
+            if cheapest is None:
+                return None
+            chosen[axis] = cheapest
+        return [chosen[axis] for axis in range(specs[0].mesh.ndim)]
 
-    def row_cost(
+    def _cheapest(
         self,
         specs: Sequence[DTensorSpec],
+        results: Sequence[TensorMeta],
         axis: int,
         held: Sequence[int],
-        given: tuple[Placement, ...],
-        row: Row,
+        rows: Sequence[Row],
+        chosen: Mapping[int, Row],
+    ) -> Row | None:
+        """The row of an axis that costs the least; where something must be moved, with what its results then owe."""
+        costs = [self.row_cost(specs, axis, held, row) for row in rows]
+        least = min(costs)[0]
+        if math.isinf(least):
+            return None
+        owed = [self.owed(specs[0].mesh, results, axis, row, chosen) if least else 0.0 for row in rows]
+        totals = [(cost[0] + later, *cost) for cost, later in zip(costs, owed, strict=True)]
+        return rows[totals.index(min(totals))]
+
+    def owed(
+        self, mesh: DeviceMesh, results: Sequence[TensorMeta], axis: int, row: Row, others: Mapping[int, Row]
+    ) -> float:
+        """Seconds to make whole what a row of an axis leaves Partial, with the rows of other axes as far as known."""
+        seconds = 0.0
+        for i, placement in enumerate(row.outputs):
+            if isinstance(placement, Partial):
+                sharding = [mesh.shape[a] for a, other in others.items() if isinstance(other.outputs[i], SHARDS)]
+                meta = results[i].hinted()
+                held = math.prod(meta.shape) * meta.dtype.itemsize / math.prod(sharding)
+                received = _received(placement, REPLICATE, mesh.shape[axis], held)
+                seconds += self.cost_model.seconds(mesh, (axis,), received) if received else 0.0
+        return seconds
+
+    def row_cost(
+        self, specs: Sequence[DTensorSpec], axis: int, held: Sequence[int], row: Row
     ) -> tuple[float, int, int]:
         """Seconds to bring the operands into a row, the bytes that it leaves on a rank, and what is against it.
 
         Against it are operands that it makes Partial, and shards that some ranks have nothing of.
+
+        Args:
+            specs: the operands as they lie.
+            axis: the axis that the row is for.
+            held: the bytes that a rank holds of each operand.
+            row: the row.
         """
+        given = [spec.placements[axis] for spec in specs]
         seconds = 0.0
         left = against = 0
         for spec, size, have, want in zip(specs, held, given, row.inputs, strict=True):
@@ -192,7 +228,8 @@ class ShardingPropagator:
                 received = _received(have, want, spec.mesh.shape[axis], size, want in spec.placements)
                 if received:
                     taken = self.cost_model.seconds(spec.mesh, (axis,), received * _padding(want, spec, axis))
-                    seconds += taken * GATHERED_AGAIN if _scatters(have, want, spec) else taken
+                    scattered = isinstance(have, Partial) and isinstance(want, SHARDS)
+                    seconds += taken * GATHERED_AGAIN if scattered else taken
             if isinstance(want, Replicate | Partial):
                 left += size
                 against += have is not want and isinstance(want, Partial)
@@ -228,12 +265,6 @@ def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
     return n * math.ceil(held / n) / held if held else 1.0
 
 
-def _scatters(have: Placement, want: Placement, spec: DTensorSpec) -> bool:
-    """Whether a sum would be scattered that is on no other axis sharded yet."""
-    shards = Shard | StridedShard
-    return isinstance(have, Partial) and isinstance(want, shards) and not any(spec.dim_axes)
-
-
 def _splits_unevenly(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
     """Whether a dim of symbolic size, sharded over an axis too, falls into parts that are not equal."""
     if not isinstance(placement, Shard | StridedShard) or isinstance(spec.shape[placement.dim], int):
@@ -250,7 +281,7 @@ def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
     return spec.tensor_meta.hinted().shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
 
 
-def _received(have: Placement, want: Placement, n: int, held: int, waits: bool = False) -> float:
+def _received(have: Placement, want: Placement, n: int, held: float, waits: bool = False) -> float:
     """Bytes that a rank receives when one axis of an operand changes; `waits`: it is as wanted on another axis."""
     if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want and not waits:
         return math.inf  # a norm has no sign, so that nothing else can be seen as one

@@ -22,6 +22,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     pointwise,
     random,
     reduction,
+    scans,
     searching,
     slicing,
     softmax,

@@ -67,7 +67,7 @@ def index_of_extreme(op: Any, reduce: Any, x: Any, dim: int | None = None, keepd
 
 
 def _declare_extreme(compute: Any, op: Any, reduce: Any) -> None:
-    decomposition(op)(lambda *args, **kwargs: compute(op, reduce, *args, **kwargs))
+    decomposition(op, reductions=2)(lambda *args, **kwargs: compute(op, reduce, *args, **kwargs))
 
 
 _declare_extreme(extreme_and_index, aten.max.dim, torch.amax)
@@ -76,7 +76,7 @@ _declare_extreme(index_of_extreme, aten.argmax.default, torch.amax)
 _declare_extreme(index_of_extreme, aten.argmin.default, torch.amin)
 
 
-@decomposition(aten.logsumexp.default)
+@decomposition(aten.logsumexp.default, reductions=2)
 def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
     """The logarithm of a sum, with the largest summand taken out: two small reductions."""
     dims = reduced_dims(dim, x.dim())

@@ -70,7 +70,7 @@ def scaled(value: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
     return as_result(value if bias is None else value + bias, dtype)
 
 
-@decomposition(aten.native_layer_norm.default)
+@decomposition(aten.native_layer_norm.default, reductions=2)
 def layer_norm_of_shards(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """Layer norm over sharded dims: mean and variance are reduced."""
     dims = norm_dims(x, normalized_shape)
@@ -84,7 +84,7 @@ def layer_norm_of_shards(x: Any, normalized_shape: Sequence[int], weight: Any, b
     return out, as_result(mean, kept), as_result(rstd, kept)
 
 
-@decomposition(aten.native_layer_norm_backward.default)
+@decomposition(aten.native_layer_norm_backward.default, reductions=2)
 def layer_norm_backward_of_shards(
     grad: Any, x: Any, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any,
     output_mask: Sequence[bool],
@@ -126,7 +126,7 @@ def backward_through(
     return into_x * rstd, into_weight
 
 
-@decomposition(aten._fused_rms_norm.default)
+@decomposition(aten._fused_rms_norm.default, reductions=1)
 def rms_norm_of_shards(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
     """RMS norm over sharded dims: the mean square is reduced."""
     dims = norm_dims(x, normalized_shape)
@@ -140,7 +140,7 @@ def rms_norm_of_shards(x: Any, normalized_shape: Sequence[int], weight: Any, eps
     return scaled(wide * rstd, weight, None, x.dtype), rstd
 
 
-@decomposition(aten._fused_rms_norm_backward.default)
+@decomposition(aten._fused_rms_norm_backward.default, reductions=1)
 def rms_norm_backward_of_shards(
     grad: Any, x: Any, normalized_shape: Sequence[int], rstd: Any, weight: Any, output_mask: Sequence[bool]
 ) -> Any:

@@ -15,7 +15,7 @@ from shardwise.core.layout import intersect
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.dims import along, names, wrapped
+from shardwise.rules.dims import names, wrapped
 from shardwise.rules.notation import FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, decomposition, rule
 
@@ -199,24 +199,6 @@ def equal(a: Any, b: Any) -> bool:
 def reducing_whole(call: Call) -> Factors | None:
     """A reduction that must see all of what it reduces."""
     return reducing(call, whole=True)
-
-
-@rule(
-    aten.cumprod.default,
-    aten.cummax.default,
-    aten.cummin.default,
-    aten.logcumsumexp.default,
-    aten._logcumsumexp.default,
-)
-def scanning(call: Call) -> Factors:
-    """Each element depends on those before it."""
-    return along(call, [call["dim"]])
-
-
-@rule(aten.cumsum.default)
-def summing_up(call: Call) -> Factors:
-    """Sums of the elements so far."""
-    return along(call, [call["dim"]], **sums_pass(call))
 
 
 @rule(aten.renorm.default)

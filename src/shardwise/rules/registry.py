@@ -149,15 +149,25 @@ def overloads(ops: Sequence[Any]) -> list[OpOverload]:
 
 # How to compute an operator from others, on DTensors: taken where its rule would have to communicate, or it has none.
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
+# Of decompositions that reduce along sharded dims, how often they do: what they cost beside moving the operands.
+REDUCTIONS: dict[OpOverload, int] = {}
 
 
-def decomposition(*ops: Any) -> Callable:
-    """Declare how some operators are computed from others; gets the operator's own arguments, with DTensors in them."""
+def decomposition(*ops: Any, reductions: int | None = None) -> Callable:
+    """Declare how some operators are computed from others; gets the operator's own arguments, with DTensors in them.
+
+    Args:
+        ops: the operators.
+        reductions: how many small collectives it takes along dims that the rule wants whole, none of them counted
+            with 0; where it is not given, the decomposition is taken wherever the rule would communicate.
+    """
 
     def declare(compute: Callable[..., Any]) -> Callable:
         for op in overloads(ops):
             assert op not in DECOMPOSITIONS, f"{op} is computed from others already"
             DECOMPOSITIONS[op] = compute
+            if reductions is not None:
+                REDUCTIONS[op] = reductions
         return compute
 
     return declare

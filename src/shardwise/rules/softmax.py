@@ -33,7 +33,7 @@ def shifted(x: Any, dim: int) -> Any:
     return wide - reduced(torch.amax(wide, dim, keepdim=True))
 
 
-@decomposition(aten._softmax.default)
+@decomposition(aten._softmax.default, reductions=2)
 def softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     """Softmax along a sharded dim: the maximum and the sum are reduced."""
     dim %= max(x.dim(), 1)
@@ -44,7 +44,8 @@ def softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     return as_result(exps / reduced(exps.sum(dim, keepdim=True)), torch.float32 if half_to_float else x.dtype)
 
 
-@decomposition(aten._log_softmax.default)
+# however few the classes are: a loss over sharded ones gathers no score
+@decomposition(aten._log_softmax.default, reductions=0)
 def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     """The logarithm of a softmax along a sharded dim: the maximum and the sum are reduced."""
     dim %= max(x.dim(), 1)
@@ -57,7 +58,7 @@ def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     )
 
 
-@decomposition(aten._safe_softmax.default)
+@decomposition(aten._safe_softmax.default, reductions=2)
 def safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
     """Softmax with zeros for rows in which nothing is allowed: those whose maximum says so."""
     dim %= max(x.dim(), 1)
@@ -71,7 +72,7 @@ def safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
     return as_result(exps / reduced(exps.sum(dim, keepdim=True)).masked_fill(nothing, 1), x.dtype)
 
 
-@decomposition(aten._softmax_backward_data.default)
+@decomposition(aten._softmax_backward_data.default, reductions=1)
 def softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
     """The gradient of a softmax along a sharded dim: one sum is reduced."""
     dim %= max(output.dim(), 1)
@@ -84,7 +85,7 @@ def softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: to
     return as_result(weighted - output * reduced(weighted.sum(dim, keepdim=True)), input_dtype)
 
 
-@decomposition(aten._log_softmax_backward_data.default)
+@decomposition(aten._log_softmax_backward_data.default, reductions=0)
 def log_softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
     """The gradient of a log-softmax along a sharded dim: one sum is reduced."""
     dim %= max(output.dim(), 1)

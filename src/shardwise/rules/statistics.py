@@ -122,7 +122,7 @@ def _declare_variance(op: Any, root: bool, both: bool) -> None:
         return (spread, local.mean(dim, keepdim)) if both else spread
 
     rule(op, local_op=quietly)(reducing_whole)
-    decomposition(op)(lambda *args, **kwargs: variance(op, *args, **kwargs, root=root, both=both))
+    decomposition(op, reductions=2)(lambda *args, **kwargs: variance(op, *args, **kwargs, root=root, both=both))
 
 
 _declare_variance(aten.var.correction, root=False, both=False)

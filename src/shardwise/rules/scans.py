@@ -1,0 +1,135 @@
+"""Running sums, products and the like: along a sharded dim each rank scans its part and tells its total. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.placement import Replicate, StridedShard
+from shardwise.rules.dims import along, names, wrapped
+from shardwise.rules.notation import Factors
+from shardwise.rules.on_the_way import as_result, moved_to, settled, split_axes, widened
+from shardwise.rules.reduction import sums_pass
+from shardwise.rules.registry import Call, decomposition, rule
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.cumprod.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.logcumsumexp.default,
+    aten._logcumsumexp.default,
+)
+def scanning(call: Call) -> Factors:
+    """Each element depends on those before it."""
+    return along(call, [call["dim"]])
+
+
+@rule(aten.cumsum.default)
+def summing_up(call: Call) -> Factors:
+    """Sums of the elements so far."""
+    return along(call, [call["dim"]], **sums_pass(call))
+
+
+# ---------------------------------------------------------------- part by part
+
+
+class Scan(NamedTuple):
+    """How parts are scanned, what stands before the first, and how what stands before is joined to a part."""
+
+    scan: Any
+    nothing: float
+    join: Any
+
+
+SCANS = {
+    "sum": Scan(torch.cumsum, 0, torch.add),
+    "product": Scan(torch.cumprod, 1, torch.mul),
+    "logsumexp": Scan(torch.logcumsumexp, -math.inf, torch.logaddexp),
+}
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define("scan_part(Tensor self, int dim, str kind) -> Tensor")
+_library.define("scan_total(Tensor self, int dim, int parts, str kind) -> Tensor")
+_library.define("scan_before(Tensor self, int dim, str kind) -> Tensor")
+_library.define("scan_onward(Tensor self, Tensor before, int dim, str kind) -> Tensor")
+
+
+def scan_part(local: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    """A part scanned by itself."""
+    return SCANS[kind].scan(local, dim)
+
+
+def scan_total(local: torch.Tensor, dim: int, parts: int, kind: str) -> torch.Tensor:
+    """What a scanned part comes to: its last element, along a dim with one element for each part."""
+    if local.shape[dim]:
+        return local.narrow(dim, local.shape[dim] - 1, 1).clone()
+    shape = [1 if d == dim else size for d, size in enumerate(local.shape)]
+    return local.new_full(shape, SCANS[kind].nothing)
+
+
+def scan_before(local: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    """What all parts before each come to, of what each comes to."""
+    so_far = SCANS[kind].scan(local, dim).narrow(dim, 0, local.shape[dim] - 1)
+    return torch.cat([torch.full_like(local.narrow(dim, 0, 1), SCANS[kind].nothing), so_far], dim)
+
+
+def scan_onward(local: torch.Tensor, before: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+    """A scanned part with what stands before it."""
+    return SCANS[kind].join(local, before)
+
+
+def _total_shape(whole: torch.Tensor, dim: int, parts: int, kind: str) -> torch.Tensor:
+    return whole.new_empty([parts if d == dim else size for d, size in enumerate(whole.shape)])
+
+
+_library.impl("scan_part", scan_part, "CompositeExplicitAutograd")
+_library.impl("scan_total", _total_shape, "CompositeExplicitAutograd")
+_library.impl("scan_before", scan_before, "CompositeExplicitAutograd")
+_library.impl("scan_onward", lambda whole, before, dim, kind: torch.empty_like(whole), "CompositeExplicitAutograd")
+rule(torch.ops.shardwise.scan_before.default)(scanning)
+
+
+@rule(torch.ops.shardwise.scan_part.default, local_op=scan_part)
+@rule(torch.ops.shardwise.scan_total.default, local_op=scan_total)
+@rule(torch.ops.shardwise.scan_onward.default, local_op=scan_onward)
+def by_parts(call: Call) -> Factors:
+    """What is done part by part, as the tensor is split."""
+    own = tuple(names(len(call.operands[0].shape)))
+    return Factors((own,) * len(call.operands), (own,))
+
+
+def scan_of_shards(kind: str, op: Any, x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """A scan along a sharded dim: the totals of the parts are gathered, and each part goes on from those before it."""
+    dim = wrapped(dim, x.dim())
+    kept = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    x = settled(x if x.dtype is kept else x.to(kept), (dim,))
+    axes = split_axes(x, (dim,))
+    if not axes or x.is_complex() or any(isinstance(x.placements[a], StridedShard) for a in axes):
+        return NotImplemented
+    scans = torch.ops.shardwise
+    part = scans.scan_part.default(widened(x), dim, kind)
+    total = scans.scan_total.default(part, dim, math.prod(x.device_mesh.shape[a] for a in axes), kind)
+    before = scans.scan_before.default(_whole_along(total, axes), dim, kind)
+    before = before.redistribute(placements=x.placements, shard_order=total.spec.shard_order)
+    return as_result(scans.scan_onward.default(part, before, dim, kind), kept)
+
+
+def _whole_along(x: Any, axes: list[int]) -> Any:
+    """`x` gathered over some axes."""
+    return moved_to(x, [Replicate() if a in axes else p for a, p in enumerate(x.placements)])
+
+
+def _declare_scan(op: Any, kind: str) -> None:
+    # the totals are gathered, and the gradient, which runs the other way, is moved once more
+    decomposition(op, reductions=2)(lambda *args, **kwargs: scan_of_shards(kind, op, *args, **kwargs))
+
+
+_declare_scan(aten.cumsum.default, "sum")
+_declare_scan(aten.cumprod.default, "product")
+_declare_scan(aten._logcumsumexp.default, "logsumexp")
+_declare_scan(aten.logcumsumexp.default, "logsumexp")
