@@ -194,7 +194,7 @@ def recompiles() -> dict[str, int]:
             "marked sizes": compiles(layer, [laid_out(n, 16) for n in sizes], mark=0),
             "marked sizes that are gathered": compiles(twice, [laid_out(n, 16) for n in sizes], mark=0),
             "marked sizes through views": compiles(
-                lambda x: (x.view(-1, 16) @ weight).view(*x.shape[:-1], -1).softmax(-1),
+                lambda x: (x.view(-1, 16) @ weight).view(*x.shape[:-1], -1).log_softmax(-1),
                 [laid_out(n, 6, 16) for n in sizes],
                 mark=0,
             ),

@@ -50,7 +50,7 @@ def test_layers_split_by_hand_reduce_twice_forward_and_twice_backward(shape: tup
         assert weight.grad.placements[-1] is split
 
 
-@pytest.mark.parametrize(("op", "reductions"), [("softmax", 2), ("log_softmax", 2), ("logsumexp", 2), ("cumsum", 1)])
+@pytest.mark.parametrize(("op", "reductions"), [("softmax", 2), ("std", 2), ("logsumexp", 2), ("cumsum", 1)])
 def test_short_rows_are_moved_and_long_ones_are_not(op: str, reductions: int) -> None:
     """Starting a collective costs as much as some ten thousand elements do."""
     mesh = sw.init_device_mesh("cpu", (4,))

@@ -31,9 +31,10 @@ def worth_decomposing(
     """
     if sharding.rule.layouts is not None or not any(route.collectives for route in routes):
         return False
-    if reductions is None:
+    # a size of a compiler stays one where nothing is moved along its dim
+    if reductions is None or any(spec.tensor_meta.is_symbolic for spec in specs):
         return True
-    sizes = [math.prod(spec.tensor_meta.hinted().shape) for spec in specs]
+    sizes = [math.prod(spec.shape) for spec in specs]
     # the last of the largest: gradients come before what they are the gradients of, and are laid out like it
     main = len(sizes) - 1 - sizes[::-1].index(max(sizes))
     split = _split_wrongly(sharding, main, specs[main])
