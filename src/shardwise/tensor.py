@@ -22,10 +22,11 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements, known_dense
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.symbolic import introduce, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import as_mesh
@@ -352,7 +353,8 @@ class DTensor(torch.Tensor):
     def __coerce_tangent_metadata__(self) -> DTensor:
         """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
         _accept_plain_tangents()
-        return _redistributed(self, gradient_spec(self._spec))
+        expected = _redistributed(self, gradient_spec(self._spec))
+        return expected if expected.__class__ is DTensor else _make(expected._spec, expected._local_tensor)
 
     def __coerce_same_metadata_as_tangent__(
         self, expected: tuple[Any, ...], expected_type: type | None = None
@@ -385,6 +387,8 @@ class DTensor(torch.Tensor):
 def _make(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
     """A DTensor of this local, fast."""
     meta = spec.tensor_meta
+    if meta.is_symbolic:
+        introduce((*meta.shape, *meta.stride))
     made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
         DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
     )
@@ -756,11 +760,12 @@ class _CopiedDTensor(DTensor):
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._copied_view.is_stale:
-            again = self._copied_view.again()
-            local = again._held
-            _LOCAL.__set__(
-                self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
-            )
+            with recording(self._held):
+                again = self._copied_view.again()
+                local = again._held
+                _LOCAL.__set__(
+                    self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
+                )
         return _LOCAL.__get__(self)
 
     @_local_tensor.setter
