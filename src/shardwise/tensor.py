@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
@@ -24,11 +27,12 @@ from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate,
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements, known_dense
 from shardwise.core.symbolic import introduce, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
+from shardwise.dispatch.views import OUTSIDE
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.local import coordinates_here, laid_out_like
 from shardwise.plan.propagate import replicated_spec
@@ -343,6 +347,11 @@ class DTensor(torch.Tensor):
             if key is not None:
                 _unflattened.keep(key, spec)
         return _make(spec, local)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """What compilers ask for to know which inputs share memory; a DTensor's own has no values."""
+        is_fake = _modes_active() and isinstance(parts_of(self._held)[0], FakeTensor)
+        return torch.Tensor.untyped_storage(_stand_in(self) if is_fake else self)
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
@@ -712,6 +721,41 @@ def _plain_tangent(tangent: torch.Tensor, expected: Any, expected_type: type | N
     return _redistributed(_make(replicated_spec(expected[0], meta), local), DTensorSpec.from_context(expected, meta))
 
 
+def _stand_in(tensor: DTensor) -> DTensor:
+    """Of the inputs of a program that is compiled the first whose memory reaches, input by input, into this one's.
+
+    The compiler sees by the storage which inputs share memory. Where one of those is written to it has no code for
+    tensors like ours, and says so.
+    """
+    context: Any = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return tensor
+    inputs = [t for t in context.tensor_to_context if isinstance(t, DTensor)]
+    traced = [context.fake_mode.fake_tensor_converter._get_memo(t) for t in inputs]
+    reached = [at for at, fake in enumerate(traced) if fake is tensor]
+    memory = [_memory(t) for t in inputs]
+    for at in reached:  # which grows
+        near = [i for i, spans in enumerate(memory) if i not in reached and _overlap(spans, memory[at])]
+        reached.extend(near)
+    return traced[min(reached)] if reached else tensor
+
+
+def _memory(tensor: DTensor) -> list[tuple[int, int, int]]:
+    """Which memory a DTensor, or what it is a copied view of, lies in here: storage, and from where to where."""
+    while tensor._copied_view not in (None, OUTSIDE):
+        tensor = tensor._copied_view.args[0]
+    spans = []
+    for part in parts_of(tensor._local_tensor):
+        first = part.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        spans.append((part.untyped_storage()._cdata, first, last if part.numel() else -1))
+    return spans
+
+
+def _overlap(one: list[tuple[int, int, int]], other: list[tuple[int, int, int]]) -> bool:
+    return any(a[0] == b[0] and a[1] <= b[2] and b[1] <= a[2] for a, b in itertools.product(one, other))
+
+
 class _PendingDTensor(DTensor):
     """A DTensor whose last collective is still in flight. The first use waits, and it is an ordinary DTensor then."""
 
@@ -767,6 +811,15 @@ class _CopiedDTensor(DTensor):
                     self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
                 )
         return _LOCAL.__get__(self)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        made = DTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
+        if is_tracing():
+            made._mark_copied(OUTSIDE)
+        return made
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -19,7 +19,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.fabric.base import BoundStep
 from shardwise.fabric.packing import Line, Parcels, gathering, scattering, split_in_front, swapping
 from shardwise.fabric.pieces import average_divider, neutral_element, reduce_tensors, slicer
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import parts_of
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
 
@@ -38,8 +38,7 @@ def recording(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
     The compiler takes results apart after the program has run, and a view may have to be made anew then.
     """
-    held = local.tensors[0] if isinstance(local, RankTensor) else local
-    return FunctionalTensorMode() if isinstance(held, FunctionalTensor) else contextlib.nullcontext()
+    return FunctionalTensorMode() if isinstance(parts_of(local)[0], FunctionalTensor) else contextlib.nullcontext()
 
 
 @cache
