@@ -156,8 +156,8 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     while made is not None:
         if made is OUTSIDE:
             raise UnsupportedError(
-                f"{info.op} in a compiled program writes to {view._spec}, or to what it is a view of: an input that is a "
-                "view and, as its base is sharded, shares no memory with it",
+                f"{info.op} in a compiled program writes to {view._spec}, or to what it is a view of: an input that is "
+                "itself a view and, as its base is sharded, shares no memory with it",
                 hint="give the program the base and take the view inside, or write outside of what is compiled",
             )
         base = made.args[0]
@@ -174,9 +174,8 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
             again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
             (again if made.item is None else again[made.item]).copy_(written)
         above: Any = base._copied_view
-        if (
-            above in (None, OUTSIDE) or above.op not in OVERLAPPING
-        ):  # which is made anew instead: its elements are old, but these
+        # an overlapping one is made anew instead: its elements are old, but these
+        if above in (None, OUTSIDE) or above.op not in OVERLAPPING:
             write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
         base._settled = None
         _count_writes(wrapping, [base])
