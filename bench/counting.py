@@ -86,7 +86,7 @@ def _split_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> flo
 
 def _row_bytes(output: torch.Tensor, splits: Sequence[int], group: Any) -> float:
     """The same of a functional one, whose splits count rows."""
-    return output.nbytes * (1 - splits[_resolved(group).rank()] / sum(splits))
+    return output.nbytes * (1 - splits[_resolved(group).rank()] / sum(splits)) if sum(splits) else 0.0
 
 
 _OUTPUT_FIRST = {"c10d::alltoall_base_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}

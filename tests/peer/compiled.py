@@ -77,6 +77,13 @@ class Recorder:
         return [str(wait.args[0]) for wait in waits if not wait.users]
 
 
+def _written_through_views(x: Any) -> Any:
+    y = x.clone()
+    y[3].mul_(3)  # of a sharded dim, so that the view is a copy
+    y.view(-1)[5:40].add_(1)
+    return y
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "gather": (lambda x: x.redistribute(placements=[R, R]) * 2, lambda: (laid_out(8, 16),)),
     "all to all": (lambda x: x.redistribute(placements=[S(1), R]) * 2, lambda: (laid_out(8, 16),)),
@@ -119,6 +126,14 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
         lambda: (laid_out(2, 4, 8, 16, placements=(S(0), S(1))),),
     ),
     "dropout": (lambda x: F.dropout(x, 0.5), lambda: (laid_out(8, 16),)),
+    "exchange that brings this rank nothing": (
+        lambda x: x.redistribute(placements=[S(0), S(0)], shard_order=[(0, (1, 0))]).exp(),
+        lambda: (laid_out(8, 16, placements=(S(0), S(0))),),
+    ),
+    "group norm": (lambda x: F.group_norm(x, 4), lambda: (laid_out(4, 8, 6, placements=(S(0), S(1))),)),
+    "norm": (lambda x: x.norm(dim=1), lambda: (laid_out(8, 16, placements=(S(0), S(1))),)),
+    "integers": (lambda x: torch.randint_like(x, 5) * x, lambda: (laid_out(8, 16),)),
+    "written through views": (_written_through_views, lambda: (laid_out(8, 16, placements=(S(0), S(1))),)),
     "made inside": (
         lambda x: x + sw.zeros(8, 16, device_mesh=x.device_mesh, placements=[S(0), R]),
         lambda: (laid_out(8, 16),),
@@ -197,6 +212,14 @@ def recompiles() -> dict[str, int]:
                 lambda x: (x.view(-1, 16) @ weight).view(*x.shape[:-1], -1).log_softmax(-1),
                 [laid_out(n, 6, 16) for n in sizes],
                 mark=0,
+            ),
+            "marked sizes that a view works out": compiles(
+                lambda x: (x.view(-1, 4, 4) @ x.view(-1, 4, 4).transpose(1, 2)).mean(0),
+                [laid_out(n, 16) for n in sizes],
+                mark=0,
+            ),
+            "marked sizes of a loss": compiles(
+                lambda x: F.mse_loss(x, x.detach() * 2) + x.var(0).mean(), [laid_out(n, 16) for n in sizes], mark=0
             ),
             "uneven sizes": compiles(twice, [laid_out(n, 16) for n in (7, 9, 9, 7)]),
         }
@@ -308,6 +331,14 @@ def refused() -> dict[str, str]:
             "run_check": (lambda x: sw.DTensor.from_local(x, mesh, [R, R], run_check=True), torch.randn(2, 2)),
             "source rank": (lambda x: sw.distribute_tensor(x, mesh, [S(0), R]), torch.randn(8, 2)),
         }
+        one = laid_out(8, 16).detach()
+        sharing = {"view": one.view(-1), "row": one[3], "column": one[:, 2]}
+        programs |= {
+            f"written beside a {name}": (lambda view: (one.add_(1), view * 2), view) for name, view in sharing.items()
+        }
+        programs["written to a row"] = (lambda view: view.add_(1), sharing["row"])
+        parts = [sw.DTensor.from_local(part, mesh, [S(0), R]) for part in torch.randn(2, 4, 16)]
+        programs["written beside another part of a buffer"] = (lambda x: (x[0].add_(1), x[1] * 2), parts)
         for name, (program, given) in programs.items():
             torch._dynamo.reset()
             try:

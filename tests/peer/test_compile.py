@@ -34,6 +34,8 @@ def test_compiled_once_for_ten_steps_and_again_for_what_is_guarded(alone):
         "marked sizes": 1,
         "marked sizes that are gathered": 1,
         "marked sizes through views": 1,
+        "marked sizes that a view works out": 1,
+        "marked sizes of a loss": 1,
         "uneven sizes": 2,
     }
 
@@ -68,6 +70,10 @@ def test_what_cannot_be_compiled_is_said(alone):
     assert "run_check" in said["run_check"]
     assert "src_data_rank=None" in said["source rank"]
     assert "shardwise.debug.make_fx" in said["make_fx"]
+    for view in ("view", "row", "column"):
+        assert "aliased inputs that are mutated" in said[f"written beside a {view}"]
+    assert "take the view inside" in said["written to a row"]
+    assert "written beside another part of a buffer" not in said
 
 
 def test_virtual_ranks_are_compiled_into_one_graph(alone):

@@ -296,6 +296,19 @@ class DTensorSpec(Interned):
         """The shape of what the rank at `coordinate` holds."""
         return self.block(coordinate).shape
 
+    def share(self, coordinate: Iterable[SupportsIndex], dims: Iterable[int]) -> tuple[int, int]:
+        """How many of the elements along `dims` the rank at `coordinate` holds, and of how many.
+
+        A symbolic size is split into equal parts or not at all, so that they are counted in its parts.
+        """
+        local, held, total = self.local_shape(coordinate), 1, 1
+        for dim in dims:
+            if isinstance(local[dim], torch.SymInt):
+                total *= math.prod([self.mesh.shape[axis] for axis in self.dim_axes[dim]])
+            else:
+                held, total = held * local[dim], total * operator.index(self.shape[dim])
+        return held, total
+
     def global_offset(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
         """Where the block of `coordinate` begins in the global tensor: the size of a dim in which it is empty."""
         return self.block(coordinate).offset

@@ -7,13 +7,15 @@ Comparing symbolic integers makes the compiler remember how the comparison came 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["has_symbols", "hinted", "is_tracing", "named", "settled", "specialized", "unrecorded"]
+__all__ = ["has_symbols", "hinted", "introduce", "is_tracing", "named", "settled", "specialized", "unrecorded"]
 
 
 def has_symbols(sizes: Iterable[Any]) -> bool:
@@ -47,8 +49,24 @@ def named(value: Any) -> Any:
         (8, 'x')
     """
     if isinstance(value, torch.SymInt):
-        return "symbolic", id(value.node.shape_env), value.node.expr
+        return "symbolic", id(value.node.shape_env), _stage(), value.node.expr
     return tuple(map(named, value)) if isinstance(value, tuple | list) else value
+
+
+_seen: list[Any] = [0, lambda: None]  # how many graphs have been recorded, and who records the last of them
+
+
+def _stage() -> int:
+    """Which graph is recorded, or was last.
+
+    A compiler runs a program several times before it records it, and knows sizes by the objects they are: one of an
+    earlier run may have become the size of a gradient, on which no forward may depend. So sizes of one graph are never
+    taken for those of another.
+    """
+    mode: Any = torch._C._get_dispatch_mode(_MODES.PROXY)
+    if mode is not None and _seen[1]() is not mode.tracer:
+        _seen[:] = _seen[0] + 1, weakref.ref(mode.tracer)
+    return _seen[0]
 
 
 def hinted(sizes: Sequence[Any]) -> tuple[int, ...]:
@@ -87,6 +105,26 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
         torch.Size([2])
     """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def introduce(sizes: Iterable[Any]) -> None:
+    """Tell the tracer that records now of symbolic integers that it knows by their name alone.
+
+    A size that was computed on the side may be one symbol again (`4 * s // 4`), as another object. Where torch then
+    takes the larger of it and 1, it would look that up by the name, and so in itself.
+
+    Example:
+        >>> introduce((8, 4))
+    """
+    mode: Any = torch._C._get_dispatch_mode(_MODES.PROXY)
+    if mode is None:
+        return
+    proxies = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    for size in sizes:
+        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+            known = proxies.get_proxy_slot(size, mode.tracer, None)
+            if known is not None:
+                proxies.set_proxy_slot(size, mode.tracer, known)
 
 
 _MODES = torch._C._TorchDispatchModeKey

@@ -24,6 +24,7 @@ from shardwise.fabric.routes import BoundRoute
 from shardwise.fabric.virtual import RankTensor, virtual
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates
 from shardwise.plan.propagate import OutputSharding
+from shardwise.rules.view import NOT_A_VIEW
 from shardwise.schema import OpInfo
 
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
@@ -244,7 +245,7 @@ def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Seque
     def shared_view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             result = wrap(SHARING(args[0]._local_tensor, size))
-        except RuntimeError:
+        except NOT_A_VIEW:
             result = wrap(copy(args[0]._local_tensor, size))
             mark_views(info, args, kwargs, result)
             return result

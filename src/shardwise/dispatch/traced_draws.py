@@ -19,12 +19,17 @@ from shardwise.plan.propagate import replicated
 
 __all__ = ["fill_in_graph", "mask_in_graph"]
 
+# A graph that is written out as Python cannot name it. `randint_like` draws the same numbers.
+_FROM = getattr(torch.ops.aten.random_, "from")
+
 
 def fill_in_graph(
     spec: DTensorSpec, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
 ) -> torch.Tensor:
     """The local of a new tensor of this spec that the in-place operator `op` fills."""
     whole = _whole(spec, spec.tensor_meta.dtype)
+    if op is _FROM and generator is None:
+        return _part(spec, torch.ops.aten.randint_like.low_dtype(whole, *numbers))
     return _part(spec, op(whole, *numbers, generator=generator))
 
 

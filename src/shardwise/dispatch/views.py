@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Wrapping, whole_of
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
 from shardwise.plan.propagate import replicated
@@ -24,6 +24,7 @@ from shardwise.schema import OpInfo
 
 __all__ = [
     "COPYING_VIEWS",
+    "OUTSIDE",
     "PHYSICAL",
     "CopiedView",
     "copied_view",
@@ -70,6 +71,15 @@ class CopiedView:
         with torch.no_grad():
             views = self.op(*self.args, **self.kwargs)
         return views if self.item is None else views[self.item]
+
+
+class _Outside:
+    """How an input of a compiled program came about that is a copied view: its base is not known inside."""
+
+    is_stale = False
+
+
+OUTSIDE = _Outside()
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -141,9 +151,15 @@ def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
 
 def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
-    made: CopiedView | None = view._copied_view
+    made: Any = view._copied_view
     written = whole_of(view._held, view._spec)
     while made is not None:
+        if made is OUTSIDE:
+            raise UnsupportedError(
+                f"{info.op} in a compiled program writes to {view._spec}, or to what it is a view of: an input that is "
+                "itself a view and, as its base is sharded, shares no memory with it",
+                hint="give the program the base and take the view inside, or write outside of what is compiled",
+            )
         base = made.args[0]
         local = base._local_tensor
         copy = whole_of(local, base._spec)
@@ -157,8 +173,9 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
         else:
             again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
             (again if made.item is None else again[made.item]).copy_(written)
-        above: CopiedView | None = base._copied_view
-        if above is None or above.op not in OVERLAPPING:  # which is made anew instead: its elements are old, but these
+        above: Any = base._copied_view
+        # an overlapping one is made anew instead: its elements are old, but these
+        if above in (None, OUTSIDE) or above.op not in OVERLAPPING:
             write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
         base._settled = None
         _count_writes(wrapping, [base])

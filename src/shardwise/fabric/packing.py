@@ -158,12 +158,15 @@ class Parcels(NamedTuple):
     stride: tuple[int, ...] | None
 
     def unpack(self, local: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """The result, of what this rank keeps and what it got."""
+        """The result, of what this rank keeps and what it got.
+
+        It is made of the buffer even where nothing was got, so that a compiler sees that it comes from this collective.
+        """
         if self.shape is None or self.stride is None:
-            return local.new_empty(0)
-        if 0 in self.shape:  # of the buffer, so that a compiler sees that the result comes from this collective
+            return buffer.new_empty(0)
+        if 0 in self.shape:
             return buffer.narrow(0, 0, 0).view(self.shape)
-        out = local.new_empty_strided(self.shape, self.stride)
+        out = buffer.new_empty_strided(self.shape, self.stride)
         fill_from(out, local, self.keeps)
         for box, part in zip(self.receives.boxes, buffer.split_with_sizes(self.receives.lengths), strict=True):
             if box is not None:

@@ -6,22 +6,24 @@ which compilers know how to order and overlap. Which process group and which ran
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from shardwise.core.mesh import Coordinate
 from shardwise.fabric.base import BoundStep
 from shardwise.fabric.packing import Line, Parcels, gathering, scattering, split_in_front, swapping
 from shardwise.fabric.pieces import average_divider, neutral_element, reduce_tensors, slicer
+from shardwise.fabric.virtual import parts_of
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
 
-__all__ = ["is_recorded", "recorded_exchange", "recorded_step", "recorded_unreduce"]
+__all__ = ["is_recorded", "recorded_exchange", "recorded_step", "recorded_unreduce", "recording"]
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
@@ -29,6 +31,14 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def is_recorded(local: torch.Tensor) -> bool:
     """Whether what is done with this tensor goes into a graph, so that a collective must be an operator of it."""
     return isinstance(local, FakeTensor | FunctionalTensor) or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def recording(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what is done with this tensor goes into the graph it belongs to, also where its tracer has just left.
+
+    The compiler takes results apart after the program has run, and a view may have to be made anew then.
+    """
+    return FunctionalTensorMode() if isinstance(parts_of(local)[0], FunctionalTensor) else contextlib.nullcontext()
 
 
 @cache

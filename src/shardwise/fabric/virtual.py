@@ -28,7 +28,7 @@ from shardwise.fabric.pieces import (
 )
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
-__all__ = ["RankTensor", "VirtualFabric", "together", "virtual"]
+__all__ = ["RankTensor", "VirtualFabric", "parts_of", "together", "virtual"]
 
 
 class RankTensor(torch.Tensor):
@@ -60,9 +60,12 @@ class RankTensor(torch.Tensor):
         return "RankTensor(\n" + "".join(f"  rank {i}: {t!r}\n" for i, t in enumerate(self.tensors)) + ")"
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
-        for i, tensor in enumerate(self.tensors):
-            setattr(self, f"_t{i}", tensor)
         return [f"_t{i}" for i in range(len(self.tensors))], len(self.tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_t") and name[2:].isdigit():  # as compilers know them
+            return self.tensors[int(name[2:])]
+        raise AttributeError(f"'RankTensor' object has no attribute {name!r}", name=name, obj=self)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], count: int, size: Any, stride: Any) -> RankTensor:
@@ -80,6 +83,11 @@ class RankTensor(torch.Tensor):
     def tolist(self) -> list[Any]:
         """The values of each rank."""
         return [tensor.tolist() for tensor in self.tensors]
+
+
+def parts_of(local: Any) -> Sequence[torch.Tensor]:
+    """The tensors that a local is: one for each virtual rank, or itself."""
+    return local.tensors if isinstance(local, RankTensor) else (local,)
 
 
 def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

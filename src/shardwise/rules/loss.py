@@ -46,7 +46,7 @@ def elementwise(call: Call) -> Factors | None:
 def share_of_mean(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
     """How much of what a mean runs over lies on a rank."""
     own = inputs[1 if "grad_output" in call.arguments else 0]
-    total, held = own.shape.numel(), torch.Size(own.local_shape(coordinate)).numel()
+    held, total = own.share(coordinate, range(own.ndim))
     if call["reduction"] == NONE or held == total:
         return {}
     if not held:  # the mean of nothing is no number, and some operators leave even its sum undefined

@@ -94,9 +94,8 @@ def local_share(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """How much of what a mean runs over lies on a rank."""
-    shape, local, dims = inputs[0].shape, inputs[0].local_shape(coordinate), dims_of(call)
-    total = math.prod(shape[d] for d in dims)
-    return {"share": math.prod(local[d] for d in dims) / total if total else 1.0}
+    held, total = inputs[0].share(coordinate, dims_of(call))
+    return {"share": held / total if total else 1.0}
 
 
 def mean_of_share(local: torch.Tensor, *args: Any, share: float, **kwargs: Any) -> torch.Tensor:

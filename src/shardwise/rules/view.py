@@ -200,12 +200,15 @@ def local_size(
     return {name: list(outputs[0].local_shape(coordinate))}
 
 
+NOT_A_VIEW = (RuntimeError, ValueError)  # where memory does not allow for a view; of fake tensors, the latter
+
+
 def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequence[int] | None = None) -> torch.Tensor:
     """A view of the local where its memory allows one, else a copy."""
     size = size if shape is None else shape
     try:
         return aten.view.default(local, size)
-    except RuntimeError:
+    except NOT_A_VIEW:
         return local.reshape(size)
 
 

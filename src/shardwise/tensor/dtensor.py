@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
@@ -21,18 +22,21 @@ from shardwise.core.html import spec_html
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.symbolic import introduce, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
+from shardwise.dispatch.views import OUTSIDE
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.local import coordinates_here, laid_out_like
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import watching
 from shardwise.tensor.given import resolved, spec_given
 from shardwise.tensor.gradients import gradient_spec, gradient_spec_as, share_of_gradient
+from shardwise.tensor.memory import first_sharing
 from shardwise.tensor.ranks import FirstRank, OnEveryRank
 
 __all__ = ["DTensor", "PendingDTensor", "cache_info", "dispatcher", "dtensor_of", "forget_operators", "redistributed"]
@@ -315,6 +319,11 @@ class DTensor(torch.Tensor):
                 _unflattened.keep(key, spec)
         return dtensor_of(spec, local)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """What compilers ask for to know which inputs share memory; a DTensor's own has no values."""
+        is_fake = _modes_active() and isinstance(parts_of(self._held)[0], FakeTensor)
+        return torch.Tensor.untyped_storage(first_sharing(self, DTensor) if is_fake else self)
+
     def _stable_hash_for_caching(self) -> str:
         """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
         spec = self._spec
@@ -324,7 +333,8 @@ class DTensor(torch.Tensor):
     def __coerce_tangent_metadata__(self) -> DTensor:
         """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
         _accept_plain_tangents()
-        return redistributed(self, gradient_spec(self._spec))
+        expected = redistributed(self, gradient_spec(self._spec))
+        return expected if expected.__class__ is DTensor else dtensor_of(expected._spec, expected._local_tensor)
 
     def __coerce_same_metadata_as_tangent__(
         self, expected: tuple[Any, ...], expected_type: type | None = None
@@ -357,6 +367,8 @@ class DTensor(torch.Tensor):
 def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
     """A DTensor of this local, fast."""
     meta = spec.tensor_meta
+    if meta.is_symbolic:
+        introduce((*meta.shape, *meta.stride))
     made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
         DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
     )
@@ -529,12 +541,22 @@ class CopiedDTensor(DTensor):
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._copied_view.is_stale:
-            again = self._copied_view.again()
-            local = again._held
-            _LOCAL.__set__(
-                self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
-            )
+            with recording(self._held):
+                again = self._copied_view.again()
+                local = again._held
+                _LOCAL.__set__(
+                    self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
+                )
         return _LOCAL.__get__(self)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        made = DTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
+        if is_tracing():
+            made._mark_copied(OUTSIDE)
+        return made
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
