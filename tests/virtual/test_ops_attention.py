@@ -105,6 +105,17 @@ def test_groups_are_cut_where_their_heads_are() -> None:
     assert_parity(grouped, t(2, 6, 4, 8), t(2, 3, 5, 8), t(2, 3, 5, 8).cos(), meshes=((2,), (4,)), limit=12)
 
 
+def test_locals_may_lie_in_any_order_of_memory() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    grads = []
+    for order in ((0, 1, 2, 3), (0, 3, 2, 1)):
+        local = Q.permute(order).contiguous().permute(order).requires_grad_()
+        held = sw.DTensor.from_local(local, mesh, [R], shape=Q.shape, stride=Q.stride())
+        sdpa(held, held, held).full_tensor().square().sum().backward()
+        grads.append(local.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_bias_is_padded_to_where_kernels_can_read_it() -> None:
     bias = torch.randn(2, 3, 5)
     got = padded(bias)

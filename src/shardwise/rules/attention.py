@@ -84,6 +84,22 @@ def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
     return torch.nn.functional.pad(bias, (0, -size % ALIGNMENT))[..., :size]
 
 
+def in_rows(op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op` on locals whose rows lie in one piece. Its kernel takes that for granted; locals that were moved may not."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(
+            *[_with_rows(arg) if isinstance(arg, torch.Tensor) and arg.ndim == 4 else arg for arg in args], **kwargs
+        )
+
+    return run
+
+
+def _with_rows(arg: Any) -> Any:
+    odd = isinstance(arg, torch.Tensor) and arg.ndim == 4 and arg.stride(-1) != 1
+    return arg.contiguous() if odd else arg
+
+
 def efficient(query: Any, key: Any, value: Any, attn_bias: torch.Tensor | None, *rest: Any, **named: Any) -> Any:
     """Memory-efficient attention on locals."""
     return aten._scaled_dot_product_efficient_attention.default(query, key, value, padded(attn_bias), *rest, **named)
@@ -100,28 +116,28 @@ def efficient_backward(
 READS = ("dropout_p",)
 ALIGNMENT = 16
 
-rule(
+for forward in (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
-    reads=READS,
-)(attention(OUT, SUMS))
+):
+    rule(forward, reads=READS, local_op=in_rows(forward))(attention(OUT, SUMS))
 
-rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, reads=READS)(attention(QUERY, KEY, VALUE))
+on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+rule(on_cpu, reads=READS, local_op=in_rows(on_cpu))(attention(QUERY, KEY, VALUE))
 
-rule(
+for backward in (
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-    reads=READS,
-    localize=local_length,
-)(attention(QUERY, KEY, VALUE))
+):
+    rule(backward, reads=READS, local_op=in_rows(backward), localize=local_length)(attention(QUERY, KEY, VALUE))
 
 # these keep sums for a rounded number of queries
-rule(aten._scaled_dot_product_efficient_attention.default, reads=READS, local_op=efficient)(
+rule(aten._scaled_dot_product_efficient_attention.default, reads=READS, local_op=in_rows(efficient))(
     attention(OUT, SUMS, whole="s")
 )
-rule(aten._scaled_dot_product_efficient_attention_backward.default, reads=READS, local_op=efficient_backward)(
+rule(aten._scaled_dot_product_efficient_attention_backward.default, reads=READS, local_op=in_rows(efficient_backward))(
     attention(QUERY, KEY, VALUE, whole="s")
 )
