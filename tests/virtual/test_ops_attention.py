@@ -116,6 +116,12 @@ def test_locals_may_lie_in_any_order_of_memory() -> None:
     torch.testing.assert_close(grads[1], grads[0])
 
 
+def test_nested_tensors_are_refused() -> None:
+    mask = sw.ones(2, 4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[S0]) > 0
+    with pytest.raises(sw.UnsupportedError, match="enable_nested_tensor=False"):
+        torch._nested_tensor_from_mask(mask.unsqueeze(-1).double(), mask)  # as nn.TransformerEncoder does
+
+
 def test_bias_is_padded_to_where_kernels_can_read_it() -> None:
     bias = torch.randn(2, 3, 5)
     got = padded(bias)
