@@ -179,7 +179,7 @@ class DTensor(torch.Tensor):
         return _DATA.__get__(self)
 
     @data.setter
-    def data(self, new: DTensor) -> None:
+    def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, DTensor):
             raise PlainTensorError(
                 f"the data of {self._spec} cannot be a plain torch.Tensor of shape {tuple(new.shape)}",
