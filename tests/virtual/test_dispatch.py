@@ -480,6 +480,22 @@ def test_views_in_inference_mode_see_writes_too() -> None:
         torch.testing.assert_close(base.full_tensor(), torch.tensor([1.0, 4, 6, 8, 10, 6]))
 
 
+def test_views_in_inference_mode_of_what_was_made_outside() -> None:
+    """They are no inference tensors, as in torch; and writes get across as always."""
+    plain = torch.arange(24.0).reshape(4, 6)
+    x = sw.distribute_tensor(plain, sw.init_device_mesh("cpu", (2,)), [sw.Shard(0)]).requires_grad_()
+    for base in (plain, x):
+        with torch.inference_mode():
+            rows, columns = base.detach()[1:3], base.chunk(2, dim=1)[1]
+            base.view(2, 2, 6)[1, 0, 3] = -1.0
+            base.mT[3, 1] = -2.0
+            columns.mul_(2)
+        assert not rows.is_inference()
+        assert not rows.requires_grad
+        assert rows.sum().item() == 162.0
+    torch.testing.assert_close(x.full_tensor(), plain)
+
+
 def test_a_redistributed_tensor_is_one_of_its_own_without_overlaps() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     x = sw.distribute_tensor(torch.randn(5, dtype=torch.float64), mesh, [sw.Replicate()]).requires_grad_()

@@ -197,6 +197,24 @@ def test_a_parameter_of_a_dtensor() -> None:
     assert parameter.grad.spec is tensor.spec
     assert torch.equal(parameter.grad.full_tensor(), torch.ones(5, 3))
     assert not nn.Parameter(tensor, requires_grad=False).requires_grad
+    assert copy.deepcopy(parameter).grad is None  # as in torch
+
+
+def test_data_is_replaced_and_the_layout_kept() -> None:
+    module = nn.Linear(3, 5)
+    plain = [parameter.detach().clone() for parameter in module.parameters()]
+    sw.distribute_module(
+        module, mesh(), lambda name, part, mesh: setattr(part, "weight", nn.Parameter(made([Shard(0), Shard(1)])))
+    )
+    vector = sw.distribute_tensor(torch.arange(20.0), mesh(), [Replicate(), Shard(0)])
+    nn.utils.vector_to_parameters(vector, module.parameters())
+    assert module.weight.spec is made([Shard(0), Shard(1)]).spec
+    assert torch.equal(module.weight.full_tensor(), torch.arange(15.0).reshape(5, 3))
+    assert torch.equal(module.bias.full_tensor(), torch.arange(15.0, 20.0))
+    module.bias.data = smaller = vector[:2].to(torch.float64)
+    assert (module.bias.shape, module.bias.spec, module.bias.dtype) == ((2,), smaller.spec, torch.float64)
+    with pytest.raises(sw.PlainTensorError, match="the data of"):
+        module.weight.data = plain[0]
 
 
 def test_a_module_with_dtensors_is_copied_with_its_parameters() -> None:
@@ -275,4 +293,9 @@ def test_lists_and_arrays_are_of_the_whole_tensor() -> None:
     x = sw.distribute_tensor(torch.arange(5.0), mesh, [sw.Shard(0)])
     assert x.tolist() == [0, 1, 2, 3, 4]
     assert x.numpy().tolist() == x.tolist()
+    assert torch.from_dlpack(x).tolist() == x.tolist()
+    assert f"{x.sum():.2f}" == "10.00"
     assert x.requires_grad_().numpy(force=True).tolist() == x.tolist()
+    for refused in (x.detach().share_memory_, lambda: x.detach().apply_(abs)):
+        with pytest.raises(sw.UnsupportedError, match="DTensor"):
+            refused()

@@ -105,6 +105,42 @@ def test_groups_are_cut_where_their_heads_are() -> None:
     assert_parity(grouped, t(2, 6, 4, 8), t(2, 3, 5, 8), t(2, 3, 5, 8).cos(), meshes=((2,), (4,)), limit=12)
 
 
+def test_locals_may_lie_in_any_order_of_memory() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    grads = []
+    for order in ((0, 1, 2, 3), (0, 3, 2, 1)):
+        local = Q.permute(order).contiguous().permute(order).requires_grad_()
+        held = sw.DTensor.from_local(local, mesh, [R], shape=Q.shape, stride=Q.stride())
+        sdpa(held, held, held).full_tensor().square().sum().backward()
+        grads.append(local.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoders_that_do_not_train_stay_with_their_batch(norm_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=norm_first, dtype=torch.float64)
+    layer.eval()
+    heads, x, hidden = layer.self_attn, t(4, 5, 8), t(4, 5) > 0.5
+
+    def run(layer: Any, heads: Any, x: Any, hidden: Any) -> list[Any]:
+        return [layer(x), layer(x, src_key_padding_mask=hidden), *heads(x, x, x, key_padding_mask=hidden)]
+
+    mesh = sw.init_device_mesh("cpu", (2,))
+    with torch.no_grad():
+        wanted = run(layer, heads, x, hidden)
+        sw.distribute_module(layer, mesh)
+        with sw.strict():
+            got = run(layer, heads, *(sw.distribute_tensor(value, mesh, [S0]) for value in (x, hidden)))
+        torch.testing.assert_close([value.full_tensor() for value in got], wanted)
+
+
+def test_nested_tensors_are_refused() -> None:
+    mask = sw.ones(2, 4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[S0]) > 0
+    with pytest.raises(sw.UnsupportedError, match="enable_nested_tensor=False"):
+        torch._nested_tensor_from_mask(mask.unsqueeze(-1).double(), mask)  # as nn.TransformerEncoder does
+
+
 def test_bias_is_padded_to_where_kernels_can_read_it() -> None:
     bias = torch.randn(2, 3, 5)
     got = padded(bias)

@@ -44,6 +44,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "eigvals": (lambda a: L.eigvals(a.detach()).abs().sum(-1), POSITIVE),
     "det": (L.det, A),
     "slogdet": (L.slogdet, A),
+    "det, column by column": (L.det, A[0, 0].mT),
+    "solve, column by column": (L.solve, POSITIVE.mT, B),
     "lu": (lambda a: L.lu(a)[1:], A),
     "lu_solve": (lambda a, b: L.lu_solve(*L.lu_factor(a), b), POSITIVE, B),
     "ldl": (symmetric(lambda a: L.ldl_factor(a.detach())[0]), POSITIVE),

@@ -246,6 +246,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "select": lambda x: x[1].fill_(3.0),
     "setitem": lambda x: x.__setitem__(1, 7.0),
     "slice": lambda x: x[1:3].mul_(2),
+    "setitem lists": lambda x: x.__setitem__(([0, 2], [1, 3]), 5.0),
     "setitem slice": lambda x: x.__setitem__((slice(None), slice(1, 3)), 0.0),
     "both": lambda x: x[1, 2:4].add_(1),
     "step": lambda x: x[::3].exp_(),
@@ -255,6 +256,15 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "transpose": lambda x: x.mT[0, 1:2].sub_(1),
     "as_strided": lambda x: x.as_strided((2,), (4,)).neg_(),
 }
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")
+def test_elements_are_taken_as_they_lie_in_memory_on_one_device() -> None:
+    def fn(x: Any) -> Any:
+        x = x.detach()
+        return torch.as_strided_scatter(x * 1, torch.zeros_like(x[0, 0, :2]), (2,), (1,), 1), x.clone().resize_(2, 3)
+
+    assert_parity(fn, X.permute(2, 1, 0), limit=5, meshes=MESHES)
 
 
 @pytest.mark.parametrize("name", WRITES)

@@ -197,3 +197,12 @@ def test_gradient_of_a_softmax_passes_a_sum() -> None:
     )
     assert got.placements == (P,)
     torch.testing.assert_close(whole(got), aten._softmax_backward_data.default(grad, output, -1, torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_forward_gradients_beside_weights_without_any() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x, weight = (sw.distribute_tensor(value, mesh, [S0]) for value in (EVEN, t(8)))
+    wanted = torch.func.jvp(lambda x: F.layer_norm(x, (8,), t(8), t(8)), (EVEN,), (EVEN.cos(),))
+    got = torch.func.jvp(lambda x: F.layer_norm(x, (8,), weight, weight), (x,), (x.cos(),))
+    torch.testing.assert_close([whole(value) for value in got], list(wanted))

@@ -1,6 +1,7 @@
 """Reductions against one device, and how little they communicate."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +198,10 @@ def test_equal_compares_where_things_lie(a: Any, b: Any, count: int) -> None:
         same, moved, received = bytes_moved(lambda x=x, y=y: torch.equal(x, y))
         assert (same, moved) == (other is UNEVEN, count)
         assert received <= (8 if a is S0 else 2 * UNEVEN.nbytes)
+
+
+def test_distributions_check_their_values_where_they_lie() -> None:
+    mean = sw.ones(5, 3, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sw.ReplicationWarning)
+        assert torch.distributions.Normal(mean, mean.exp()).log_prob(mean).placements == (sw.Shard(0),)

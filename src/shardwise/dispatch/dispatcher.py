@@ -23,7 +23,7 @@ from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
-from shardwise.dispatch.views import copied_view, is_norm, watched
+from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.base import on_new_world
@@ -132,7 +132,8 @@ class OpDispatcher:
         if info.writes:
             into_plain = any(slot.name in info.writes and not isinstance(t, tensor_class) for slot, t in found)
             return self._resolve_write(signature, key, args, kwargs, into_plain)
-        return self._resolve_new(signature, key, args, kwargs)
+        run = self._resolve_new(signature, key, args, kwargs)
+        return counted_as_base(run) if info.is_view else run
 
     def _resolve_new(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]

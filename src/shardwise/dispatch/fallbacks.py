@@ -6,18 +6,22 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from shardwise import modes
-from shardwise.core.spec import TensorMeta
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.executors import general_executor
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, mark_views
-from shardwise.local import any_complex, seeing_conjugates
+from shardwise.local import any_complex, laid_out_like, seeing_conjugates
 from shardwise.plan.propagate import replicated_spec
 from shardwise.schema import OpInfo
 
 __all__ = ["decomposed", "on_whole_tensors", "torch_decomposition"]
+
+# Operators that take elements by where they lie in memory. By name: torch loads `prims` when it needs them.
+BY_MEMORY = {"aten::resize", "aten::resize_as", "prims::as_strided_scatter"}
 
 
 @functools.cache
@@ -65,7 +69,9 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     info, specs, mesh = signature.info, signature.specs, signature.mesh
     routes = routes_between(specs, signature.with_whole_operands())
     outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
-    local_op = seeing_conjugates(info.op) if any_complex(specs, outputs or ()) else None
+    local_op = _in_memory_order(info.op, specs[0]) if info.op.name() in BY_MEMORY else None
+    if any_complex(specs, outputs or ()):
+        local_op = seeing_conjugates(local_op or info.op)
     copies = info.is_view and (any(routes) or info.op in COPYING_VIEWS)
     run = general_executor(signature, routes, outputs, local_op=local_op, copies=copies, draws=signature.info.draws)
     moving = [route.route for route in routes if route is not None and route.communicates]
@@ -78,3 +84,13 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
         return result
 
     return run_and_warn
+
+
+def _in_memory_order(op: OpOverload, spec: DTensorSpec) -> Callable[..., Any]:
+    """`op` on a first operand that lies in memory as on one device; what was moved may lie otherwise."""
+    stride = spec.tensor_meta.stride
+
+    def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op(whole if whole.stride() == stride else laid_out_like(whole, stride), *args, **kwargs)
+
+    return run

@@ -28,6 +28,7 @@ __all__ = [
     "PHYSICAL",
     "CopiedView",
     "copied_view",
+    "counted_as_base",
     "is_norm",
     "mark_views",
     "push_back",
@@ -106,6 +107,18 @@ def copied_view(info: OpInfo, run: Executor) -> Executor:
         return views
 
     return run_and_mark
+
+
+def counted_as_base(run: Executor) -> Executor:
+    """`run`, whose views are inference tensors only where the base is one: torch counts writes to both together."""
+
+    def view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                return run(args, kwargs)
+        return run(args, kwargs)
+
+    return view
 
 
 def watched(wrapping: Wrapping, info: OpInfo, run: Executor) -> Executor:

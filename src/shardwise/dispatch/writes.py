@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise import modes
 from shardwise.dispatch.executors import general_executor, with_written
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.dispatch.views import write
@@ -74,7 +75,8 @@ def through_functional(signature: Signature, op: OpOverload) -> Executor:
         given = [slot.get(args, kwargs) for slot in written]
         # all by name: the two forms of an operator need not have the same defaults
         kept = {name: value for name, value in info.bind(args, kwargs).items() if name not in info.outs}
-        results = op(**kept)
+        with modes.decomposing(info.op):  # plain tensors among the arguments have been accepted
+            results = op(**kept)
         for target, result in zip(given, results if isinstance(results, tuple) else (results,), strict=True):
             write(wrapping, info, target, result)
         return with_written(wrapping, info, args, kwargs, (None,) * len(info.returns), None, mesh)

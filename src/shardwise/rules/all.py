@@ -8,6 +8,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     convolution,
     creation,
     embedding,
+    encoder,
     extremes,
     fft,
     foreach,

@@ -13,9 +13,10 @@ import torch
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import UnsupportedError
 from shardwise.rules.dims import aligned
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.registry import Call, rule
+from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
 
@@ -84,6 +85,20 @@ def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
     return torch.nn.functional.pad(bias, (0, -size % ALIGNMENT))[..., :size]
 
 
+def in_rows(op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op` on locals whose rows lie in one piece. Its kernel takes that for granted; locals that were moved may not."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*map(_with_rows, args), **kwargs)
+
+    return run
+
+
+def _with_rows(arg: Any) -> Any:
+    odd = isinstance(arg, torch.Tensor) and arg.ndim == 4 and arg.stride(-1) != 1
+    return arg.contiguous() if odd else arg
+
+
 def efficient(query: Any, key: Any, value: Any, attn_bias: torch.Tensor | None, *rest: Any, **named: Any) -> Any:
     """Memory-efficient attention on locals."""
     return aten._scaled_dot_product_efficient_attention.default(query, key, value, padded(attn_bias), *rest, **named)
@@ -97,31 +112,40 @@ def efficient_backward(
     return backward(grad_out_, query, key, value, padded(attn_bias), *rest, **named)
 
 
+@decomposition(aten._nested_tensor_from_mask.default)
+def nested(*args: Any, **kwargs: Any) -> Any:
+    """What nn.TransformerEncoder makes of padded batches when it does not train."""
+    raise UnsupportedError(
+        "a padded batch would become a nested tensor, and a DTensor is dense",
+        hint="nn.TransformerEncoder(..., enable_nested_tensor=False)",
+    )
+
+
 READS = ("dropout_p",)
 ALIGNMENT = 16
 
-rule(
+for forward in (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
-    reads=READS,
-)(attention(OUT, SUMS))
+):
+    rule(forward, reads=READS, local_op=in_rows(forward))(attention(OUT, SUMS))
 
-rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, reads=READS)(attention(QUERY, KEY, VALUE))
+on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+rule(on_cpu, reads=READS, local_op=in_rows(on_cpu))(attention(QUERY, KEY, VALUE))
 
-rule(
+for backward in (
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-    reads=READS,
-    localize=local_length,
-)(attention(QUERY, KEY, VALUE))
+):
+    rule(backward, reads=READS, local_op=in_rows(backward), localize=local_length)(attention(QUERY, KEY, VALUE))
 
 # these keep sums for a rounded number of queries
-rule(aten._scaled_dot_product_efficient_attention.default, reads=READS, local_op=efficient)(
+rule(aten._scaled_dot_product_efficient_attention.default, reads=READS, local_op=in_rows(efficient))(
     attention(OUT, SUMS, whole="s")
 )
-rule(aten._scaled_dot_product_efficient_attention_backward.default, reads=READS, local_op=efficient_backward)(
+rule(aten._scaled_dot_product_efficient_attention_backward.default, reads=READS, local_op=in_rows(efficient_backward))(
     attention(QUERY, KEY, VALUE, whole="s")
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
-from shardwise.core.spec import TensorMeta
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Dim, Factors, Row
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import Call, rule
@@ -65,8 +68,6 @@ for (operands, results, *linear), ops in {
     ("2", "21"): (aten.geqrf.default,),
     ("2", "22"): (aten.linalg_qr.default,),
     ("2", "212"): (aten._linalg_svd.default,),
-    ("2", "021"): (aten._linalg_det.default,),
-    ("2", "0021"): (aten._linalg_slogdet.default,),
     ("2", "210"): (aten.linalg_lu_factor_ex.default, aten.linalg_ldl_factor_ex.default),
     ("2", "222"): (aten.linalg_lu.default,),
     ("21", "222"): (aten.lu_unpack.default,),
@@ -80,7 +81,35 @@ for (operands, results, *linear), ops in {
     rule(*ops)(ends_in(operands, results, tuple(linear)))
 
 
-@rule(aten._linalg_solve_ex.default)
+# ---------------------------------------------------------------- factors that depend on the order of memory
+
+
+def order_of_memory(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """Whether the matrix lies row by row on one device."""
+    return {"row_by_row": call["A"].is_contiguous}
+
+
+def factoring(op: OpOverload) -> Callable[..., Any]:
+    """`op` on a local that lies in memory as the matrix does on one device.
+
+    What lies row by row torch factors as its transpose, and the gradient looks at the matrix to know which it was.
+    """
+
+    def run(local: torch.Tensor, *args: Any, row_by_row: bool, **kwargs: Any) -> Any:
+        if local.is_contiguous() != row_by_row:
+            local = local.contiguous() if row_by_row else local.mT.contiguous().mT
+        return op(local, *args, **kwargs)
+
+    return run
+
+
+for op, results in {aten._linalg_det.default: "021", aten._linalg_slogdet.default: "0021"}.items():
+    rule(op, localize=order_of_memory, local_op=factoring(op))(ends_in("2", results))
+
+
+@rule(aten._linalg_solve_ex.default, localize=order_of_memory, local_op=factoring(aten._linalg_solve_ex.default))
 def solve(call: Call) -> Factors | None:
     """One system of equations for each matrix; right sides are vectors where their shape says so."""
     left, right = call["A"].shape, call["B"].shape

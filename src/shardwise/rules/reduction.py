@@ -180,6 +180,10 @@ def every(call: Call) -> Factors | None:
     return reducing(call, reduce=by(call, "min"), rows=passing("min") if call["self"].dtype is torch.bool else ())
 
 
+decomposition(aten._is_all_true.default)(torch.all)
+decomposition(aten._is_any_true.default)(torch.any)
+
+
 @decomposition(aten.equal.default)
 def equal(a: Any, b: Any) -> bool:
     """Whether two tensors are the same: each rank compares what it has."""

@@ -25,7 +25,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import introduce, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.views import OUTSIDE
-from shardwise.errors import UnsupportedError
+from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
@@ -153,9 +153,33 @@ class DTensor(torch.Tensor):
         # printing may be done by one rank alone, so that it must not communicate
         return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
 
+    def __format__(self, format_spec: str) -> str:
+        """A single number is formatted as one, and so reduced where it waits for that; all else as `repr`."""
+        return format(self.item(), format_spec) if self.dim() == 0 and format_spec else super().__format__(format_spec)
+
     def _repr_html_(self) -> str:
         """What a notebook shows. Like `repr`, it never communicates."""
         return spec_html(self._spec, repr(self))
+
+    @property
+    def data(self) -> DTensor:
+        """The same tensor, without gradients."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if not isinstance(new, DTensor):
+            raise PlainTensorError(
+                f"the data of {self._spec} cannot be a plain torch.Tensor of shape {tuple(new.shape)}",
+                hint="distribute_tensor(tensor, mesh, placements) first",
+            )
+        spec = self._spec
+        if new.shape == spec.shape and new._spec.mesh is spec.mesh and not spec.partial_axes:  # it keeps its layout
+            with torch.no_grad():
+                new = redistributed(new, spec)
+        _DATA.__set__(self, new)
+        self._mark_copied(None)
+        self._settled, self._local_tensor, self._spec = None, new._local_tensor, new._spec
 
     # ---------------------------------------------------------------- to and from locals
 
@@ -296,6 +320,19 @@ class DTensor(torch.Tensor):
         """The whole tensor as an array of numpy, on every rank."""
         return self.full_tensor().numpy(force=force)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.full_tensor().__dlpack__(**options)
+
+    def share_memory_(self) -> DTensor:
+        """Refused: a DTensor has no memory of its own."""
+        raise UnsupportedError("a DTensor cannot be put into shared memory", hint="to_local().share_memory_()")
+
+    def apply_(self, function: Callable[..., Any]) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Refused: torch reads the memory of the tensor itself, and that of a DTensor is its locals'."""
+        raise UnsupportedError(
+            "apply_ does not work on a DTensor", hint="use torch's operators, or to_local().apply_(f)"
+        )
+
     # ---------------------------------------------------------------- protocols
 
     # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
@@ -357,7 +394,7 @@ class DTensor(torch.Tensor):
         with torch.no_grad():
             copied = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
         memo[id(self)] = copied
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # whose copies have none in torch either
             copied.grad = self.grad.__deepcopy__(memo)
         for name, value in self._kept_attributes().items():
             setattr(copied, name, value)
@@ -383,6 +420,7 @@ def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 _LOCAL = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
+_DATA: Any = torch.Tensor.data
 _modes_active = torch._C._len_torch_dispatch_stack
 _NO_KWARGS: Mapping[str, Any] = {}
 dispatcher = OpDispatcher(DTensor, _wrapper)
