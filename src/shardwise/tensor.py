@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
-from shardwise.compilers import never_traced, refuse_dry, taken_whole, tell_compiler
+from shardwise.compilers import decided_by, never_traced, refuse_dry, taken_whole, tell_compiler
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
@@ -29,7 +29,7 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import as_mesh
-from shardwise.local import coordinates_here, laid_out_like
+from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated_spec
 
 __all__ = ["DTensor", "cache_info"]
@@ -344,9 +344,14 @@ class DTensor(torch.Tensor):
         return _make(spec, local)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
+        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank.
+
+        Code that comes from disk was not traced here, so nobody has met the groups of its backward: they are made now,
+        on every rank, whether it finds code or not.
+        """
         spec = self._spec
-        facts = repr((spec.__fx_repr__()[0], self.requires_grad, coordinates_here(spec.mesh)))
+        here = fabric_of(spec.mesh).names_in_graphs(spec.mesh)
+        facts = repr((spec.__fx_repr__()[0], self.requires_grad, here, modes.in_force(), decided_by()))
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> DTensor:
