@@ -22,7 +22,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements, known_dense
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.symbolic import anew, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
@@ -228,7 +228,7 @@ class DTensor(torch.Tensor):
                 _local_specs.keep(key, spec)
         if torch.is_grad_enabled() and local_tensor.requires_grad:
             return entered(_FromLocal.apply(local_tensor, spec, _gradient_placements(spec, grad_placements)))
-        return entered(_make(spec, local_tensor))
+        return entered(_make_in_graph(spec, local_tensor))
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """This rank's part, as autograd sees it.
@@ -339,8 +339,9 @@ class DTensor(torch.Tensor):
         if spec is None:
             refuse_dry(context[0])
             spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
-            if key is not None:
-                _unflattened.keep(key, spec)
+            if key is None:
+                return _make_in_graph(spec, local)
+            _unflattened.keep(key, spec)
         return _make(spec, local)
 
     def _stable_hash_for_caching(self) -> str:
@@ -400,7 +401,20 @@ def _make(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
 
 def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function that makes a DTensor of a local with this spec."""
-    return functools.partial(_make, spec)
+    return functools.partial(_make_in_graph if spec.tensor_meta.is_symbolic else _make, spec)
+
+
+def _make_in_graph(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
+    """A DTensor whose sizes may be those of a compiler."""
+    meta = spec.tensor_meta
+    if not meta.is_symbolic:
+        return _make(spec, local)
+    made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
+        DTensor, anew(meta.shape), anew(meta.stride), None, None, meta.dtype, torch.strided, local.device
+    )
+    made._local_tensor = local
+    made._spec = spec
+    return made
 
 
 _modes_active = torch._C._len_torch_dispatch_stack
@@ -667,7 +681,7 @@ def _moved(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int 
     ):
         return _pending(tensor._local_tensor, bound, target)
     else:
-        made = _make(target, bound.run(tensor._local_tensor))
+        made = _make_in_graph(target, bound.run(tensor._local_tensor))
     if _watcher is not None:
         _watcher.moved(tensor, made)
     return made
@@ -782,7 +796,7 @@ class _FromLocal(torch.autograd.Function):
         ctx.spec, ctx.gradient = spec, gradient
         if any(not p.is_partial("sum") for p in spec.placements if isinstance(p, Partial)):
             ctx.save_for_backward(local)
-        return _make(spec, local.view_as(local))
+        return _make_in_graph(spec, local.view_as(local))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -841,7 +855,7 @@ class _ToLocal(torch.autograd.Function):
         for axis in ctx.spec.partial_axes:
             if ctx.spec.placements[axis].is_partial("avg"):
                 grad = grad * ctx.spec.mesh.shape[axis]
-        return _make(ctx.gradient.with_dtype(grad.dtype), grad), None
+        return _make_in_graph(ctx.gradient.with_dtype(grad.dtype), grad), None
 
 
 class _Redistribute(torch.autograd.Function):

@@ -28,7 +28,7 @@ from shardwise.core.layout import (
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
-from shardwise.core.symbolic import has_symbols, hinted, settled, specialized, unrecorded
+from shardwise.core.symbolic import anew, has_symbols, hinted, settled, specialized, unrecorded
 from shardwise.errors import LayoutError
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
@@ -252,7 +252,10 @@ class DTensorSpec(Interned):
         if found is None:
             checked = self._checked_coordinate(key)
             runs = tuple([self.runs(dim, checked) for dim in range(self.ndim)])
-            found = self._blocks[checked] = block_of(self.shape, runs)
+            found = block_of(self.shape, runs)
+            if self.tensor_meta.is_symbolic:
+                return found._replace(shape=anew(found.shape))
+            self._blocks[checked] = found
         return found
 
     def runs(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:

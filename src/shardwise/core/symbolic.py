@@ -7,13 +7,14 @@ Comparing symbolic integers makes the compiler remember how the comparison came 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["has_symbols", "hinted", "is_tracing", "named", "settled", "specialized", "unrecorded"]
+__all__ = ["anew", "has_symbols", "hinted", "is_tracing", "named", "settled", "specialized", "unrecorded"]
 
 
 def has_symbols(sizes: Iterable[Any]) -> bool:
@@ -87,6 +88,32 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
         torch.Size([2])
     """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def anew(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """The sizes, symbolic ones as new objects, which a tracer has not seen and takes for what they are computed of.
+
+    Specs outlive a pass of a compiler. The next pass may have seen their sizes in a gradient, on which forward must not
+    depend. Of several sizes with one name it takes the last: here that is made the first, which is an input's.
+
+    Example:
+        >>> anew((8, 4))
+        (8, 4)
+    """
+    made = tuple([torch.SymInt(copy.copy(size.node)) if isinstance(size, torch.SymInt) else size for size in sizes])
+    mode = torch._C._get_dispatch_mode(_MODES.PROXY)
+    if mode is not None:
+        known, by_name = mode.tracer.symnode_tracker, mode.tracer.sympy_expr_tracker
+        for symbol in {
+            symbol for size in made if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
+        }:
+            first = next((node for node in known.sym_node_dict if node.expr == symbol), None)
+            if first is not None and symbol in by_name:
+                by_name[symbol].proxy = known.sym_node_dict[first]
+        for size in made:
+            if isinstance(size, torch.SymInt) and size.node.expr in by_name:
+                known[size] = by_name[size.node.expr].proxy
+    return made
 
 
 _MODES = torch._C._TorchDispatchModeKey

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from shardwise.core.mesh import Coordinate
+from shardwise.core.spec import DTensorSpec
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.registry import Call
 
@@ -30,6 +33,16 @@ def aligned(shape: Sequence[int], names: Sequence[Dim], sizes: Sequence[int]) ->
     """The factors of an operand that broadcasts to a tensor with these factors and sizes."""
     missing = len(sizes) - len(shape)
     return tuple([names[missing + d] if size == sizes[missing + d] else None for d, size in enumerate(shape)])
+
+
+def share_of(spec: DTensorSpec, coordinate: Coordinate, dims: Iterable[int]) -> float:
+    """How much of what lies along some dims the rank at `coordinate` holds. Symbolic sizes fall into equal parts."""
+    held, total, local = 1, 1, spec.local_shape(coordinate)
+    for dim in dims:
+        known = isinstance(spec.shape[dim], int)
+        held *= local[dim] if known else 1
+        total *= spec.shape[dim] if known else math.prod([spec.mesh.shape[axis] for axis in spec.dim_axes[dim]])
+    return held / total if total else 1.0
 
 
 def moved(operand: Sequence[Dim], result: Sequence[Dim], **more: Any) -> Factors:

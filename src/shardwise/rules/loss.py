@@ -14,7 +14,7 @@ import torch
 from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.dims import aligned, names
+from shardwise.rules.dims import aligned, names, share_of
 from shardwise.rules.notation import FIRST, Dim, Factors
 from shardwise.rules.on_the_way import HALVES, as_result, reduced
 from shardwise.rules.registry import Call, decomposition, rule
@@ -46,12 +46,12 @@ def elementwise(call: Call) -> Factors | None:
 def share_of_mean(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
     """How much of what a mean runs over lies on a rank."""
     own = inputs[1 if "grad_output" in call.arguments else 0]
-    total, held = own.shape.numel(), torch.Size(own.local_shape(coordinate)).numel()
-    if call["reduction"] == NONE or held == total:
+    share = share_of(own, coordinate, range(own.ndim))
+    if call["reduction"] == NONE or share == 1.0:
         return {}
-    if not held:  # the mean of nothing is no number, and some operators leave even its sum undefined
+    if not share:  # the mean of nothing is no number, and some operators leave even its sum undefined
         return {"share": 0.0, "reduction": SUM}
-    return {"share": held / total} if call["reduction"] == MEAN else {}
+    return {"share": share} if call["reduction"] == MEAN else {}
 
 
 def forward_on_share(op: Any, *args: Any, share: float = 1.0, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from shardwise.core.layout import intersect
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.dims import along, names, wrapped
+from shardwise.rules.dims import along, names, share_of, wrapped
 from shardwise.rules.notation import FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, decomposition, rule
 
@@ -94,9 +94,7 @@ def local_share(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """How much of what a mean runs over lies on a rank."""
-    shape, local, dims = inputs[0].shape, inputs[0].local_shape(coordinate), dims_of(call)
-    total = math.prod(shape[d] for d in dims)
-    return {"share": math.prod(local[d] for d in dims) / total if total else 1.0}
+    return {"share": share_of(inputs[0], coordinate, dims_of(call))}
 
 
 def mean_of_share(local: torch.Tensor, *args: Any, share: float, **kwargs: Any) -> torch.Tensor:

@@ -81,7 +81,7 @@ def _viewed(arguments: Mapping[str, Any]) -> Shape | None:
         if known <= 0 or total % known:
             return None
         size[size.index(-1)] = total // known
-    return size if math.prod(size) == total and min(size, default=1) >= 0 else None
+    return size if math.prod(size) == total and all(n >= 0 for n in size) else None
 
 
 SHAPES: dict[OpOverload, ShapeOf] = {

@@ -205,7 +205,7 @@ def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequen
     size = size if shape is None else shape
     try:
         return aten.view.default(local, size)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter from tensors without values
         return local.reshape(size)
 
 
