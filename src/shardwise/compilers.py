@@ -7,8 +7,11 @@ of what the functions do.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,8 +21,19 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import why_not_constant
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
+from shardwise.plan.cost import current_cost_model
+from shardwise.rules.registry import USERS_RULES
 
-__all__ = ["never_traced", "not_compiled", "refuse_dry", "refuse_named", "taken_whole", "tell_compiler", "traceable"]
+__all__ = [
+    "decided_by",
+    "never_traced",
+    "not_compiled",
+    "refuse_dry",
+    "refuse_named",
+    "taken_whole",
+    "tell_compiler",
+    "traceable",
+]
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 Given = ParamSpec("Given")
@@ -76,6 +90,31 @@ def tell_compiler() -> bool:
 
 # what torch.compiler.assume_constant_result sets; calling that would import the compiler
 tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def decided_by() -> tuple[str, ...]:
+    """What decides how a program is traced, besides its tensors: our code, the cost model, the rules of users.
+
+    For the keys of caches on disk. What a user's rule says is not known, so with one the key is new in each process.
+
+    Example:
+        >>> decided_by() == decided_by()
+        True
+    """
+    return _digest_of_code(), repr(current_cost_model()), _this_process() if USERS_RULES else ""
+
+
+@functools.cache
+def _digest_of_code() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _this_process() -> str:
+    return os.urandom(16).hex()
 
 
 def never_traced(*functions: Callable[..., Any]) -> None:

@@ -42,6 +42,17 @@ class _Modes:
 _warned: set[tuple[str, str]] = set()
 
 
+def in_force() -> tuple[Any, ...]:
+    """All that is allowed now, for the keys of what is decided under it.
+
+    Example:
+        >>> in_force()
+        (False, False, (), 'one_device')
+    """
+    allowed = tuple([tuple(sorted(names)) for names in _Modes.allowed])
+    return _Modes.strict > 0, _Modes.implicit_replication > 0, allowed, _Modes.rng
+
+
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
     """Inside, any communication that was not asked for by `redistribute` or `full_tensor` is an error.

@@ -1,15 +1,21 @@
 """Compiled programs on real processes: ten steps of training beside one device; moves; random numbers."""
 
 import copy
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import shardwise as sw
+from shardwise.fabric import c10d as process_groups
 
 FLOAT = torch.float64
 STEPS = 10
@@ -142,3 +148,42 @@ def test_random_numbers_are_those_of_one_device(gloo4):
     wanted = [tensor for _ in range(2) for tensor in draw(torch.ones(5, 6))]
     for drawn in gloo4.run(draws, timeout=120):
         assert all(torch.equal(a, b) for a, b in zip(drawn, wanted, strict=True))
+
+
+def normalized_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Forward needs no collective here, backward a sum over the second axis."""
+    return a.softmax(-1) @ b
+
+
+def from_inductor() -> int:
+    """Values and gradients beside one device, from inductor; returns how much of the code was found on disk."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    given = torch.arange(8, dtype=FLOAT).reshape(4, 2).sin(), torch.arange(6, dtype=FLOAT).reshape(2, 3).cos()
+    a, b = (
+        sw.distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(given, ([S(0), R], [R, S(1)]), strict=True)
+    )
+    plain = [t.clone().requires_grad_() for t in given]
+    wanted = normalized_rows(*plain)
+    wanted.sum().backward()
+    got = torch.compile(normalized_rows, fullgraph=True, options={"cpp.simdlen": 1})(a, b)  # shortest to compile
+    got.backward(torch.ones_like(got))
+    for ours, theirs in ((got, wanted), (a.grad, plain[0].grad), (b.grad, plain[1].grad)):
+        torch.testing.assert_close(whole(ours), theirs)
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def inductor_twice(folder: str) -> list[int]:
+    """The second time as in a new process: no group has been made, and the code is on disk."""
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TORCHINDUCTOR_COMPILE_THREADS="1"):
+        found = [from_inductor()]
+        rank, world = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        process_groups._made.clear()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+        return [*found, from_inductor()]
+
+
+def test_inductor_on_uneven_shards_compiled_and_from_disk(gloo4, tmp_path: Path):
+    assert gloo4.run(inductor_twice, str(tmp_path), timeout=240) == [[0, 1]] * 4

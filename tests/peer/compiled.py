@@ -3,6 +3,7 @@
 Run in a process of its own, without run-time type checks, which would be compiled too.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -376,8 +377,8 @@ def virtual_ranks() -> list[tuple[float, str]]:
 # ---------------------------------------------------------------- modules made parallel
 
 
-def tensor_parallel(layers: nn.Module, mesh: sw.DeviceMesh) -> nn.Module:
-    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+def tensor_parallel(layers: nn.Module, mesh: sw.DeviceMesh, **options: Any) -> nn.Module:
+    plan = {"0": parallel.ColwiseParallel(**options), "2": parallel.RowwiseParallel(**options)}
     return parallel.parallelize_module(layers, mesh, plan)
 
 
@@ -426,6 +427,21 @@ def parallel_modules() -> dict[str, tuple[bool, int]]:
         close = torch.allclose(torch.tensor(got), torch.tensor(wanted))
         found[make.__name__] = (close, counter.frame_count)
     return found
+
+
+def parallel_modules_on_a_larger_mesh() -> bool:
+    """The same for a plan on one of two axes, with batches on both: of three dims, all of them symbolic."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with sw.virtual():
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).double()
+    made = tensor_parallel(copy.deepcopy(plain), mesh["tp"], use_local_output=False)
+    batches = [torch.randn(size, 6, 16, dtype=torch.float64) for size in (4, 8)]
+    wanted = losses(plain, plain, batches)
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=True)
+    got = losses(made, compiled, [sw.distribute_tensor(batch, mesh, [S(0), R]) for batch in batches])
+    return torch.allclose(torch.tensor(got), torch.tensor(wanted))
 
 
 def inductor() -> tuple[str, str]:

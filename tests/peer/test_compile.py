@@ -84,6 +84,7 @@ def test_modules_made_parallel(alone):
     (found,) = alone.run(compiled.parallel_modules, timeout=120)
     # a graph for each module between the hooks that gather and free, where one graph cannot hold them
     assert found == {"tensor_parallel": (True, 1), "fully_sharded": (True, 3), "replicated": (True, 1)}
+    assert alone.run(compiled.parallel_modules_on_a_larger_mesh, timeout=120) == [True]
 
 
 def test_inductor(alone):

@@ -115,6 +115,14 @@ def test_linear_on_two_axes_without_communication(placements: Any, result: Any) 
     assert collectives(F.linear, LINEAR, placements, (2, 2)) == (result, 0)
 
 
+@pytest.mark.parametrize("bias", [[R, S0], [S0, S0]])
+def test_linear_with_a_shard_on_an_axis_of_one_rank(bias: Any) -> None:
+    mesh = sw.init_device_mesh("cpu", (4, 1))
+    given = (t(3, 6), [S0, S1]), (t(5, 6), [R, R]), (t(5), bias)
+    out = F.linear(*(sw.distribute_tensor(value, mesh, placements) for value, placements in given))
+    torch.testing.assert_close(out.full_tensor(), F.linear(t(3, 6), t(5, 6), t(5)))
+
+
 def test_bias_is_added_once_to_a_sum() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(t(5, 8), mesh, [S1])

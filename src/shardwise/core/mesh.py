@@ -77,6 +77,7 @@ class DeviceMesh(Interned):
         "shape",
     )
     _fields = ("device_type", "fabric", "grid_shape", "grid_ranks", "grid_names", "axes", "mesh_dim_names")
+    _untold = ("coordinates", "host", "mesh")  # to compilers: asked of whoever runs it, or long
 
     device_type: str
     fabric: str
@@ -187,6 +188,20 @@ class DeviceMesh(Interned):
         return self._intern(
             self.device_type, self.fabric, self.grid_shape, self.grid_ranks, self.grid_names, axes, self.grid_names
         )
+
+    def axis_of(self, part: DeviceMesh) -> int | None:
+        """Which axis of this mesh is the only one of `part`, which was cut from the same grid; None if none is.
+
+        Example:
+            >>> mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+            >>> mesh.axis_of(mesh["tp"])
+            1
+        """
+        if self is part:
+            return 0
+        if self.root is not part.root or part.axes[0] not in self.axes:
+            return None
+        return self.axes.index(part.axes[0])
 
     def axis_name(self, axis: int) -> str:
         """The name of an axis, or its number where there are no names."""

@@ -28,7 +28,8 @@ def constant_to_compilers(kind: type[Value]) -> type[Value]:
     """
     try:
         use = _registry.MemberType.USE_REAL
-        asked = [name for name in dir(kind) if not name.startswith("_")]
+        # the compiler asks for all of them beforehand, so what not every value can tell is left out
+        asked = [name for name in dir(kind) if not name.startswith("_") and name not in getattr(kind, "_untold", ())]
         members = dict.fromkeys([*asked, *filter(kind.__dict__.__contains__, ["__getitem__"]), "__eq__", "__ne__"], use)
         _registry.register_opaque_type(kind, typ="value", members=members)
     except (AttributeError, TypeError) as error:  # another version of torch

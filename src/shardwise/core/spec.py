@@ -343,6 +343,20 @@ class DTensorSpec(Interned):
         """The same tensor laid out otherwise."""
         return DTensorSpec(mesh or self.mesh, placements, self.tensor_meta, shard_order)
 
+    def seen_on(self, larger: DeviceMesh) -> DTensorSpec:
+        """The layout on a mesh of one axis as one on a larger mesh with that axis: replicated along the others.
+
+        Example:
+            >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+            >>> DTensorSpec(mesh["tp"], [Shard(0)], TensorMeta((8,))).seen_on(mesh)
+            f32[8] dp:R tp:S0
+        """
+        axis = larger.axis_of(self.mesh)
+        assert axis is not None, f"{larger} does not have the axis of {self.mesh}"
+        placements: list[Placement] = [Replicate()] * larger.ndim
+        placements[axis] = self.placements[0]
+        return DTensorSpec(larger, placements, self.tensor_meta)
+
     def reduced(self) -> DTensorSpec:
         """The same layout once every Partial is reduced: those axes are replicated."""
         if not self.partial_axes:

@@ -78,7 +78,7 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
 
 
 def _plain_key(tensor: torch.Tensor, made_inside: bool) -> Key:
-    """The key of a plain tensor. Alike on every rank are small ones, those made by an operator, those without values."""
+    """The key of a plain tensor. Alike on all ranks are small ones, those made by an operator, those without values."""
     known = made_inside or tensor.numel() == 1 or tensor.is_meta
     same = known or modes.replicates_implicitly() or modes.made_by_torch(tensor)
     return (PLAIN if same else USERS, TensorMeta.of(tensor))

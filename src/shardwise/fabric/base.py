@@ -42,6 +42,10 @@ class Fabric(ABC):
             hint="use DTensor operations, which communicate on every fabric; process groups exist under torchrun",
         )
 
+    def names_in_graphs(self, mesh: DeviceMesh) -> tuple[Any, ...]:
+        """What this process and its groups on the mesh are called in graphs. All groups are there afterwards."""
+        return ()
+
     @abstractmethod
     def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
         """The coordinates of the ranks that run in this process; none outside the mesh."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -89,6 +90,14 @@ class C10dFabric(Fabric):
 
     def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
         return self.group_of(self._line(mesh, axes).ranks)
+
+    def names_in_graphs(self, mesh: DeviceMesh) -> tuple[Any, ...]:
+        names = []
+        if self.coordinate(mesh) is not None:
+            wide = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+            sets = itertools.chain.from_iterable(itertools.combinations(wide, n + 1) for n in range(len(wide)))
+            names = [self.group(mesh, axes).group_name for axes in sets]
+        return self.rank(), dist.get_world_size(), *names
 
     def _line(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Line:
         position = mesh.position_of(self.rank())

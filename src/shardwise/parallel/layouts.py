@@ -18,7 +18,7 @@ from shardwise.core.spec import DTensorSpec, checked_placements
 from shardwise.errors import MeshError
 from shardwise.tensor import DTensor
 
-__all__ = ["axis_in", "in_layout", "in_layouts", "local_of", "replaced"]
+__all__ = ["in_layout", "in_layouts", "local_of"]
 
 MAX_TARGETS = 4096
 _targets: dict[tuple[DTensorSpec, DeviceMesh, Placement], DTensorSpec] = {}
@@ -70,7 +70,7 @@ def target_of(spec: DTensorSpec, mesh: DeviceMesh, wanted: Placement) -> DTensor
     key = (spec, mesh, wanted)
     found = _targets.get(key)
     if found is None:
-        axis = axis_in(spec.mesh, mesh)
+        axis = spec.mesh.axis_of(mesh)
         if axis is None:
             raise MeshError(
                 f"a tensor lies as {spec} on {spec.mesh}, which does not have the axis of {mesh}",
@@ -78,20 +78,11 @@ def target_of(spec: DTensorSpec, mesh: DeviceMesh, wanted: Placement) -> DTensor
             )
         if len(_targets) >= MAX_TARGETS:
             _targets.clear()
-        found = _targets[key] = replaced(spec, axis, wanted)
+        found = _targets[key] = _replaced(spec, axis, wanted)
     return found
 
 
-def axis_in(larger: DeviceMesh, mesh: DeviceMesh) -> int | None:
-    """Which axis of `larger` the only axis of `mesh` is; None if it is none of them."""
-    if larger is mesh:
-        return 0
-    if larger.root is not mesh.root or mesh.axes[0] not in larger.axes:
-        return None
-    return larger.axes.index(mesh.axes[0])
-
-
-def replaced(spec: DTensorSpec, axis: int, wanted: Placement) -> DTensorSpec:
+def _replaced(spec: DTensorSpec, axis: int, wanted: Placement) -> DTensorSpec:
     """The same layout with another placement on one axis, which splits its new dim last."""
     placements = list(spec.placements)
     placements[axis] = wanted

@@ -11,11 +11,10 @@ from torch import nn
 
 from shardwise.api import distribute_tensor
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Replicate
+from shardwise.core.placement import Placement
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import AgreementError, LayoutError, MeshError
 from shardwise.fabric.virtual import RankTensor, virtual
-from shardwise.parallel.layouts import axis_in, replaced
 from shardwise.tensor import DTensor
 
 __all__ = ["check_parameters", "keep_one_gradient", "lay_out", "see_on", "unsee", "update_ties"]
@@ -132,16 +131,13 @@ def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
 
     Their gradients are added up over these axes.
     """
-    axis = axis_in(larger, mesh)
-    assert axis is not None, "the input was laid out on the larger mesh before"
     own: list[tuple[nn.Module, str, Any]] = []
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if isinstance(parameter, DTensor) and parameter._spec.mesh is mesh:
                 own.append((owner, name, parameter))
     for owner, name, parameter in own:
-        everywhere = DTensorSpec(larger, (Replicate(),) * larger.ndim, parameter._spec.tensor_meta)
-        spec = replaced(everywhere, axis, parameter._spec.placements[0])
+        spec = parameter._spec.seen_on(larger)
         owner._parameters[name] = DTensor.from_local(  # pyright: ignore[reportArgumentType]
             parameter.to_local(), larger, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride
         )

@@ -285,6 +285,8 @@ def _received(have: Placement, want: Placement, n: int, held: float, waits: bool
     """Bytes that a rank receives when one axis of an operand changes; `waits`: it is as wanted on another axis."""
     if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want and not waits:
         return math.inf  # a norm has no sign, so that nothing else can be seen as one
+    if isinstance(want, Partial) and isinstance(have, Shard | StridedShard):
+        return math.inf  # not on an axis of one rank either: nobody asks for that
     if (
         n == 1
         or have is want
@@ -293,7 +295,7 @@ def _received(have: Placement, want: Placement, n: int, held: float, waits: bool
     ):
         return 0.0
     if isinstance(want, Partial):
-        return math.inf if not isinstance(have, Partial) else 2 * (n - 1) / n * held
+        return 2 * (n - 1) / n * held
     if isinstance(want, Replicate):
         return 2 * (n - 1) / n * held if isinstance(have, Partial) else (n - 1) * held
     return (n - 1) / n * held

@@ -74,6 +74,7 @@ class Rule:
 
 
 RULES: dict[OpOverload, Rule] = {}
+USERS_RULES: set[OpOverload] = set()  # whose rule a user has given
 
 
 def rule(
@@ -123,6 +124,8 @@ def declare_rule(made: Rule, *ops: Any, replace: bool = False) -> None:
     for op in overloads(ops):
         assert replace or op not in RULES, f"{op} has a rule already"
         RULES[op] = made
+        if replace:
+            USERS_RULES.add(op)
 
 
 def pattern_rule(text: str, *ops: Any, localize: Localize | None = None, **more: Any) -> None:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
-from shardwise.compilers import never_traced, refuse_dry, refuse_named, taken_whole, tell_compiler
+from shardwise.compilers import decided_by, never_traced, refuse_dry, refuse_named, taken_whole, tell_compiler
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
@@ -31,7 +31,7 @@ from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.fabric.world import as_mesh
-from shardwise.local import coordinates_here, laid_out_like
+from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import watching
 from shardwise.tensor.given import resolved, spec_given
@@ -362,9 +362,14 @@ class DTensor(torch.Tensor):
         return torch.Tensor.untyped_storage(first_sharing(self, DTensor) if is_fake else self)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank."""
+        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank.
+
+        Code that comes from disk was not traced here, so nobody has met the groups of its backward: they are made now,
+        on every rank, whether it finds code or not.
+        """
         spec = self._spec
-        facts = repr((spec.__fx_repr__()[0], self.requires_grad, coordinates_here(spec.mesh)))
+        here = fabric_of(spec.mesh).names_in_graphs(spec.mesh)
+        facts = repr((spec.__fx_repr__()[0], self.requires_grad, here, modes.in_force(), decided_by()))
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> DTensor:
