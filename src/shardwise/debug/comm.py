@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed._functional_collectives  # which declares the names that counts stand under
 from torch import nn
 
 from shardwise.debug import recorder

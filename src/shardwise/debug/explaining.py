@@ -40,10 +40,10 @@ def explain(*, candidates: bool = False) -> Iterator[Report]:
         >>> with sw.explain() as report:
         ...     y = x @ w
         >>> report.total.collectives, [move.words for _, move in report.moves]
-        (1, ['all-to-all dim 1 -> dim 0 over tp'])
+        (1, ['all-gather dim 1 over tp'])
         >>> print(report.advice(report.records[0]))
-        self is tp:S1, mat2 is tp:S1. Were mat2 tp:S0, nothing would move, and the result would be tp:P. To bring it
-        there takes all-to-all dim 1 -> dim 0 over tp, 48 B.
+        self is tp:S1, mat2 is tp:S1. Were self tp:R, nothing would move, and the result would be tp:S1. To bring it
+        there takes all-gather dim 1 over tp, 192 B.
     """
     report = Report(candidates=candidates)
     recording = _Recording(report)

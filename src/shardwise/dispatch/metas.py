@@ -41,15 +41,16 @@ class ResultMetas:
             if metas is None:
                 return None
             dtype = self._dtypes.keep(shapeless, metas[0].dtype)
-        contiguous = all(spec.tensor_meta.is_contiguous for spec in signature.specs)
-        shape = _shape(signature) if contiguous else None  # even now: torch's own on meta tensors is not always right
-        if shape is not None:
+        shape = _shape(signature)  # even where it was run: torch's own on meta tensors is not always right
+        if shape is not None and all(spec.tensor_meta.is_contiguous for spec in signature.specs):
             return (TensorMeta(shape, None, dtype),)
-        return metas or _by_running(signature, args, kwargs)
+        metas = metas or _by_running(signature, args, kwargs)
+        wrong = shape is not None and metas and not metas[0].is_symbolic and metas[0].shape != tuple(shape)
+        return (TensorMeta(shape, None, dtype),) if wrong else metas
 
 
 def _shape(signature: Signature) -> Sequence[int] | None:
-    """The shape of the one result, on operands that are contiguous, as the result then is."""
+    """The shape of the one result, which is contiguous where the operands are."""
     if signature.info.pointwise:
         return broadcast_shape([spec.shape for spec in signature.specs])
     return SHAPES[signature.info.op](signature.arguments)
