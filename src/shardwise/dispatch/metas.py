@@ -45,8 +45,9 @@ class ResultMetas:
         if shape is not None and all(spec.tensor_meta.is_contiguous for spec in signature.specs):
             return (TensorMeta(shape, None, dtype),)
         metas = metas or _by_running(signature, args, kwargs)
-        wrong = shape is not None and metas and not metas[0].is_symbolic and metas[0].shape != tuple(shape)
-        return (TensorMeta(shape, None, dtype),) if wrong else metas
+        if shape is not None and metas and not metas[0].is_symbolic and metas[0].shape != tuple(shape):
+            return (TensorMeta(shape, None, dtype),)
+        return metas
 
 
 def _shape(signature: Signature) -> Sequence[int] | None:
