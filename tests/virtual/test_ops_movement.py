@@ -267,6 +267,18 @@ def test_elements_are_taken_as_they_lie_in_memory_on_one_device() -> None:
     assert_parity(fn, X.permute(2, 1, 0), limit=5, meshes=MESHES)
 
 
+def test_views_of_locals_that_no_memory_allows_are_copied_and_written_through() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    for view in (torch.view_as_complex, lambda x: x.view(torch.int64)):
+        x = torch.arange(24, dtype=torch.float32).reshape(3, 4, 2)
+        local = x.transpose(0, 2).contiguous().transpose(0, 2)
+        held_x = sw.DTensor.from_local(local, mesh, [Replicate()], shape=x.shape, stride=x.stride())
+        got = view(held_x)
+        torch.testing.assert_close(got.full_tensor(), view(x))
+        got.zero_()
+        assert not held_x.full_tensor().any()
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_reach_the_base(name: str) -> None:
     def fn(x: Any) -> Any:
