@@ -265,6 +265,12 @@ def test_elements_are_taken_as_they_lie_in_memory_on_one_device() -> None:
         return torch.as_strided_scatter(x * 1, torch.zeros_like(x[0, 0, :2]), (2,), (1,), 1), x.clone().resize_(2, 3)
 
     assert_parity(fn, X.permute(2, 1, 0), limit=5, meshes=MESHES)
+    local = X[0].t().contiguous().t().requires_grad_()
+    rows = sw.DTensor.from_local(local, mesh_of(2), [Replicate()], shape=X[0].shape, stride=X[0].stride())
+    distances = F.pdist(rows).full_tensor()
+    torch.testing.assert_close(distances.detach(), F.pdist(X[0]))
+    distances.sum().backward()
+    assert local.grad is not None
 
 
 def test_views_of_locals_that_no_memory_allows_are_copied_and_written_through() -> None:
