@@ -19,6 +19,7 @@ from shardwise.fabric.pieces import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import DTensor, dtensor_of, entered
+from shardwise.tensor.given import inside_transform
 
 __all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
 
@@ -56,6 +57,8 @@ def distribute_tensor(
         if placements is not None and DTensorSpec(mesh, placements, tensor._spec.tensor_meta) is not tensor._spec:
             raise LayoutError(f"the tensor is a DTensor already: {tensor._spec}", hint="use redistribute(...)")
         return tensor
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportAttributeAccessIssue]
+        raise inside_transform("distribute_tensor")
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
     spec = DTensorSpec(mesh, placements, TensorMeta.of(tensor).dense(), shard_order)
     whole = spec.reduced()

@@ -100,6 +100,14 @@ def test_from_local_and_to_local_share_memory() -> None:
     assert tensor.to_local().tensors[3].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("make", [sw.distribute_tensor, DTensor.from_local])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
+def test_inside_a_transform_none_is_made(make: Callable[..., Any], transform: Callable[..., Any]) -> None:
+    on = mesh()
+    with pytest.raises(sw.UnsupportedError, match=f"{make.__name__} inside a function that torch.func transforms"):
+        transform(lambda x: make(x, on).sum())(torch.ones(4))
+
+
 def test_repr_says_what_it_is() -> None:
     text = repr(made([Shard(0), Partial()]).requires_grad_())
     assert text.startswith("DTensor(f32[5,3] dp:S0 tp:P, local=RankTensor(")

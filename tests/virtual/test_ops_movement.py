@@ -265,6 +265,24 @@ def test_elements_are_taken_as_they_lie_in_memory_on_one_device() -> None:
         return torch.as_strided_scatter(x * 1, torch.zeros_like(x[0, 0, :2]), (2,), (1,), 1), x.clone().resize_(2, 3)
 
     assert_parity(fn, X.permute(2, 1, 0), limit=5, meshes=MESHES)
+    local = X[0].t().contiguous().t().requires_grad_()
+    rows = sw.DTensor.from_local(local, mesh_of(2), [Replicate()], shape=X[0].shape, stride=X[0].stride())
+    distances = F.pdist(rows).full_tensor()
+    torch.testing.assert_close(distances.detach(), F.pdist(X[0]))
+    distances.sum().backward()
+    assert local.grad is not None
+
+
+def test_views_of_locals_that_no_memory_allows_are_copied_and_written_through() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    for view in (torch.view_as_complex, lambda x: x.view(torch.int64)):
+        x = torch.arange(24, dtype=torch.float32).reshape(3, 4, 2)
+        local = x.transpose(0, 2).contiguous().transpose(0, 2)
+        held_x = sw.DTensor.from_local(local, mesh, [Replicate()], shape=x.shape, stride=x.stride())
+        got = view(held_x)
+        torch.testing.assert_close(got.full_tensor(), view(x))
+        got.zero_()
+        assert not held_x.full_tensor().any()
 
 
 @pytest.mark.parametrize("name", WRITES)

@@ -206,3 +206,26 @@ def test_forward_gradients_beside_weights_without_any() -> None:
     wanted = torch.func.jvp(lambda x: F.layer_norm(x, (8,), t(8), t(8)), (EVEN,), (EVEN.cos(),))
     got = torch.func.jvp(lambda x: F.layer_norm(x, (8,), weight, weight), (x,), (x.cos(),))
     torch.testing.assert_close([whole(value) for value in got], list(wanted))
+
+
+@pytest.mark.parametrize("by_channels", [False, True])
+def test_group_norm_of_locals_in_any_order_of_memory(by_channels: bool) -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x, grad = t(4, 6, 5, 3), t(4, 6, 5, 3).cos()
+    if by_channels:
+        x = x.contiguous(memory_format=torch.channels_last)
+
+    def held(whole: torch.Tensor, order: tuple[int, ...]) -> sw.DTensor:
+        local = torch.empty_permuted(whole.shape, order, dtype=whole.dtype).copy_(whole)
+        return sw.DTensor.from_local(local, mesh, [R], shape=x.shape, stride=x.stride())
+
+    source = x.clone().requires_grad_()
+    result = F.group_norm(source, 2)
+    result.backward(grad)
+    rows, by_channel, reversed_ = (0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)
+    for order, order_of_grad in (reversed_, rows), (rows, reversed_), (by_channel, rows):
+        inner = held(x, order).requires_grad_()
+        got = F.group_norm(inner, 2)
+        torch.testing.assert_close(whole(got), result.detach())
+        got.backward(held(grad, order_of_grad))
+        torch.testing.assert_close(whole(inner.grad), source.grad)

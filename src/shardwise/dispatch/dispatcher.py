@@ -215,7 +215,8 @@ class OpDispatcher:
                     f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among "
                     "DTensors, and only you know how it is meant to lie on the mesh",
                     hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
-                    "DTensor.from_local(tensor, mesh, placements) if each rank holds a part",
+                    "DTensor.from_local(tensor, mesh, placements) if each rank holds a part; "
+                    "call inside implicit_replication() if it is not yours, but torch's own",
                 )
 
     def forget(self) -> None:

@@ -30,6 +30,8 @@ from shardwise.schema import OpInfo
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
 SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
+# Views that share memory where that of the local allows for it, and else are copied.
+MAY_COPY = {SHARING, torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype}
 HELD_BY_TORCH = 3  # references to an argument that no one in Python holds: the arguments, the question, torch itself
 Patches = Mapping[Coordinate, Mapping[str, Any]]
 
@@ -81,7 +83,7 @@ def _simple_executor(
     here = coordinates_here(mesh)
     if not front or not here or mesh.fabric == dry.name:
         return None
-    if signature.pinned not in ((), (0,)) or info.outs:
+    if signature.pinned not in ((), (0,)) or info.outs or (info.op in MAY_COPY and patches is None):
         return None
     op, wrap, lockstep = local_op or info.op, wrapping.wrapper(spec), mesh.fabric == virtual.name
     if patches is not None:
@@ -322,7 +324,7 @@ def general_executor(
             wrapped = like(results, (next(fresh)(r) if isinstance(r, torch.Tensor) else r for r in results))
         else:
             wrapped = wraps[0](results)
-        if copies or (op is SHARING and _was_copied(results, locals_[0])):
+        if copies or (op in MAY_COPY and _was_copied(results, locals_[0])):
             mark_views(info, args, kwargs, wrapped)
         return wrapped
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from shardwise.schema import OpInfo
 
 __all__ = ["decomposed", "on_whole_tensors", "torch_decomposition"]
 
-# Operators that take elements by where they lie in memory. By name: torch loads `prims` when it needs them.
-BY_MEMORY = {"aten::resize", "aten::resize_as", "prims::as_strided_scatter"}
+# Operators that take elements by where they lie in memory, or refuse them. By name: torch loads `prims` when it needs
+# them.
+BY_MEMORY = {
+    "aten::resize", "aten::resize_as", "prims::as_strided_scatter", "aten::_pdist_forward", "aten::_pdist_backward",
+}  # fmt: skip
 
 
 @functools.cache
@@ -69,7 +72,7 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     info, specs, mesh = signature.info, signature.specs, signature.mesh
     routes = routes_between(specs, signature.with_whole_operands())
     outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
-    local_op = _in_memory_order(info.op, specs[0]) if info.op.name() in BY_MEMORY else None
+    local_op = _in_memory_order(info.op, specs) if info.op.name() in BY_MEMORY else None
     if any_complex(specs, outputs or ()):
         local_op = seeing_conjugates(local_op or info.op)
     copies = info.is_view and (any(routes) or info.op in COPYING_VIEWS)
@@ -86,11 +89,16 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     return run_and_warn
 
 
-def _in_memory_order(op: OpOverload, spec: DTensorSpec) -> Callable[..., Any]:
-    """`op` on a first operand that lies in memory as on one device; what was moved may lie otherwise."""
-    stride = spec.tensor_meta.stride
+def _in_memory_order(op: OpOverload, specs: Sequence[DTensorSpec]) -> Callable[..., Any]:
+    """`op` on operands that lie in memory as on one device; what was moved may lie otherwise."""
 
-    def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return op(whole if whole.stride() == stride else laid_out_like(whole, stride), *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        strides = iter([spec.tensor_meta.stride for spec in specs])
+        laid_out = [_with_strides(arg, next(strides)) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return op(*laid_out, **kwargs)
 
     return run
+
+
+def _with_strides(whole: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return whole if whole.stride() == stride else laid_out_like(whole, stride)

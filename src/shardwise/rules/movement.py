@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
@@ -19,7 +20,7 @@ from shardwise.rules.dims import along, kept, moved, names, wrapped
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.registry import Call, decomposition, rule
 from shardwise.rules.slicing import local_input_sizes
-from shardwise.rules.view import local_size
+from shardwise.rules.view import NOT_A_VIEW, local_size
 
 aten = torch.ops.aten
 
@@ -118,14 +119,28 @@ def view_as_real(call: Call) -> Factors:
     return moved(own, [*own, None])
 
 
-@rule(aten.view_as_complex.default, aten.view_as_complex_copy.default)
+def or_of_a_copy(op: OpOverload) -> Callable[..., Any]:
+    """A view that needs the last dim of a local in one piece; of a copy where it does not lie so."""
+
+    def run(local: torch.Tensor, *args: Any) -> torch.Tensor:
+        try:
+            return op(local, *args)
+        except NOT_A_VIEW:
+            return op(local.contiguous(), *args)
+
+    return run
+
+
+@rule(aten.view_as_complex.default, local_op=or_of_a_copy(aten.view_as_complex.default))
+@rule(aten.view_as_complex_copy.default)
 def view_as_complex(call: Call) -> Factors:
     """The last dim is real and imaginary parts; it must be whole, and sums only pass where they mean the same."""
     own = names(len(call["self"].shape) - 1)
     return Factors(((*own, None),), (tuple(own),), linear=((0,),), keeps_zero=True)
 
 
-@rule(aten.view.dtype, aten.view_copy.dtype)
+@rule(aten.view.dtype, local_op=or_of_a_copy(aten.view.dtype))
+@rule(aten.view_copy.dtype)
 def view_dtype(call: Call) -> Factors:
     """The bits read as another dtype: a dim whose size changes must be whole, and zeros are zeros in all of them."""
     before, after = call["self"].shape, call.results[0].shape

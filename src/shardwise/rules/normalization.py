@@ -184,13 +184,33 @@ def by_batch(call: Call, **facts: Any) -> Factors:
     return Factors(tuple(map(dims, call.operands)), tuple(map(dims, call.results)), **facts)
 
 
-@rule(aten.native_group_norm.default, localize=local_batch)
+def memory_order(x: torch.Tensor) -> torch.memory_format:
+    """In which order of memory the kernels of group norms read a local: by channels where it lies so, on the CPU."""
+    by_channels = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if by_channels is None or x.device.type != "cpu" or x.is_contiguous():
+        return torch.contiguous_format
+    return by_channels if x.is_contiguous(memory_format=by_channels) else torch.contiguous_format
+
+
+def local_group_norm(x: torch.Tensor, *rest: Any) -> Any:
+    """Group norm of a local, which may lie in memory otherwise than on one device."""
+    return aten.native_group_norm.default(x.contiguous(memory_format=memory_order(x)), *rest)
+
+
+def local_group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    """The gradients of a group norm of a local. The kernel takes both to lie alike, and does not look."""
+    order = memory_order(x)
+    grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
+    return aten.native_group_norm_backward.default(grad, x, *rest)
+
+
+@rule(aten.native_group_norm.default, localize=local_batch, local_op=local_group_norm)
 def group_norm(call: Call) -> Factors:
     """Each of the batch by itself."""
     return by_batch(call)
 
 
-@rule(aten.native_group_norm_backward.default, localize=local_batch)
+@rule(aten.native_group_norm_backward.default, localize=local_batch, local_op=local_group_norm_backward)
 def group_norm_backward(call: Call) -> Factors:
     """Each of the batch by itself; the gradients of the weights sum over it."""
     return by_batch(call, summed=frozenset("n"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.core.placement import Replicate, StridedShard
 from shardwise.rules.dims import along, names, wrapped
+from shardwise.rules.extremes import at_extreme
 from shardwise.rules.notation import Factors
 from shardwise.rules.on_the_way import as_result, moved_to, settled, split_axes, widened
 from shardwise.rules.reduction import sums_pass
@@ -39,17 +41,33 @@ def summing_up(call: Call) -> Factors:
 
 
 class Scan(NamedTuple):
-    """How parts are scanned, what stands before the first, and how what stands before is joined to a part."""
+    """How parts are scanned, what stands before the first, by dtype, and how that is joined to a part."""
 
-    scan: Any
-    nothing: float
-    join: Any
+    scan: Callable[[torch.Tensor, int], torch.Tensor]
+    nothing: Callable[[torch.dtype], float]
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """What no element is below."""
+    if dtype is torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> float:
+    """What no element is above."""
+    if dtype is torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 SCANS = {
-    "sum": Scan(torch.cumsum, 0, torch.add),
-    "product": Scan(torch.cumprod, 1, torch.mul),
-    "logsumexp": Scan(torch.logcumsumexp, -math.inf, torch.logaddexp),
+    "sum": Scan(torch.cumsum, lambda dtype: 0, torch.add),
+    "product": Scan(torch.cumprod, lambda dtype: 1, torch.mul),
+    "logsumexp": Scan(torch.logcumsumexp, lowest, torch.logaddexp),
+    "max": Scan(lambda x, dim: torch.cummax(x, dim).values, lowest, torch.maximum),
+    "min": Scan(lambda x, dim: torch.cummin(x, dim).values, highest, torch.minimum),
 }
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -69,13 +87,13 @@ def scan_total(local: torch.Tensor, dim: int, parts: int, kind: str) -> torch.Te
     if local.shape[dim]:
         return local.narrow(dim, local.shape[dim] - 1, 1).clone()
     shape = [1 if d == dim else size for d, size in enumerate(local.shape)]
-    return local.new_full(shape, SCANS[kind].nothing)
+    return local.new_full(shape, SCANS[kind].nothing(local.dtype))
 
 
 def scan_before(local: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
     """What all parts before each come to, of what each comes to."""
     so_far = SCANS[kind].scan(local, dim).narrow(dim, 0, local.shape[dim] - 1)
-    return torch.cat([torch.full_like(local.narrow(dim, 0, 1), SCANS[kind].nothing), so_far], dim)
+    return torch.cat([torch.full_like(local.narrow(dim, 0, 1), SCANS[kind].nothing(local.dtype)), so_far], dim)
 
 
 def scan_onward(local: torch.Tensor, before: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
@@ -103,20 +121,40 @@ def by_parts(call: Call) -> Factors:
     return Factors((own,) * len(call.operands), (own,))
 
 
-def scan_of_shards(kind: str, op: Any, x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """A scan along a sharded dim: the totals of the parts are gathered, and each part goes on from those before it."""
+def scan_of_shards(kind: str, x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """A scan along a sharded dim."""
     dim = wrapped(dim, x.dim())
     kept = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     x = settled(x if x.dtype is kept else x.to(kept), (dim,))
-    axes = split_axes(x, (dim,))
-    if not axes or x.is_complex() or any(isinstance(x.placements[a], StridedShard) for a in axes):
+    return as_result(part_by_part(kind, widened(x), dim), kept) if goes_by_parts(x, dim) else NotImplemented
+
+
+def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
+    """The extremes so far along a sharded dim, and where they last were: the last place that was an extreme then."""
+    dim = wrapped(dim, x.dim())
+    x = settled(x, (dim,))
+    if not goes_by_parts(x, dim):
         return NotImplemented
-    scans = torch.ops.shardwise
-    part = scans.scan_part.default(widened(x), dim, kind)
+    extremes = part_by_part(kind, x, dim)
+    position = torch.arange(x.shape[dim], device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
+    places = torch.where(at_extreme(x, extremes), position, 0)
+    return extremes, part_by_part("max", places, dim)
+
+
+def goes_by_parts(x: Any, dim: int) -> bool:
+    """Whether a dim falls into parts that follow each other, one on a rank."""
+    axes = split_axes(x, (dim,))
+    return bool(axes) and not x.is_complex() and not any(isinstance(x.placements[a], StridedShard) for a in axes)
+
+
+def part_by_part(kind: str, x: Any, dim: int) -> Any:
+    """A scan along a sharded dim: the totals of the parts are gathered, and each part goes on from those before it."""
+    axes, scans = split_axes(x, (dim,)), torch.ops.shardwise
+    part = scans.scan_part.default(x, dim, kind)
     total = scans.scan_total.default(part, dim, math.prod(x.device_mesh.shape[a] for a in axes), kind)
     before = scans.scan_before.default(_whole_along(total, axes), dim, kind)
     before = before.redistribute(placements=x.placements, shard_order=total.spec.shard_order)
-    return as_result(scans.scan_onward.default(part, before, dim, kind), kept)
+    return scans.scan_onward.default(part, before, dim, kind)
 
 
 def _whole_along(x: Any, axes: list[int]) -> Any:
@@ -124,12 +162,14 @@ def _whole_along(x: Any, axes: list[int]) -> Any:
     return moved_to(x, [Replicate() if a in axes else p for a, p in enumerate(x.placements)])
 
 
-def _declare_scan(op: Any, kind: str) -> None:
-    # the totals are gathered, and the gradient, which runs the other way, is moved once more
-    decomposition(op, reductions=2)(lambda *args, **kwargs: scan_of_shards(kind, op, *args, **kwargs))
+def _declare_scan(op: Any, compute: Any, kind: str) -> None:
+    # totals are gathered (of places, too), and the gradient, which runs the other way, is moved once more
+    decomposition(op, reductions=2)(lambda *args, **kwargs: compute(kind, *args, **kwargs))
 
 
-_declare_scan(aten.cumsum.default, "sum")
-_declare_scan(aten.cumprod.default, "product")
-_declare_scan(aten._logcumsumexp.default, "logsumexp")
-_declare_scan(aten.logcumsumexp.default, "logsumexp")
+_declare_scan(aten.cumsum.default, scan_of_shards, "sum")
+_declare_scan(aten.cumprod.default, scan_of_shards, "product")
+_declare_scan(aten._logcumsumexp.default, scan_of_shards, "logsumexp")
+_declare_scan(aten.logcumsumexp.default, scan_of_shards, "logsumexp")
+_declare_scan(aten.cummax.default, extremes_so_far, "max")
+_declare_scan(aten.cummin.default, extremes_so_far, "min")

@@ -34,7 +34,7 @@ from shardwise.fabric.world import as_mesh
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import watching
-from shardwise.tensor.given import resolved, spec_given
+from shardwise.tensor.given import inside_transform, resolved, spec_given
 from shardwise.tensor.gradients import gradient_spec, gradient_spec_as, share_of_gradient
 from shardwise.tensor.memory import first_sharing
 from shardwise.tensor.ranks import FirstRank, OnEveryRank
@@ -219,6 +219,8 @@ class DTensor(torch.Tensor):
                 local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
             )
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
+        if torch._C._functorch.is_functorch_wrapped_tensor(local_tensor):  # pyright: ignore[reportAttributeAccessIssue]
+            raise inside_transform("from_local")
         if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
             local_tensor = resolved(local_tensor)
         if mesh.fabric == "virtual" and not isinstance(local_tensor, RankTensor):

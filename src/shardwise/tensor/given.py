@@ -16,11 +16,11 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
-from shardwise.errors import AgreementError, LayoutError, ShardwiseError
+from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
 
-__all__ = ["resolved", "spec_given"]
+__all__ = ["inside_transform", "resolved", "spec_given"]
 
 MAX_SPECS = 4096
 _specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)
@@ -137,3 +137,11 @@ def resolved(local: torch.Tensor) -> torch.Tensor:
     if isinstance(local, RankTensor) and any(t.is_conj() or t.is_neg() for t in local.tensors):
         return RankTensor([t.resolve_conj().resolve_neg() for t in local.tensors])
     return local.resolve_conj().resolve_neg()
+
+
+def inside_transform(function: str) -> UnsupportedError:
+    """What is said where torch.func transforms a tensor, which then stands for another and has no memory of its own."""
+    return UnsupportedError(
+        f"{function} inside a function that torch.func transforms (grad, vmap, jvp, ...)",
+        hint="make the DTensor outside, and give it to the function as an argument",
+    )
