@@ -112,6 +112,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
         lambda x, mesh: sw.DTensor.from_local(x, mesh, [P(), R]).redistribute(placements=[S(0), R]).to_local(),
         lambda: (torch.randn(4, 16, requires_grad=True), mesh_of()),
     ),
+    "running sum": (lambda x: x.detach().cumsum(0) * x, lambda: (laid_out(40000, 16),)),
     "softmax": (lambda x: x.softmax(-1), lambda: (laid_out(8, 16, placements=(S(0), S(1))),)),
     "extremum": (lambda x: x.amax(0), lambda: (laid_out(8, 16),)),
     "views and writes": (

@@ -109,7 +109,7 @@ _library.impl("scan_part", scan_part, "CompositeExplicitAutograd")
 _library.impl("scan_total", _total_shape, "CompositeExplicitAutograd")
 _library.impl("scan_before", scan_before, "CompositeExplicitAutograd")
 _library.impl("scan_onward", lambda whole, before, dim, kind: torch.empty_like(whole), "CompositeExplicitAutograd")
-rule(torch.ops.shardwise.scan_before.default)(scanning)
+rule(torch.ops.shardwise.scan_before.default, local_op=scan_before)(scanning)
 
 
 @rule(torch.ops.shardwise.scan_part.default, local_op=scan_part)
