@@ -133,6 +133,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
     ),
     "group norm": (lambda x: F.group_norm(x, 4), lambda: (laid_out(4, 8, 6, placements=(S(0), S(1))),)),
     "norm": (lambda x: x.norm(dim=1), lambda: (laid_out(8, 16, placements=(S(0), S(1))),)),
+    "backward communicates without a gradient": (lambda x: [x.amax(0), x.square()], lambda: (laid_out(8, 16),)),
     "integers": (lambda x: torch.randint_like(x, 5) * x, lambda: (laid_out(8, 16),)),
     "written through views": (_written_through_views, lambda: (laid_out(8, 16, placements=(S(0), S(1))),)),
     "made inside": (
@@ -147,10 +148,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
 
 
 def run(program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The first result, and backward from it; from all of a list."""
     result = program(*args)
-    first = result[0] if isinstance(result, tuple) else result
-    first.backward(torch.ones_like(first))
-    return first
+    wanted = result if isinstance(result, list) else [result[0] if isinstance(result, tuple) else result]
+    torch.autograd.backward(wanted, [torch.ones_like(each) for each in wanted])
+    return wanted[0]
 
 
 def structure(name: str) -> tuple[Any, ...]:

@@ -86,7 +86,7 @@ class Taken(NamedTuple):
 
     start: int
     step: int
-    count: int
+    length: int
 
 
 def taken_by_slice(call: Call) -> Taken:
@@ -105,7 +105,7 @@ def where_sliced(
     if not spec.dim_axes[dim] or call.results[0].shape[dim] == spec.shape[dim]:
         return {}
     taken = taken_by_slice(call)
-    return {"pieces": tuple(_pieces(runs_along(spec, dim, coordinate), taken)), "length": taken.count}
+    return {"pieces": tuple(_pieces(runs_along(spec, dim, coordinate), taken)), "length": taken.length}
 
 
 def _pieces(runs: Sequence[Run], taken: Taken) -> list[tuple[int, int, int]]:
@@ -114,7 +114,7 @@ def _pieces(runs: Sequence[Run], taken: Taken) -> list[tuple[int, int, int]]:
     at = 0
     for run in runs:
         first = max(0, -(-(run.start - taken.start) // taken.step))
-        last = min(taken.count, -(-(run.start + run.length - taken.start) // taken.step))
+        last = min(taken.length, -(-(run.start + run.length - taken.start) // taken.step))
         if first < last:
             piece = at + taken.start + first * taken.step - run.start, first, last - first
             found.append((settled(piece[0]), settled(piece[1]), settled(piece[2])))
