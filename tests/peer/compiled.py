@@ -134,6 +134,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
     ),
     "group norm": (lambda x: F.group_norm(x, 4), lambda: (laid_out(4, 8, 6, placements=(S(0), S(1))),)),
     "norm": (lambda x: x.norm(dim=1), lambda: (laid_out(8, 16, placements=(S(0), S(1))),)),
+    "backward communicates without a gradient": (lambda x: [x.amax(0), x.square()], lambda: (laid_out(8, 16),)),
     "integers": (lambda x: torch.randint_like(x, 5) * x, lambda: (laid_out(8, 16),)),
     "written through views": (_written_through_views, lambda: (laid_out(8, 16, placements=(S(0), S(1))),)),
     "made inside": (
@@ -148,10 +149,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
 
 
 def run(program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The first result, and backward from it; from all of a list."""
     result = program(*args)
-    first = result[0] if isinstance(result, tuple) else result
-    first.backward(torch.ones_like(first))
-    return first
+    wanted = result if isinstance(result, list) else [result[0] if isinstance(result, tuple) else result]
+    torch.autograd.backward(wanted, [torch.ones_like(each) for each in wanted])
+    return wanted[0]
 
 
 def structure(name: str) -> tuple[Any, ...]:
@@ -326,6 +328,8 @@ def refused() -> dict[str, str]:
     said = {}
     with sw.dry_run():
         dry = sw.distribute_tensor(torch.randn(8, 4), sw.init_device_mesh("cpu", (2,)), [S(0)])
+    with sw.virtual():
+        here = sw.distribute_tensor(torch.randn(8, 4), sw.init_device_mesh("cpu", (2,)), [S(0)])
     with fake_world(WORLD):
         mesh = mesh_of()
         programs = {
@@ -338,6 +342,7 @@ def refused() -> dict[str, str]:
         programs |= {
             f"written beside a {name}": (lambda view: (one.add_(1), view * 2), view) for name, view in sharing.items()
         }
+        programs["written beside a virtual view"] = (lambda view: (here.add_(1), view * 2), here.view(-1))
         programs["written to a row"] = (lambda view: view.add_(1), sharing["row"])
         parts = [sw.DTensor.from_local(part, mesh, [S(0), R]) for part in torch.randn(2, 4, 16)]
         programs["written beside another part of a buffer"] = (lambda x: (x[0].add_(1), x[1] * 2), parts)
@@ -443,6 +448,50 @@ def parallel_modules_on_a_larger_mesh() -> bool:
     compiled = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=True)
     got = losses(made, compiled, [sw.distribute_tensor(batch, mesh, [S(0), R]) for batch in batches])
     return torch.allclose(torch.tensor(got), torch.tensor(wanted))
+
+
+def _of_rows(x: Any, w: Any) -> Any:
+    return F.layer_norm(x, x.shape[-1:]) @ w.t().softmax(0)
+
+
+SIZED: dict[str, tuple[Callable[..., Any], list[Any], list[tuple[int, ...]]]] = {
+    "sizes that are what is left of others": (_of_rows, [S(0), S(1)], [(8, 8), (8, 8)]),
+    "squares of sizes": (F.linear, [S(0)], [(8, 6, 4), (6, 4)]),
+    "slices of a sharded dim": (lambda x, w: torch.cat([x, x * 2]).chunk(2, 1)[0], [S(0)], [(8, 4), (2, 2)]),
+}
+
+
+def symbolic_sizes() -> dict[str, bool]:
+    """Whether programs traced with symbolic sizes compute what one device does, forward and backward."""
+    torch.manual_seed(0)
+    found = {}
+    for name, (program, placements, sizes) in SIZED.items():
+        torch._dynamo.reset()
+        with sw.virtual():
+            mesh = sw.init_device_mesh("cpu", (2,) * len(placements))
+        compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=True)
+        plain = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+        given = [
+            sw.distribute_tensor(t.detach(), mesh, p).requires_grad_()
+            for t, p in zip(plain, (placements, [S(0), R][: mesh.ndim]), strict=True)
+        ]
+        wanted, got = program(*plain), compiled(*given)
+        for result in (wanted, got):
+            result.square().sum().backward()
+        pairs = [(got.full_tensor(), wanted), (given[0].grad.full_tensor(), plain[0].grad)]
+        found[name] = all(torch.allclose(ours, theirs) for ours, theirs in pairs)
+    return found
+
+
+def symbolic_beside_uneven() -> str:
+    """A symbolic size beside an uneven one: numbers that only the way back needs are fixed on the way there."""
+    torch._dynamo.reset()
+    with fake_world(WORLD):
+        x = laid_out(3, 8, 32)
+        torch._dynamo.maybe_mark_dynamic(x, 2)
+        program = torch.compile(lambda x: x.redistribute(placements=[S(0), S(1)]) * 2, backend="aot_eager")
+        run(program, (x,))
+        return x.grad.spec.layout
 
 
 def inductor() -> tuple[str, str]:

@@ -70,7 +70,7 @@ def test_what_cannot_be_compiled_is_said(alone):
     assert "run_check" in said["run_check"]
     assert "src_data_rank=None" in said["source rank"]
     assert "shardwise.debug.make_fx" in said["make_fx"]
-    for view in ("view", "row", "column"):
+    for view in ("view", "row", "column", "virtual view"):
         assert "aliased inputs that are mutated" in said[f"written beside a {view}"]
     assert "take the view inside" in said["written to a row"]
     assert "written beside another part of a buffer" not in said
@@ -85,6 +85,12 @@ def test_modules_made_parallel(alone):
     # a graph for each module between the hooks that gather and free, where one graph cannot hold them
     assert found == {"tensor_parallel": (True, 1), "fully_sharded": (True, 3), "replicated": (True, 1)}
     assert alone.run(compiled.parallel_modules_on_a_larger_mesh, timeout=120) == [True]
+
+
+def test_symbolic_sizes_forward_and_backward(alone):
+    (found,) = alone.run(compiled.symbolic_sizes, timeout=120)
+    assert found == dict.fromkeys(compiled.SIZED, True)
+    assert alone.run(compiled.symbolic_beside_uneven, timeout=60) == ["S0 R"]
 
 
 def test_inductor(alone):

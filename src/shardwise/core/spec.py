@@ -261,21 +261,24 @@ class DTensorSpec(Interned):
         if not axes:
             return (Run(0, size),)
         if size.__class__ is not int:
-            return self._symbolic_runs(dim, coordinate)
+            equal = self._equal_run(dim, coordinate)
+            if equal is not None:
+                return (equal,)
+            (size,) = specialized((size,))
         if self.is_strided:
             return runs_of(size, tuple([Cut(sizes[a], coordinate[a], self.rows(a)) for a in axes]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
-    def _symbolic_runs(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
-        """The runs of a dim whose size a compiler does not know: an equal part, or else the size is fixed."""
+    def _equal_run(self, dim: int, coordinate: tuple[int, ...]) -> Run | None:
+        """The run of a dim whose size a compiler does not know, where ranks hold equal parts of it."""
         size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
         parts = math.prod([sizes[a] for a in axes])
-        if self.is_strided or size % parts != 0:
-            return self.with_meta(self.tensor_meta.specialized()).runs(dim, coordinate)
+        if any(self.rows(a) for a in axes) or size % parts != 0:
+            return None
         index = 0
         for axis in axes:
             index = index * sizes[axis] + coordinate[axis]
-        return (Run(settled(index * (size // parts)), settled(size // parts)),)
+        return Run(settled(index * (size // parts)), settled(size // parts))
 
     def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
         mesh = self.mesh

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["has_symbols", "hinted", "introduce", "is_tracing", "named", "settled", "specialized", "unrecorded"]
+__all__ = ["has_symbols", "hinted", "introduce_sizes", "is_tracing", "named", "settled", "specialized", "unrecorded"]
 
 
 def has_symbols(sizes: Iterable[Any]) -> bool:
@@ -107,24 +108,49 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
-def introduce(sizes: Iterable[Any]) -> None:
-    """Tell the tracer that records now of symbolic integers that it knows by their name alone.
+def introduce_sizes() -> None:
+    """See to it that the tracer that records now finds symbolic integers by their expressions.
 
-    A size that was computed on the side may be one symbol again (`4 * s // 4`), as another object. Where torch then
-    takes the larger of it and 1, it would look that up by the name, and so in itself.
+    A size that was computed on the side is known to it by that alone.
 
     Example:
-        >>> introduce((8, 4))
+        >>> introduce_sizes()
     """
     mode: Any = torch._C._get_dispatch_mode(_MODES.PROXY)
-    if mode is None:
-        return
-    proxies = importlib.import_module("torch.fx.experimental.proxy_tensor")
-    for size in sizes:
-        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-            known = proxies.get_proxy_slot(size, mode.tracer, None)
-            if known is not None:
-                proxies.set_proxy_slot(size, mode.tracer, known)
+    if mode is not None and mode.tracer.sympy_expr_tracker.__class__ is not _KnownSizes:
+        mode.tracer.sympy_expr_tracker = _KnownSizes(mode.tracer)
+
+
+class _KnownSizes(dict[Any, Any]):
+    """What a tracer knows of symbolic integers: from an expression to where the graph has it.
+
+    A symbol stays what it was first, an input. torch would take the latest integer that comes to it (`2 * s - s`); its
+    parts may be known by the same name alone, so that it would be computed from itself. And powers, which torch does
+    not take apart, are products.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__(tracer.sympy_expr_tracker)
+        self.tracer = weakref.ref(tracer)
+
+    def __setitem__(self, expression: Any, where: Any) -> None:
+        self.setdefault(expression, where)
+
+    def get(self, expression: Any, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if expression not in self and getattr(expression, "is_Pow", False) and expression.exp.is_Integer:
+            self._multiply_out(expression)
+        return super().get(expression, default)
+
+    def _multiply_out(self, power: Any) -> None:
+        proxies, tracer = importlib.import_module("torch.fx.experimental.proxy_tensor"), self.tracer()
+        base = proxies._build_proxy_for_sym_expr(tracer, power.base)
+        if base is None or power.exp < 2:
+            return
+        product = base
+        for _ in range(int(power.exp) - 1):
+            factors, product = (product, base), product * base
+            proxies._sym_register(tracer, operator.mul, factors, product)
+        self[power] = proxies._SympyExprTrackerValue(proxies.get_proxy_slot(product, tracer), product)
 
 
 _MODES = torch._C._TorchDispatchModeKey

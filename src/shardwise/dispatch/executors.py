@@ -15,7 +15,6 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
@@ -334,9 +333,8 @@ def general_executor(
 def _was_copied(result: Any, local: Any) -> bool:
     """Whether a view of a local has memory of its own: that of the local did not allow for one."""
     pairs = zip(result.tensors, local.tensors, strict=True) if isinstance(local, RankTensor) else ((result, local),)
-    if is_tracing():  # there are no addresses yet
-        return any(not torch._C._is_alias_of(a, b) for a, b in pairs)  # pyright: ignore[reportAttributeAccessIssue]
-    return any(a.data_ptr() != b.data_ptr() for a, b in pairs)
+    # not by addresses, which a compiler's tensors do not have
+    return any(not torch._C._is_alias_of(a, b) for a, b in pairs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def with_written(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import traceback as fx_traceback
 
 from shardwise.core.mesh import Coordinate
 from shardwise.fabric.base import BoundStep
@@ -26,6 +27,7 @@ from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, S
 __all__ = ["is_recorded", "recorded_exchange", "recorded_step", "recorded_unreduce", "recording"]
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_TAG = "partitioner_tag"  # of a node in a graph: whether it is of forward or of backward
 
 
 def is_recorded(local: torch.Tensor) -> bool:
@@ -47,15 +49,27 @@ def _operators() -> Any:
     return torch.ops._c10d_functional
 
 
-def _arrived(sent: torch.Tensor) -> torch.Tensor:
-    return _operators().wait_tensor(sent)
+def _arrived(collective: str, *args: Any) -> torch.Tensor:
+    """What a collective brings. One that backward asks for stays there.
+
+    Compilers would put it into forward where it depends on no gradient, and leave in backward a copy that nobody needs.
+    """
+    operators, meta = _operators(), fx_traceback.current_meta
+    tag = meta.get(_TAG)
+    if tag == "is_backward":
+        meta[_TAG] = "must_be_in_backward"
+    try:
+        return operators.wait_tensor(getattr(operators, collective)(*args))
+    finally:
+        if tag is not None:
+            meta[_TAG] = tag
 
 
 def _gathered(local: torch.Tensor, group: Any) -> torch.Tensor:
     """The locals of all ranks of the group, one below the other along a new dim 0."""
     n = group.size()
     carried = as_carried(local)
-    parts = _arrived(_operators().all_gather_into_tensor(carried, n, group.group_name))
+    parts = _arrived("all_gather_into_tensor", carried, n, group.group_name)
     return (
         parts.view(local.dtype).view(n, *local.shape)
         if carried.dtype is not local.dtype
@@ -101,7 +115,7 @@ def _all_reduce(step: AllReduce, group: Any) -> BoundStep:
 
     def run(local: torch.Tensor) -> torch.Tensor:
         given = as_reducible(local, op).contiguous()
-        total = _arrived(_operators().all_reduce(given, name, group.group_name))
+        total = _arrived("all_reduce", given, name, group.group_name)
         return from_reducible(total if finish is None else finish(total), local.dtype, op)
 
     return run
@@ -114,7 +128,7 @@ def _reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coo
     def run(local: torch.Tensor) -> torch.Tensor:
         packed = how.pack(as_reducible(local, op))
         rows = packed.view(-1, *packed.shape[2:]) if packed.dim() > 1 else packed
-        total = _arrived(_operators().reduce_scatter_tensor(rows, name, group.size(), group.group_name))
+        total = _arrived("reduce_scatter_tensor", rows, name, group.size(), group.group_name)
         total = total.view(how.part)
         return from_reducible(how.own(total if finish is None else finish(total)), local.dtype, op)
 
@@ -130,7 +144,7 @@ def _all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) 
     def run(local: torch.Tensor) -> torch.Tensor:
         packed = split_in_front(local, step.target_dim, n)
         carried = as_carried(packed).view(n, -1)
-        got = _arrived(_operators().all_to_all_single(carried, [1] * n, [1] * n, group.group_name))
+        got = _arrived("all_to_all_single", carried, [1] * n, [1] * n, group.group_name)
         return got.view(packed.dtype).view(packed.shape).movedim(0, step.source_dim).reshape(goal)
 
     return run
@@ -158,7 +172,7 @@ def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype
         carried = as_carried(packed)
         scale = packed.element_size() // carried.element_size()
         got, sent = ([n * scale for n in sizes] for sizes in (goods.got_sizes, goods.sent_sizes))
-        buffer = _arrived(_operators().all_to_all_single(carried, got, sent, group.group_name))
+        buffer = _arrived("all_to_all_single", carried, got, sent, group.group_name)
         return goods.unpack(local, buffer.view(packed.dtype))
 
     return run

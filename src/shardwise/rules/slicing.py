@@ -6,13 +6,14 @@ What a rank does not hold is zero there: a MaskPartial, and nothing is moved. Pu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import settled
 from shardwise.rules.dims import kept, moved, names, wrapped
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.registry import Call, rule
@@ -80,10 +81,19 @@ def select(call: Call) -> Factors:
     return contributed(own, own[:at] + own[at + 1 :], at, sums_masks(call.results[0].dtype))
 
 
-def slice_range(call: Call) -> range:
+class Taken(NamedTuple):
+    """The indices that a slice takes: a range, of integers that may be symbolic."""
+
+    start: int
+    step: int
+    length: int
+
+
+def taken_by_slice(call: Call) -> Taken:
     """The indices that a slice takes, as Python counts them."""
     size = call["self"].shape[wrapped(call["dim"], len(call["self"].shape))]
-    return range(*slice(call["start"], call["end"], call["step"]).indices(size))
+    start = 0 if call["start"] is None else call["start"]
+    return Taken(start if start >= 0 else max(start + size, 0), call["step"], call.results[0].shape[call["dim"]])
 
 
 def where_sliced(
@@ -94,19 +104,20 @@ def where_sliced(
     dim = wrapped(call["dim"], spec.ndim)
     if not spec.dim_axes[dim] or call.results[0].shape[dim] == spec.shape[dim]:
         return {}
-    taken = slice_range(call)
-    return {"pieces": tuple(_pieces(runs_along(spec, dim, coordinate), taken)), "length": len(taken)}
+    taken = taken_by_slice(call)
+    return {"pieces": tuple(_pieces(runs_along(spec, dim, coordinate), taken)), "length": taken.length}
 
 
-def _pieces(runs: Sequence[Run], taken: range) -> list[tuple[int, int, int]]:
+def _pieces(runs: Sequence[Run], taken: Taken) -> list[tuple[int, int, int]]:
     """What a rank with these runs holds of the indices taken: (first local index, first of the result, how many)."""
     found = []
     at = 0
     for run in runs:
         first = max(0, -(-(run.start - taken.start) // taken.step))
-        last = min(len(taken), -(-(run.start + run.length - taken.start) // taken.step))
+        last = min(taken.length, -(-(run.start + run.length - taken.start) // taken.step))
         if first < last:
-            found.append((at + taken.start + first * taken.step - run.start, first, last - first))
+            piece = at + taken.start + first * taken.step - run.start, first, last - first
+            found.append((settled(piece[0]), settled(piece[1]), settled(piece[2])))
         at += run.length
     return found
 

@@ -22,7 +22,7 @@ from shardwise.core.html import spec_html
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
-from shardwise.core.symbolic import introduce, is_tracing
+from shardwise.core.symbolic import introduce_sizes, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.views import OUTSIDE
 from shardwise.errors import PlainTensorError, UnsupportedError
@@ -412,7 +412,7 @@ def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
     """A DTensor of this local, fast."""
     meta = spec.tensor_meta
     if meta.is_symbolic:
-        introduce((*meta.shape, *meta.stride))
+        introduce_sizes()
     made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
         DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
     )
@@ -655,6 +655,10 @@ class Redistribute(torch.autograd.Function):
         ctx.source, ctx.async_op, ctx.max_bytes = tensor._spec, async_op, max_bytes
         ctx.backward_dtype = backward_dtype
         moved = moved_to(tensor, target, async_op, max_bytes)
+        if (
+            target.tensor_meta.is_symbolic
+        ):  # what the way back needs as numbers is fixed now: a compiler counts sizes here
+            bound_route(gradient_spec(target), gradient_spec(tensor._spec), max_bytes)
         return tensor.view_as(tensor) if moved is tensor else moved  # pyright: ignore[reportReturnType]
 
     @staticmethod
