@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed._functional_collectives  # which declares the names that counts stand under
 from torch import nn
 
 from shardwise.debug import recorder
 from shardwise.debug.records import Move, Record
+from shardwise.fabric.recorded import functional_collectives
 from shardwise.tensor import DTensor
 
 __all__ = ["CommDebugMode"]
@@ -55,6 +55,7 @@ class CommDebugMode(recorder.Listener):
     """
 
     def __init__(self) -> None:
+        functional_collectives()  # declares the names that counts stand under
         self._clear()
 
     def _clear(self) -> None:

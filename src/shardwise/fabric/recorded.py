@@ -24,7 +24,14 @@ from shardwise.fabric.virtual import parts_of
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
 
-__all__ = ["is_recorded", "recorded_exchange", "recorded_step", "recorded_unreduce", "recording"]
+__all__ = [
+    "functional_collectives",
+    "is_recorded",
+    "recorded_exchange",
+    "recorded_step",
+    "recorded_unreduce",
+    "recording",
+]
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _TAG = "partitioner_tag"  # of a node in a graph: whether it is of forward or of backward
@@ -44,8 +51,9 @@ def recording(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 @cache
-def _operators() -> Any:
-    importlib.import_module("torch.distributed._functional_collectives")  # what the operators give on fake tensors
+def functional_collectives() -> Any:
+    """torch's collectives as operators: declared, also under their older names, with what they give on fake tensors."""
+    importlib.import_module("torch.distributed._functional_collectives")
     return torch.ops._c10d_functional
 
 
@@ -54,7 +62,7 @@ def _arrived(collective: str, *args: Any) -> torch.Tensor:
 
     Compilers would put it into forward where it depends on no gradient, and leave in backward a copy that nobody needs.
     """
-    operators, meta = _operators(), fx_traceback.current_meta
+    operators, meta = functional_collectives(), fx_traceback.current_meta
     tag = meta.get(_TAG)
     if tag == "is_backward":
         meta[_TAG] = "must_be_in_backward"
