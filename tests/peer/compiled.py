@@ -458,6 +458,7 @@ SIZED: dict[str, tuple[Callable[..., Any], list[Any], list[tuple[int, ...]]]] = 
     "sizes that are what is left of others": (_of_rows, [S(0), S(1)], [(8, 8), (8, 8)]),
     "squares of sizes": (F.linear, [S(0)], [(8, 6, 4), (6, 4)]),
     "slices of a sharded dim": (lambda x, w: torch.cat([x, x * 2]).chunk(2, 1)[0], [S(0)], [(8, 4), (2, 2)]),
+    "places of the largest": (lambda x, w: x.topk(2, 1).values, [S(0)], [(8, 4), (2, 2)]),
 }
 
 

@@ -20,7 +20,6 @@ KNOWN: dict[str, str] = {
     "cauchy": PARTIAL_DRAW,
     "exponential": PARTIAL_DRAW,
     "log_normal": PARTIAL_DRAW,
-    "nn.functional.linear_cross_entropy.chunked_none": "torch mixes plain tensors of its own with the ones it is given",
     "normal.in_place": PARTIAL_DRAW,
     "tensor_split": "torch reads the memory of the index tensor itself",
     "to_sparse": "there are no sparse DTensors",

@@ -289,7 +289,8 @@ def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes):
         return None
-    return [f"d{d}" if d != at and len({shape[d] for shape in shapes}) == 1 else None for d in range(ndim)]
+    first, *others = shapes  # not a set of sizes: symbolic ones have no hash
+    return [f"d{d}" if d != at and all(shape[d] == first[d] for shape in others) else None for d in range(ndim)]
 
 
 @rule(aten.gather.default, localize=held_along(own_dim), local_op=local_lookup(aten.gather.default))
