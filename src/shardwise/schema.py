@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from shardwise.rules.registry import find_rule
 
-__all__ = ["UNREAD", "OpInfo", "Reader", "Slot", "functional_of", "op_info", "tensor_slots"]
+__all__ = ["UNREAD", "OpInfo", "Reader", "Slot", "forget_infos", "functional_of", "op_info", "tensor_slots"]
 
 
 def UNREAD(value: Any) -> None:  # a mark
@@ -62,8 +62,22 @@ def load_rules() -> None:
     importlib.import_module("shardwise.rules.all")
 
 
-@functools.cache
+_infos: dict[int, OpInfo] = {}  # by id: OpOverload hashes in Python, and operators live for ever
+
+
 def op_info(op: OpOverload) -> OpInfo:
+    info = _infos.get(id(op))
+    if info is None:
+        info = _infos[id(op)] = _read(op)
+    return info
+
+
+def forget_infos() -> None:
+    """Read schemas and rules again when they are next asked for: a rule has changed."""
+    _infos.clear()
+
+
+def _read(op: OpOverload) -> OpInfo:
     load_rules()
     schema = op._schema
     rule = find_rule(op)

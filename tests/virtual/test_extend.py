@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.rules.registry import RULES
+from shardwise.tensor import dispatcher, forget_operators
 
 R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
 
@@ -78,3 +81,16 @@ def test_a_rule_that_is_not_true_is_found() -> None:
         sw.register_sharding(op, "a -> a", linear=((0,),))
         with pytest.raises(sw.RuleError, match=r"Partial\(sum\).* on 2 ranks gives a wrong value"):
             sw.check_rule(op, torch.randn(5))
+
+
+def test_what_a_new_rule_reads_is_in_the_key(mesh: sw.DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = torch.ops.aten.elu.default
+    _, x = laid_out(mesh, S0)
+    assert dispatcher.key(op, (x, 1.0), {}) == dispatcher.key(op, (x, 2.0), {})
+    reading = dataclasses.replace(RULES[op], reads={"alpha": lambda value: value})
+    monkeypatch.setitem(RULES, op, reading)
+    forget_operators()
+    different = dispatcher.key(op, (x, 1.0), {}) != dispatcher.key(op, (x, 2.0), {})
+    monkeypatch.undo()
+    forget_operators()
+    assert different

@@ -32,7 +32,7 @@ from shardwise.plan.cost import on_new_model
 from shardwise.plan.decomposing import worth_decomposing
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.rules.registry import DECOMPOSITIONS, REDUCTIONS, RULES
-from shardwise.schema import OpInfo, Slot, functional_of, op_info, tensor_slots
+from shardwise.schema import OpInfo, Slot, forget_infos, functional_of, op_info, tensor_slots
 
 __all__ = ["CacheInfo", "OpDispatcher"]
 
@@ -223,7 +223,7 @@ class OpDispatcher:
         """Drop every executor and what was read from schemas and rules."""
         self.cache.clear()
         self._recipes.forget()
-        op_info.cache_clear()
+        forget_infos()
 
     def info(self) -> CacheInfo:
         """How full the cache is."""

@@ -20,7 +20,7 @@ from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, ro
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import BoundRoute
-from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.fabric.virtual import RankTensor, parts_of, virtual
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.view import NOT_A_VIEW
@@ -332,7 +332,7 @@ def general_executor(
 
 def _was_copied(result: Any, local: Any) -> bool:
     """Whether a view of a local has memory of its own: that of the local did not allow for one."""
-    pairs = zip(result.tensors, local.tensors, strict=True) if isinstance(local, RankTensor) else ((result, local),)
+    pairs = zip(parts_of(result), parts_of(local), strict=True)
     # not by addresses, which a compiler's tensors do not have
     return any(not torch._C._is_alias_of(a, b) for a, b in pairs)  # pyright: ignore[reportAttributeAccessIssue]
 

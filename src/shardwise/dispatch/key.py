@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.schema import UNREAD, OpInfo, Reader, op_info
+from shardwise.schema import UNREAD, Reader, op_info
 
 __all__ = ["Key", "holds_users_tensor", "is_symbolic", "key_of"]
 
@@ -23,13 +23,10 @@ CONSTANTS = {type(None), bool, int, torch.dtype, torch.device, torch.layout, tor
 PLAIN, USERS = "plain", "a user's plain tensor"  # marks in a key
 
 
-_infos: dict[int, OpInfo] = {}
-
-
 def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
     """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
     parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
-    info = _infos.get(parts[0]) or _infos.setdefault(parts[0], op_info(func))
+    info = op_info(func)
     reads = info.reads
     for i in range(len(args)):  # not enumerate, which would hold the argument too
         arg = args[i]

@@ -23,13 +23,13 @@ def worth_decomposing(
     """Whether what a rule would move takes longer than what the decomposition does.
 
     Args:
-        sharding: where operands must lie by the rule.
+        sharding: where operands must lie by the rule, which looks at one axis at a time.
         specs: where they lie.
         routes: what they would go through to get there.
         reductions: the small reductions of the decomposition, along dims that the rule wants whole; None where nothing
             is known of them, and the decomposition is taken.
     """
-    if sharding.rule.layouts is not None or not any(route.collectives for route in routes):
+    if not any(route.collectives for route in routes):
         return False
     # a size of a compiler stays one where nothing is moved along its dim
     if reductions is None or any(spec.tensor_meta.is_symbolic for spec in specs):
