@@ -101,6 +101,7 @@ def in_a_terminal(*words: str, until: bytes, then: signal.Signals) -> tuple[int,
     process = subprocess.Popen(
         [sys.executable, *words], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         env=surroundings(TERM="xterm-256color", COLUMNS="80"),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as terminals have it
     )  # fmt: skip
     os.close(theirs)
     written, sent, deadline = b"", False, time.monotonic() + 240
