@@ -66,13 +66,15 @@ def assert_holds(tensor: DTensor, whole: torch.Tensor) -> None:
 def test_what_one_rank_sends_another_expects(pair: Pair) -> None:
     before, after = pair
     ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
-    having, wanting = (tuple(spec.mesh.coordinate_of(rank) for rank in ranks) for spec in pair)
+    having, wanting = (spec.mesh.coordinates_of(ranks) for spec in pair)
     each = [traffic(before, after, ranks, me, having, wanting) for me in range(len(ranks))]
     for me, other in itertools.product(range(len(ranks)), repeat=2):
-        assert each[me].sends[other] == each[other].receives[me]
-    for mine, want in zip(each, wanting, strict=True):
-        got = sum(box.numel for boxes in (*mine.receives, mine.keeps) for box in boxes)
-        assert got == (0 if want is None else math.prod(after.local_shape(want)))
+        sent, expected = each[me].sends.of(other), each[other].receives.of(me)
+        assert sent.shape.tolist() == expected.shape.tolist()
+    for mine, want in zip(each, wanting.tolist(), strict=True):
+        got = mine.receives.sizes.sum() + mine.kept_to.sizes.sum()
+        assert mine.kept_from.shape.tolist() == mine.kept_to.shape.tolist()
+        assert got == (0 if -1 in want else math.prod(after.local_shape(want)))
 
 
 # ---------------------------------------------------------------- values and gradients

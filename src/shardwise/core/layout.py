@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = [
-    "Block", "Cut", "Run", "block_of", "chunk", "dense_strides", "intersect", "longest", "nested_chunk",
-    "normalize_dim", "runs_of", "whole_block",
+    "Block", "Cut", "EqualChunks", "Level", "Run", "block_of", "chunk", "dense_strides", "equal_chunks", "intersect",
+    "longest", "nested_chunk", "normalize_dim", "runs_of", "whole_block",
 ]  # fmt: skip
 
 
@@ -92,6 +92,47 @@ def nested_chunk(size: int, parts: Iterable[tuple[int, int]]) -> Run:
         begin = min(index * step, length)
         start, length = start + begin, min(step, length - begin)
     return Run(start, length)
+
+
+class Level(NamedTuple):
+    """Consecutive parts of one cut that are alike: `count` of them from `first` on, `extent` indices each."""
+
+    first: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count, which nobody needs here
+    start: int  # where the first begins in what is cut
+    extent: int
+
+
+class EqualChunks(NamedTuple):
+    """Chunks of one length of a dim that is cut several times: a level for each cut, major first."""
+
+    levels: tuple[Level, ...]
+    length: int
+
+
+def equal_chunks(size: int, parts: Sequence[int]) -> list[EqualChunks]:
+    """All non-empty chunks of a dim of `size` that is cut into `parts`, nested, major first; equal ones together.
+
+    Each cut has full chunks and at most one short one. So there are at most two to the power of the cuts, whatever the
+    number of parts.
+
+    Example:
+        >>> [(chunks.length, [level.count for level in chunks.levels]) for chunks in equal_chunks(10, [3])]
+        [(4, [2]), (2, [1])]
+        >>> [(chunks.length, [level.count for level in chunks.levels]) for chunks in equal_chunks(10, [2, 2])]
+        [(3, [2, 1]), (2, [2, 1])]
+    """
+    if not parts:
+        return [EqualChunks((), size)] if size else []
+    if not size:
+        return []
+    step = -(-size // parts[0])
+    full, rest = divmod(size, step)
+    found = []
+    for level in (Level(0, full, 0, step), Level(full, 1, full * step, rest)):
+        inner = equal_chunks(level.extent, parts[1:])
+        found += [EqualChunks((level, *levels), length) for levels, length in inner]
+    return found
 
 
 def _pick(runs: tuple[Run, ...], wanted: list[Run]) -> tuple[Run, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
@@ -258,6 +258,24 @@ class DeviceMesh(Interned):
         if position is None:
             return None
         return tuple(self.coordinates[position].tolist())
+
+    def coordinates_of(self, ranks: Sequence[int]) -> np.ndarray:
+        """The coordinate of each of the ranks, a row each; -1 for one that is not in the grid.
+
+        Example:
+            >>> DeviceMesh("cpu", [[0, 1], [2, 3]]).coordinates_of([3, 7]).tolist()
+            [[1, 1], [-1, -1]]
+        """
+        given = np.asarray(ranks, dtype=np.int64)
+        if isinstance(self.grid_ranks, range):
+            positions = given - self.grid_ranks.start
+        else:
+            grid = np.asarray(self.grid_ranks)
+            order = np.argsort(grid)
+            at = np.minimum(np.searchsorted(grid, given, sorter=order), len(grid) - 1)
+            positions = np.where(grid[order[at]] == given, order[at], -1)
+        inside = (positions >= 0) & (positions < self.grid_size)
+        return np.where(inside[:, None], self.coordinates[np.where(inside, positions, 0)], -1)
 
     def groups(self, axes: tuple[int, ...]) -> np.ndarray:
         """The groups of grid positions that differ only along `axes` (the first one major): `[groups, members]`.

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
+import numpy as np
 import torch
 
 from shardwise.core.intern import Interned
@@ -268,6 +269,24 @@ class DTensorSpec(Interned):
         if self.is_strided:
             return runs_of(size, tuple([Cut(sizes[a], coordinate[a], self.rows(a)) for a in axes]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
+
+    def starts_and_lengths(self, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The run of indices of `dim` for each row of `coordinates`, as arrays. Not for strided layouts.
+
+        Example:
+            >>> from shardwise.core.placement import Shard
+            >>> spec = DTensorSpec(DeviceMesh("cpu", range(4)), [Shard(0)], TensorMeta((5,)))
+            >>> [array.tolist() for array in spec.starts_and_lengths(0, spec.mesh.coordinates)]
+            [[0, 2, 4, 5], [2, 2, 1, 0]]
+        """
+        assert not self.is_strided
+        start = np.zeros(len(coordinates), dtype=np.int64)
+        length = np.full(len(coordinates), operator.index(self.shape[dim]))
+        for axis in self.dim_axes[dim]:
+            step = -(-length // self.mesh.shape[axis])
+            begin = np.minimum(coordinates[:, axis] * step, length)
+            start, length = start + begin, np.minimum(step, length - begin)
+        return start, length
 
     def _equal_run(self, dim: int, coordinate: tuple[int, ...]) -> Run | None:
         """The run of a dim whose size a compiler does not know, where ranks hold equal parts of it."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -107,12 +108,11 @@ class C10dFabric(Fabric):
         if found is None:
             members = mesh.group_through(axes, position)
             ranks = [mesh.grid_ranks[i] for i in members]
-            coordinates = [tuple(row) for row in mesh.coordinates[members].tolist()]
-            where = dict(zip(ranks, coordinates, strict=True))
-            in_group = {rank: i for i, rank in enumerate(sorted(ranks))}
-            order = [in_group[rank] for rank in ranks]
-            in_order, by_rank = order == sorted(order), tuple([where[rank] for rank in in_group])
-            found = Line(ranks, coordinates, order, in_order, list(in_group), by_rank)
+            coordinates = mesh.coordinates[members]
+            by_rank = np.argsort(ranks)
+            order = np.argsort(by_rank)  # the rank of each in the group, which numbers them in the order of the world
+            in_order = bool((order[:-1] < order[1:]).all())
+            found = Line(ranks, coordinates, order.tolist(), in_order, sorted(ranks), coordinates[by_rank])
             self._lines[mesh, axes] = found
         return found
 
@@ -193,7 +193,8 @@ class C10dFabric(Fabric):
                 f"a compiled program cannot send the values of rank {source} to the others",
                 hint="pass src_data_rank=None where every rank has the whole tensor, or distribute it beforehand",
             )
-        ranks, coordinates, *_ = self._line(mesh, tuple(range(mesh.ndim)))
+        line = self._line(mesh, tuple(range(mesh.ndim)))
+        ranks, coordinates = line.ranks, map(tuple, line.coordinates.tolist())
         group = self.group_of(ranks)
         check_source(mesh, source)
         own = blocks(coordinate).contiguous()
@@ -318,17 +319,18 @@ class C10dFabric(Fabric):
         before, after = step.before, step.after
         if before.mesh is not after.mesh:
             ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
-            having, wanting = (tuple(map(spec.mesh.coordinate_of, ranks)) for spec in (before, after))
+            having, wanting = (spec.mesh.coordinates_of(ranks) for spec in (before, after))
         elif self.coordinate(before.mesh) is not None:
             line = self._line(before.mesh, step.over)
             ranks, having, wanting = line.group_ranks, line.group_coordinates, line.group_coordinates
         else:
-            ranks, having, wanting = [], (), ()
+            return None
         if self.rank() not in ranks:
             return None
         me = ranks.index(self.rank())
-        goods = parcels(step, me, traffic(before, after, ranks, me, having, wanting), wanting[me])
-        return ranks, having[me], goods
+        moved = traffic(before, after, ranks, me, having, wanting)
+        have, want = self.coordinate(before.mesh), self.coordinate(after.mesh)
+        return ranks, have, parcels(step, len(ranks), me, moved, want)
 
 
 def _finish(operations: list[dist.P2POp]) -> None:

@@ -150,20 +150,19 @@ def all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -
 
 def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels) -> Start:
     """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
-    sent, got, sends = sum(goods.sent_sizes), sum(goods.got_sizes), goods.sends
+    sent, got = sum(goods.sent_sizes), sum(goods.got_sizes)
+    splits: list[list[int]] = []  # of what comes and what goes, in elements of what the group carries
 
     def start(local: torch.Tensor) -> Wait:
         if have is None:  # a rank outside held nothing, of no dtype in particular
             local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
         packed, buffer = local.new_empty(sent), local.new_empty(got)
-        for box, part in zip(sends.boxes, packed.split_with_sizes(sends.lengths), strict=True):
-            if box is not None:
-                part.view(box.shape).copy_(local[box.source])
+        for strip in goods.sends:
+            strip.in_buffer(packed).copy_(strip.in_block(local))
         carried = as_carried(buffer)
-        scale = buffer.element_size() // carried.element_size()
-        work = group.alltoall_base(
-            carried, as_carried(packed), [n * scale for n in goods.got_sizes], [n * scale for n in goods.sent_sizes]
-        )
+        if not splits:
+            splits.extend(goods.splits(buffer.element_size() // carried.element_size()))
+        work = group.alltoall_base(carried, as_carried(packed), *splits)
 
         def wait() -> torch.Tensor:
             work.wait()

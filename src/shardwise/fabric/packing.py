@@ -6,17 +6,20 @@ may be symbolic where ranks hold equally much. Communicates nothing.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from shardwise.core.layout import Block, dense_strides
+from shardwise.core.layout import Block, dense_strides, equal_chunks
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.pieces import Box, fill_from, overlap
-from shardwise.fabric.traffic import Traffic
+from shardwise.core.symbolic import specialized
+from shardwise.fabric.pieces import chunk_rows, chunk_views, overlap
+from shardwise.fabric.traffic import Boxes, Traffic
 from shardwise.plan.step import AllGather, AllToAll, Exchange, ReduceScatter
 
 __all__ = [
@@ -28,11 +31,11 @@ class Line(NamedTuple):
     """The ranks that differ from this one along some axes of a mesh alone, by coordinate, the first axis major."""
 
     ranks: list[int]
-    coordinates: list[Coordinate]
+    coordinates: np.ndarray  # a row each
     order: list[int]  # the rank of each in the group
     in_order: bool  # whether that is the order of the coordinates
     group_ranks: list[int]  # the same ranks as the group has them
-    group_coordinates: tuple[Coordinate, ...]
+    group_coordinates: np.ndarray
 
 
 # ---------------------------------------------------------------- all-gather
@@ -50,32 +53,29 @@ class Gathering(NamedTuple):
 
 def gathering(step: AllGather, line: Line, coordinate: Coordinate) -> Gathering:
     """How `step` goes for the rank at `coordinate`."""
-    order, dim, n = line.order, step.dim, len(line.ranks)
-    goal = step.after.block(coordinate)
-    even = line.in_order and _divides(step.before, dim)
-    blocks = [] if even else [step.before.block(other) for other in line.coordinates]
-    in_order = even or (line.in_order and _follow_each_other(blocks, goal, dim))
-    sizes = [block.shape[dim] for block in blocks]
-    part = list(step.before.local_shape(coordinate))
-    if not even:
-        part[dim] = max(sizes)
-    widest = part[dim]
+    dim, goal = step.dim, step.after.block(coordinate)
+    if line.in_order and _divides(step.before, dim):
+        return Gathering(
+            list(step.before.local_shape(coordinate)),
+            torch.Tensor.contiguous,
+            lambda parts: parts.movedim(0, dim).reshape(goal.shape),
+            dim == 0,
+            goal.shape,
+        )
+    rows = _rows(step.before, step.axes, dim, line, goal)
+    size = rows.size
 
     def pad(local: torch.Tensor) -> torch.Tensor:
-        return (_padded(local, dim, widest) if not even and local.shape[dim] < widest else local).contiguous()
+        flat = local.reshape(-1)
+        return flat.contiguous() if flat.shape[0] == size else _padded(flat, size)
 
     def assemble(parts: torch.Tensor) -> torch.Tensor:
-        if even:
-            return parts.movedim(0, dim).reshape(goal.shape)
-        pieces = [parts[order[i]].narrow(dim, 0, sizes[i]) for i in range(n)]
-        if in_order:
-            return torch.cat(pieces, dim)
         out = parts.new_empty(goal.shape)
-        for block, piece in zip(blocks, pieces, strict=True):
-            fill_from(out, piece, overlap(block, goal))
+        for row, view in rows.pairs(parts, out):
+            view.copy_(row)
         return out
 
-    return Gathering(part, pad, assemble, even and dim == 0, goal.shape)
+    return Gathering([size], pad, assemble, False, goal.shape)
 
 
 # ---------------------------------------------------------------- reduce-scatter
@@ -91,28 +91,73 @@ class Scattering(NamedTuple):
 
 def scattering(step: ReduceScatter, line: Line, coordinate: Coordinate) -> Scattering:
     """How `step` goes for the rank at `coordinate`."""
-    order, dim, n = line.order, step.dim, len(line.ranks)
-    even = line.in_order and _divides(step.after, dim)
-    blocks = [] if even else [step.after.block(other) for other in line.coordinates]
-    source = step.before.block(coordinate)
-    boxes = [overlap(source, block) for block in blocks]
-    mine = step.after.local_shape(coordinate)[dim]
-    widest = mine if even else max([block.shape[dim] for block in blocks])
-    part = list(source.shape)
-    part[dim] = widest
+    dim, n = step.dim, len(line.ranks)
+    source, mine = step.before.block(coordinate), step.after.local_shape(coordinate)
+    if line.in_order and _divides(step.after, dim):
+        part = list(source.shape)
+        part[dim] = mine[dim]
+        return Scattering(part, lambda local: split_in_front(local, dim, n), lambda total: total)
+    rows = _rows(step.after, step.axes, dim, line, source)
 
     def pack(local: torch.Tensor) -> torch.Tensor:
-        if even:
-            return split_in_front(local, dim, n)
-        packed = local.new_zeros((n, *part))
-        for i, parts in enumerate(boxes):
-            fill_from(packed[order[i]], local, parts)
+        packed = local.new_zeros((n, rows.size))
+        for row, view in rows.pairs(packed, local):
+            row.copy_(view)
         return packed
 
     def own(total: torch.Tensor) -> torch.Tensor:
-        return total if even or mine == widest else total.narrow(dim, 0, mine).clone()
+        held = math.prod(mine)
+        return (total if held == rows.size else total.narrow(0, 0, held).clone()).view(mine)
 
-    return Scattering(part, pack, own)
+    return Scattering([rows.size], pack, own)
+
+
+# ---------------------------------------------------------------- uneven blocks in the rows of a buffer
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Rows(NamedTuple):
+    """A row for each rank of a line, as long as the largest block, with its block of a tensor in front."""
+
+    size: int
+    pairs: Callable[[torch.Tensor, torch.Tensor], Pairs]  # of a buffer and the tensor: views of equal elements
+
+
+def _rows(spec: DTensorSpec, axes: Sequence[int], dim: int, line: Line, gathered: Block) -> Rows:
+    """The rows of the blocks of `spec` into which `axes`, the most minor ones of `dim`, split the block `gathered`."""
+    if not line.in_order or any(spec.rows(axis) for axis in spec.dim_axes[dim]):
+        return _rows_of_blocks(spec, line, gathered)
+    (size,) = specialized((gathered.shape[dim],))
+    parts = [spec.mesh.shape[axis] for axis in axes]
+    kinds = equal_chunks(size, parts)
+    others = math.prod([n for i, n in enumerate(gathered.shape) if i != dim])
+
+    def pairs(buffer: torch.Tensor, tensor: torch.Tensor) -> Pairs:
+        grid = buffer.view(*parts, -1)
+        found: Pairs = []
+        for chunks in kinds:
+            view = chunk_views(tensor, dim, chunks)
+            found.append((chunk_rows(grid, 0, view.shape, chunks), view))
+        return found
+
+    return Rows(max(kinds, key=lambda kind: kind.length).length * others, pairs)
+
+
+def _rows_of_blocks(spec: DTensorSpec, line: Line, gathered: Block) -> Rows:
+    """The same rank by rank, where blocks are strided or ranks are not in the order of their coordinates."""
+    blocks = [spec.block(coordinate) for coordinate in line.coordinates.tolist()]
+    local = [block.shape for block in blocks]
+    boxes = [overlap(block, gathered) for block in blocks]
+
+    def pairs(buffer: torch.Tensor, tensor: torch.Tensor) -> Pairs:
+        return [
+            (buffer[line.order[i]].narrow(0, 0, math.prod(local[i])).view(local[i])[box.source], tensor[box.target])
+            for i, of_rank in enumerate(boxes)
+            for box in of_rank
+        ]
+
+    return Rows(max(map(math.prod, local)), pairs)
 
 
 # ---------------------------------------------------------------- all-to-all
@@ -130,20 +175,60 @@ def swapping(step: AllToAll, line: Line, coordinate: Coordinate) -> list[int] | 
     return [size * n if dim == source_dim else size for dim, size in enumerate(shape)]
 
 
-class Parts(NamedTuple):
-    """A flat buffer in parts: the box that each is, None for elements that nobody wants, and how long each is."""
+class Strip(NamedTuple):
+    """Boxes of one shape that follow each other in a block, and are dense one after the other in a flat buffer."""
 
-    boxes: list[Box | None]
-    lengths: list[int]
+    offset: int  # of the first in the buffer
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count, which nobody needs here
+    start: tuple[int, ...]  # of the first in the block
+    shape: tuple[int, ...]  # of each
+    dim: int  # along which they follow each other
+
+    @property
+    def size(self) -> int:
+        """Elements of all of them."""
+        return self.count * math.prod(self.shape)
+
+    def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The boxes, one below the other."""
+        return buffer.narrow(0, self.offset, self.size).view(self.count, *self.shape)
+
+    def in_block(self, block: torch.Tensor) -> torch.Tensor:
+        """The same elements as a view of the block."""
+        for dim, (at, size) in enumerate(zip(self.start, self.shape, strict=True)):
+            block = block.narrow(dim, at, size * self.count if dim == self.dim else size)
+        if self.count == 1:
+            return block.unsqueeze(0)
+        return block.unflatten(self.dim, (self.count, self.shape[self.dim])).movedim(self.dim, 0)
 
 
-def _parts(boxes: Sequence[Sequence[Box]], sizes: Sequence[int]) -> Parts:
-    """The parts of a buffer in which the ranks have places of `sizes`."""
-    made = Parts([], [])
-    for of_rank, size in zip(boxes, sizes, strict=True):
-        made.boxes.extend(of_rank or [None])
-        made.lengths.extend([box.numel for box in of_rank] or [size])
-    return made
+def _strips(boxes: Boxes, offsets: np.ndarray) -> list[Strip]:
+    """The boxes that begin at these offsets of a buffer, as few strips."""
+    if not len(offsets):
+        return []
+    ours, shape, sizes = boxes.ours, boxes.shape, boxes.sizes
+    step = np.diff(ours, axis=0)
+    alike = (shape[1:] == shape[:-1]).all(axis=1) & (np.diff(offsets) == sizes[:-1])
+    link = np.full(len(step), -1)  # the dim along which the next box follows
+    for dim in range(shape.shape[1]):
+        along = np.zeros_like(shape[:-1])
+        along[:, dim] = shape[:-1, dim]
+        link[alike & (step == along).all(axis=1)] = dim
+    changes = [*(np.flatnonzero(np.diff(link)) + 1).tolist(), len(link)]
+    found, at = [], 0
+    while at < len(offsets):
+        last = changes[bisect.bisect_right(changes, at)] if at < len(link) and link[at] >= 0 else at
+        found.append(
+            Strip(
+                int(offsets[at]),
+                last - at + 1,
+                tuple(ours[at].tolist()),
+                tuple(shape[at].tolist()),
+                int(link[at]) if last > at else -1,
+            )
+        )
+        at = last + 1
+    return found
 
 
 class Parcels(NamedTuple):
@@ -151,11 +236,15 @@ class Parcels(NamedTuple):
 
     sent_sizes: list[int]
     got_sizes: list[int]
-    sends: Parts
-    receives: Parts
-    keeps: list[Box]
+    sends: list[Strip]
+    receives: list[Strip]
+    keeps: list[tuple[Strip, Strip]]  # in the old block and in the new one
     shape: tuple[int, ...] | None  # of the result; None on a rank outside the mesh that it goes to
     stride: tuple[int, ...] | None
+
+    def splits(self, scale: int) -> tuple[list[int], list[int]]:
+        """What comes from each rank and what goes to each, where an element is carried as `scale`."""
+        return [n * scale for n in self.got_sizes], [n * scale for n in self.sent_sizes]
 
     def unpack(self, local: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """The result, of what this rank keeps and what it got.
@@ -167,25 +256,48 @@ class Parcels(NamedTuple):
         if 0 in self.shape:
             return buffer.narrow(0, 0, 0).view(self.shape)
         out = buffer.new_empty_strided(self.shape, self.stride)
-        fill_from(out, local, self.keeps)
-        for box, part in zip(self.receives.boxes, buffer.split_with_sizes(self.receives.lengths), strict=True):
-            if box is not None:
-                out[box.target].copy_(part.view(box.shape))
+        for old, new in self.keeps:
+            new.in_block(out).copy_(old.in_block(local))
+        for strip in self.receives:
+            strip.in_block(out).copy_(strip.in_buffer(buffer))
         return out
 
 
-def parcels(step: Exchange, me: int, moved: Traffic, want: Coordinate | None) -> Parcels:
-    """What the rank that is the `me`-th of those that take part sends and gets."""
-    sent_sizes = [sum([box.numel for box in boxes]) for boxes in moved.sends]
-    got_sizes = [sum([box.numel for box in boxes]) for boxes in moved.receives]
-    if any(got_sizes) != any(sent_sizes):
+def parcels(step: Exchange, ranks: int, me: int, moved: Traffic, want: Coordinate | None) -> Parcels:
+    """What the rank that is the `me`-th of the `ranks` that take part sends and gets."""
+    sent_sizes, got_sizes = (_sizes_by_rank(boxes, ranks) for boxes in (moved.sends, moved.receives))
+    if got_sizes.any() != sent_sizes.any():
         # torch's fake backend takes no empty input, and its compiler leaves a call out on a rank where the result is
         # empty, for which the others would wait; so one element goes from this rank to itself
         sent_sizes[me] = got_sizes[me] = 1
-    sends, receives = _parts(moved.sends, sent_sizes), _parts(moved.receives, got_sizes)
-    shape = None if want is None else step.after.local_shape(want)
-    stride = None if want is None else step.after.local_stride(want)
-    return Parcels(sent_sizes, got_sizes, sends, receives, moved.keeps, shape, stride)
+    alone = [_strips_alone(boxes) for boxes in (moved.kept_from, moved.kept_to)]
+    return Parcels(
+        sent_sizes.tolist(),
+        got_sizes.tolist(),
+        _strips(moved.sends, _offsets(moved.sends, sent_sizes)),
+        _strips(moved.receives, _offsets(moved.receives, got_sizes)),
+        list(zip(*alone, strict=True)),
+        None if want is None else step.after.local_shape(want),
+        None if want is None else step.after.local_stride(want),
+    )
+
+
+def _sizes_by_rank(boxes: Boxes, ranks: int) -> np.ndarray:
+    """How many elements the boxes of each rank have."""
+    return np.bincount(boxes.which, weights=boxes.sizes, minlength=ranks).astype(np.int64)
+
+
+def _offsets(boxes: Boxes, sizes: np.ndarray) -> np.ndarray:
+    """Where each box begins in a buffer in which the ranks have places of `sizes`."""
+    before = np.cumsum(boxes.sizes) - boxes.sizes  # of all boxes before it, those of its own rank included
+    first = np.searchsorted(boxes.which, boxes.which)  # the first box of the same rank
+    return (np.cumsum(sizes) - sizes)[boxes.which] + before - before[first]
+
+
+def _strips_alone(boxes: Boxes) -> list[Strip]:
+    """A strip for each box, of blocks that need no buffer."""
+    each = zip(boxes.ours.tolist(), boxes.shape.tolist(), strict=True)
+    return [Strip(0, 1, tuple(start), tuple(shape), -1) for start, shape in each]
 
 
 # ---------------------------------------------------------------- sizes
@@ -199,13 +311,6 @@ def _divides(spec: DTensorSpec, dim: int) -> bool:
     return spec.shape[dim] % math.prod([spec.mesh.shape[axis] for axis in axes]) == 0
 
 
-def _follow_each_other(blocks: Sequence[Block], whole: Block, dim: int) -> bool:
-    """Whether in `dim` the blocks, one after the other, are `whole`; strided ones need not be."""
-    runs = [run for block in blocks for run in block.runs[dim] if run.length]
-    ends = [run.start + run.length for run in runs]
-    return len(whole.runs[dim]) == 1 and all(run.start == end for run, end in zip(runs[1:], ends, strict=False))
-
-
 def split_in_front(local: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     """`local` as a dense row of `parts`, into which `dim` is split evenly."""
     shape = local.shape
@@ -213,9 +318,7 @@ def split_in_front(local: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     return split.movedim(dim, 0).contiguous()
 
 
-def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    shape = list(local.shape)
-    shape[dim] = size
-    padded = local.new_zeros(shape)
-    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
+    padded = flat.new_zeros(size)
+    padded.narrow(0, 0, flat.shape[0]).copy_(flat)
     return padded

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.layout import Block, intersect
+from shardwise.core.layout import Block, EqualChunks, intersect
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import settled, unrecorded
 from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
 
-__all__ = ["Box", "Piece", "box_of", "choose_sender", "local_step", "overlap", "pieces_for"]
+__all__ = [
+    "Box", "Piece", "box_of", "choose_sender", "chunk_rows", "chunk_views", "local_step", "overlap", "pieces_for",
+]  # fmt: skip
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 
@@ -100,6 +102,30 @@ def fill_from(out: torch.Tensor, source: torch.Tensor, boxes: Sequence[Box]) -> 
     """Copy the boxes of `source` to where they belong in `out`."""
     for box in boxes:
         out[box.target].copy_(source[box.source])
+
+
+def chunk_views(tensor: torch.Tensor, dim: int, chunks: EqualChunks) -> torch.Tensor:
+    """Equal chunks of `dim` of a tensor as one view, with a dim for each cut in front."""
+    cuts = len(chunks.levels)
+    for at, level in enumerate(chunks.levels, start=dim):
+        taken = tensor.narrow(at, level.start, level.count * level.extent)
+        tensor = taken.unflatten(at, (level.count, level.extent))
+    tensor = tensor.narrow(dim + cuts, 0, chunks.length)
+    return tensor.movedim(tuple(range(dim, dim + cuts)), tuple(range(cuts)))
+
+
+def chunk_rows(grid: torch.Tensor, offset: int, shape: Sequence[int], chunks: EqualChunks) -> torch.Tensor:
+    """The places of equal chunks in a buffer that has a row for each rank: from `offset` of the row on, as `shape`.
+
+    Args:
+        grid: the buffer, with a dim for each cut and one for the row.
+        offset: where the chunk begins in its row.
+        shape: as `chunk_views` gives it.
+        chunks: which rows.
+    """
+    for at, level in enumerate(chunks.levels):
+        grid = grid.narrow(at, level.first, level.count)
+    return grid.narrow(-1, offset, math.prod(shape[len(chunks.levels) :])).view(tuple(shape))
 
 
 def empty_block(spec: DTensorSpec, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:

@@ -168,19 +168,26 @@ def recorded_unreduce(step: Unreduce, coordinate: Coordinate) -> BoundStep:
 
 def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype: torch.dtype) -> BoundStep:
     """One all-to-all with uneven splits."""
+    sent = sum(goods.sent_sizes)
 
     def run(local: torch.Tensor) -> torch.Tensor:
         if have is None:  # a rank outside held nothing, of no dtype in particular
             local = local.new_empty(0, dtype=dtype)
-        boxes = zip(goods.sends.boxes, goods.sends.lengths, strict=True)
-        parts = [local.new_zeros(n) if box is None else local[box.source].reshape(-1) for box, n in boxes]
+        parts: list[torch.Tensor] = []
+        filled = 0
+        for strip in goods.sends:
+            if strip.offset > filled:
+                parts.append(local.new_zeros(strip.offset - filled))  # elements that nobody wants
+            parts.append(strip.in_block(local).reshape(-1))
+            filled = strip.offset + strip.size
+        if sent > filled:
+            parts.append(local.new_zeros(sent - filled))
         # What a rank sends must be seen to come from its local even where it sends nothing of it: a compiler splits a
         # graph into forward and backward by what depends on what, and the split must be the same on all ranks.
         packed = torch.cat([local.reshape(-1)[:0], *parts])
         carried = as_carried(packed)
         scale = packed.element_size() // carried.element_size()
-        got, sent = ([n * scale for n in sizes] for sizes in (goods.got_sizes, goods.sent_sizes))
-        buffer = _arrived("all_to_all_single", carried, got, sent, group.group_name)
+        buffer = _arrived("all_to_all_single", carried, *goods.splits(scale), group.group_name)
         return goods.unpack(local, buffer.view(packed.dtype))
 
     return run

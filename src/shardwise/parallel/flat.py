@@ -11,23 +11,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
+from shardwise.core.layout import EqualChunks, chunk, equal_chunks
+from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.pieces import chunk_rows, chunk_views
 
 __all__ = ["FlatLayout", "Slot"]
 
 Coordinate = tuple[int, ...]
-
-
-class Piece(NamedTuple):
-    """What one of the sharding ranks has of a tensor: indices of the sharded dim, and the shape of the block."""
-
-    start: int
-    length: int
-    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -43,29 +37,37 @@ class Slot:
     spec: DTensorSpec
     axis: int | None
     dim: int
-    _pieces: dict[Coordinate, tuple[Piece, ...]] = field(default_factory=dict, repr=False)
+    _chunks: dict[int, list[EqualChunks]] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
         """Elements of the slot."""
         return math.prod(self.spec.largest_local_shape)
 
-    def pieces(self, coordinate: Coordinate) -> tuple[Piece, ...]:
-        """The blocks of the ranks that together hold what the rank at `coordinate` computes with, in order."""
-        found = self._pieces.get(coordinate)
-        if found is None:
-            found = self._pieces[coordinate] = tuple(self._find_pieces(coordinate))
-        return found
-
-    def _find_pieces(self, coordinate: Coordinate) -> list[Piece]:
+    @functools.cached_property
+    def gathered(self) -> DTensorSpec:
+        """How the parameter is laid out once it is gathered over the data axis."""
         if self.axis is None:
-            shape = self.spec.local_shape(coordinate)
-            return [Piece(0, shape[self.dim] if shape else 1, shape)]
-        found, start = [], 0
-        for index in range(self.spec.mesh.shape[self.axis]):
-            shape = self.spec.local_shape((*coordinate[: self.axis], index, *coordinate[self.axis + 1 :]))
-            found.append(Piece(start, shape[self.dim], shape))
-            start += shape[self.dim]
+            return self.spec
+        placements = [*self.spec.placements]
+        placements[self.axis] = Replicate()
+        dim_axes = tuple([tuple([axis for axis in axes if axis != self.axis]) for axes in self.spec.dim_axes])
+        return DTensorSpec.from_dim_axes(self.spec.mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
+
+    def gathered_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """The shape of what the rank at `coordinate` computes with."""
+        return self.gathered.local_shape(coordinate)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks shard the parameter."""
+        return 1 if self.axis is None else self.spec.mesh.shape[self.axis]
+
+    def chunks(self, size: int) -> list[EqualChunks]:
+        """How a dim of `size` is split over the sharding ranks: at most two kinds of blocks."""
+        found = self._chunks.get(size)
+        if found is None:
+            found = self._chunks[size] = equal_chunks(size, [self.ranks])
         return found
 
     @functools.cached_property
@@ -75,20 +77,12 @@ class Slot:
         parts = [math.prod([sizes[axis] for axis in axes]) for axes in self.spec.dim_axes]
         return not self.spec.is_strided and all(n % m == 0 for n, m in zip(self.spec.shape, parts, strict=True))
 
-    def whole_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of what the rank at `coordinate` computes with."""
-        pieces = self.pieces(coordinate)
-        shape = list(pieces[0].shape)
-        if self.axis is not None:
-            shape[self.dim] = pieces[-1].start + pieces[-1].length
-        return tuple(shape)
-
     def cut(self, whole: torch.Tensor, coordinate: Coordinate) -> torch.Tensor:
         """A copy of the block that the rank at `coordinate` stores, out of what it computes with."""
         if self.axis is None:
             return whole.detach().clone(memory_format=torch.contiguous_format)
-        piece = self.pieces(coordinate)[coordinate[self.axis]]
-        part = whole.detach().narrow(self.dim, piece.start, piece.length)
+        run = chunk(whole.shape[self.dim], self.ranks, coordinate[self.axis])
+        part = whole.detach().narrow(self.dim, run.start, run.length)
         return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -121,7 +115,7 @@ class FlatLayout:
     def spread(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
         """Fill what a rank computes with from the rows of a gathered buffer; a coordinate for each slot's own mesh."""
         if self.is_simple:
-            rows = self._ranks
+            rows = self.slots[0].ranks
             targets = [whole.view(rows, -1) for whole in wholes]
             torch.split_with_sizes_copy(buffer.view(rows, -1), self.sizes, dim=1, out=targets)
         elif pairs := self._pairs(buffer, coordinates, wholes):
@@ -130,16 +124,10 @@ class FlatLayout:
     def fill(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
         """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
         if self.is_simple and all(whole.dtype is buffer.dtype for whole in wholes):
-            rows = self._ranks
+            rows = self.slots[0].ranks
             torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
         elif pairs := self._pairs(buffer, coordinates, wholes):
             torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
-
-    @property
-    def _ranks(self) -> int:
-        """How many rows a buffer has."""
-        slot = self.slots[0]
-        return 1 if slot.axis is None else slot.spec.mesh.shape[slot.axis]
 
     def _pairs(
         self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]
@@ -150,24 +138,18 @@ class FlatLayout:
     def _matched(
         self, buffer: torch.Tensor, index: int, coordinate: Coordinate, whole: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the buffer and of `whole` that hold the same elements: one pair where all pieces are alike."""
+        """Views of the buffer and of `whole` that hold the same elements: a pair for each kind of block, two at most.
+
+        Their number does not depend on the number of ranks.
+        """
         slot, offset = self.slots[index], self.offsets[index]
-        pieces = slot.pieces(coordinate)
-        rows = buffer.view(len(pieces), self.total)
+        if not whole.numel():
+            return []
+        rows = buffer.view(slot.ranks, self.total)
         if slot.axis is None:
-            size = math.prod(pieces[0].shape)
-            return [(rows[0].narrow(0, offset, size).view(pieces[0].shape), whole)]
-        if slot.is_even:
-            taken = rows.narrow(1, offset, slot.size).view(len(pieces), *pieces[0].shape)
-            return [(taken, whole.unflatten(slot.dim, (len(pieces), pieces[0].length)).movedim(slot.dim, 0))]
-        return [
-            (
-                rows[at].narrow(0, offset, math.prod(piece.shape)).view(piece.shape),
-                whole.narrow(slot.dim, piece.start, piece.length),
-            )
-            for at, piece in enumerate(pieces)
-            if math.prod(piece.shape)
-        ]
+            return [(rows[0].narrow(0, offset, whole.numel()).view(whole.shape), whole)]
+        views = [(chunks, chunk_views(whole, slot.dim, chunks)) for chunks in slot.chunks(whole.shape[slot.dim])]
+        return [(chunk_rows(rows, offset, view.shape, chunks), view) for chunks, view in views]
 
     @functools.cached_property
     def is_even(self) -> bool:

@@ -129,7 +129,7 @@ class ManagedParameter:
             mesh, device = self.spec.mesh, self.stored.device
             self.whole = fabric_of(mesh).build(
                 mesh,
-                lambda coordinate: torch.empty(self.slot.whole_shape(coordinate), dtype=dtype, device=device),
+                lambda coordinate: torch.empty(self.slot.gathered_shape(coordinate), dtype=dtype, device=device),
             )
             tensors = [tensor for _, tensor in fabric_of(mesh).parts(mesh, self.whole)]
             self.storages = [(t.untyped_storage(), t.numel() * t.element_size(), t) for t in tensors]

@@ -1,0 +1,85 @@
+"""Fully sharded steps with AdamW at 8 to 4,096 ranks, beside torch's: host time and calls of one process.
+
+On torch's fake process group, so nothing is communicated. From 512 ranks on, some parameters have fewer rows than there
+are ranks. Each number of ranks runs both libraries interleaved and prints the ratio.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from bench.counting import fake_world
+from bench.figures import figure
+from bench.timing import compare
+
+RANKS = (8, 64, 512, 2048, 4096)
+WIDTH, BLOCKS, ROWS, LIMIT = 512, 4, 4, 0.8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def training_step(fully_shard: Any, mesh: Any, width: int = WIDTH, **options: Any) -> Callable[[], None]:
+    """One step of a model of which each block and the root are sharded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
+    for block in model.children():
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(ROWS, width)
+
+    def run() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def calls(step: Callable[[], None]) -> int:
+    """Python and C functions that a step enters."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def main() -> None:
+    for ranks in RANKS:
+        with fake_world(ranks):
+            sides = {
+                "shardwise": training_step(sw.fully_shard, sw.init_device_mesh("cpu", (ranks,))),
+                "torch": training_step(theirs.fully_shard, init_device_mesh("cpu", (ranks,))),
+            }
+            title = f"forward, backward and AdamW on {ranks} ranks, {BLOCKS} blocks of width {WIDTH}"
+            times = compare(sides, number=2, repeat=15, title=title)
+            print("  calls a step: " + ", ".join(f"{name} {calls(step)}" for name, step in sides.items()))
+            figure(
+                f"fully_shard step of FSDP2's, {ranks} ranks", times["shardwise"].median / times["torch"].median, LIMIT
+            )
+
+
+if __name__ == "__main__":
+    main()

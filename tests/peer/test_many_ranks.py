@@ -1,0 +1,111 @@
+"""What one rank does must not depend on the number of ranks: calls are counted on torch's fake process group.
+
+Counts cover functions of Python and C, so a loop over ranks or a kernel for each of them shows.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.parallel import MixedPrecisionPolicy
+from bench.counting import fake_world
+from bench.data_parallel_ranks import calls, training_step
+
+R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def step_calls(ranks: int, width: int, shape: tuple[int, ...] | None = None, **options: Any) -> int:
+    with fake_world(ranks, rank=ranks // 2):
+        names = ("replicas", "shards") if shape else None
+        mesh = sw.init_device_mesh("cpu", shape or (ranks,), mesh_dim_names=names)
+        step = training_step(sw.fully_shard, mesh, width=width, **options)
+        for _ in range(2):
+            step()
+        return calls(step)
+
+
+@pytest.mark.parametrize(
+    ("width", "options"), [(64, {}), (30, {}), (64, {"mp_policy": HALF}), (30, {"reshard_after_forward": False})]
+)
+def test_a_sharded_step_takes_as_many_calls_on_2048_ranks_as_on_64(width: int, options: dict[str, Any]) -> None:
+    few, many, most = (step_calls(ranks, width, **options) for ranks in (48, 2048, 4096))
+    assert many == most
+    assert many <= 1.05 * few  # on 48 ranks a dim of 64 leaves a short block too, and one of 30 leaves ranks empty
+
+
+def test_an_even_step_is_shorter_by_what_uneven_blocks_need() -> None:
+    assert step_calls(2048, 64) <= 1.2 * step_calls(8, 64)
+
+
+def test_hybrid_sharding_takes_as_many_calls_on_2048_ranks() -> None:
+    assert step_calls(4096, 30, (2, 2048)) <= 1.05 * step_calls(96, 30, (2, 48))
+
+
+# ---------------------------------------------------------------- planning and binding
+
+MOVES: list[tuple[tuple[int, ...], Sequence[Any], Sequence[Any]]] = [
+    ((96, 256), [S0, R], [R, S1]),
+    ((96, 256), [S0, S0], [S1, S0]),
+    ((96, 256), [P, R], [S0, R]),
+    ((96, 256), [P, S1], [R, S1]),
+    ((96, 256), [S1, S0], [S0, S1]),
+    ((7, 11), [S0, S0], [R, R]),
+    ((7, 11), [P, P], [S1, S0]),
+]
+
+
+def counted(function: Callable[[], object]) -> int:
+    """Functions of Python that a call enters; those of C are the library's own loops."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def move_calls(ranks: int, shape: tuple[int, ...], before: Sequence[Any], after: Sequence[Any]) -> tuple[int, int]:
+    """Python calls of the first move, which is planned and bound, and of a later one."""
+    with fake_world(ranks, rank=ranks // 3):
+        mesh = sw.init_device_mesh("cpu", (ranks // 8, 8), mesh_dim_names=("dp", "tp"))
+        spec = sw.DTensorSpec(mesh, before, sw.TensorMeta(shape))
+        local = torch.zeros(spec.local_shape(mesh.get_coordinate() or ()))
+        x = sw.DTensor.from_local(local, mesh, before, shape=shape, stride=spec.tensor_meta.stride)
+
+        def move() -> object:
+            return x.redistribute(placements=after)
+
+        return counted(move), counted(move)
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0]} {move[1]} to {move[2]}")
+def test_a_move_is_planned_and_run_alike_on_any_number_of_ranks(move: Any) -> None:
+    move_calls(64, *move)  # imports, and what is compiled once
+    (cold, warm), (cold_many, warm_many) = move_calls(1024, *move), move_calls(16384, *move)
+    assert warm_many <= warm + 40, "a later move"
+    assert cold_many <= 1.3 * cold + 100, "the first move"
+
+
+def test_a_mesh_of_16384_ranks_is_made_and_cut_in_few_calls() -> None:
+    def made(ranks: int) -> int:
+        with fake_world(ranks, rank=ranks // 3):
+
+            def make() -> None:
+                mesh = sw.init_device_mesh("cpu", (ranks // 8, 8), mesh_dim_names=("dp", "tp"))
+                assert mesh["tp"].size() == 8
+                assert mesh.get_local_rank("dp") == ranks // 3 // 8
+
+            return counted(make)
+
+    assert made(16384) <= made(1024) + 10
