@@ -1,6 +1,6 @@
 """What the user allows: strict mode, implicit replication; and the word about communication nobody asked for.
 
-Plain process-wide state, so that it holds in backward, which runs on other threads. Knows nothing of how operators run.
+A mode holds for the thread or task that enters it, and in the backward it starts (`core/mode_stack.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from shardwise.core.mode_stack import ModeStack, mode_context
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import ImplicitCommunicationError
 from shardwise.plan.route import Route
@@ -32,12 +33,11 @@ class ReplicationWarning(UserWarning):
     """An operator without a rule was run on whole tensors on every rank."""
 
 
-class _Modes:
-    strict = 0
-    implicit_replication = 0
-    allowed: tuple[frozenset[str], ...] = ()
-    rng: str = "one_device"
-
+# frozensets of names: operators that may communicate; None: strict mode, none of them
+implicit_mode = ModeStack[frozenset[str] | None]("implicit communication")
+replication_mode = ModeStack[bool]("implicit replication")
+rng_mode = ModeStack[str]("random numbers")
+_ALL = frozenset({"*"})
 
 _warned: set[tuple[str, str]] = set()
 
@@ -47,13 +47,14 @@ def in_force() -> tuple[Any, ...]:
 
     Example:
         >>> in_force()
-        (False, False, (), 'one_device')
+        (None, False, 'one_device')
     """
-    allowed = tuple([tuple(sorted(names)) for names in _Modes.allowed])
-    return _Modes.strict > 0, _Modes.implicit_replication > 0, allowed, _Modes.rng
+    allowed = _allowed()
+    names = None if allowed is None else tuple(sorted(allowed))
+    return names, bool(replication_mode.values()), "indexed" if draws_by_index() else "one_device"
 
 
-@contextlib.contextmanager
+@mode_context
 def strict() -> Iterator[None]:
     """Inside, any communication that was not asked for by `redistribute` or `full_tensor` is an error.
 
@@ -66,30 +67,35 @@ def strict() -> Iterator[None]:
         >>> with sw.strict():
         ...     y = x + x
     """
-    _Modes.strict += 1
-    try:
+    with implicit_mode.holding(None):
         yield
-    finally:
-        _Modes.strict -= 1
 
 
-@contextlib.contextmanager
+@mode_context
 def allow_implicit(*ops: Any) -> Iterator[None]:
     """Inside strict mode, let these operators communicate: `torch.ops.aten.sort`, "aten.sort", or all if none is named.
+
+    A `strict()` inside of it forbids them again.
 
     Example:
         >>> with strict(), allow_implicit("aten.sort"):
         ...     pass
     """
-    before = _Modes.allowed
-    _Modes.allowed = (*before, frozenset(_name(op) for op in ops) or frozenset({"*"}))
-    try:
+    with implicit_mode.holding(frozenset(_name(op) for op in ops) or _ALL):
         yield
-    finally:
-        _Modes.allowed = before
 
 
-@contextlib.contextmanager
+def _allowed() -> frozenset[str] | None:
+    """The operators that may communicate, those of the innermost strict mode; None: this thread is in none."""
+    allowed: frozenset[str] = frozenset()
+    for names in reversed(implicit_mode.values()):
+        if names is None:
+            return allowed
+        allowed |= names
+    return None
+
+
+@mode_context
 def implicit_replication() -> Iterator[None]:
     """Inside, a plain torch.Tensor among DTensors is taken to be the same on every rank.
 
@@ -100,27 +106,18 @@ def implicit_replication() -> Iterator[None]:
         ...     (x + torch.arange(4)).full_tensor()
         tensor([1., 2., 3., 4.])
     """
-    _Modes.implicit_replication += 1
-    try:
+    with replication_mode.holding(True):
         yield
-    finally:
-        _Modes.implicit_replication -= 1
 
 
 def replicates_implicitly() -> bool:
     """Whether plain tensors are taken as replicated now."""
-    return _Modes.implicit_replication > 0 or bool(getattr(_thread, "decomposing", ()))
-
-
-def set_rng(rng: str) -> str:
-    """Which random numbers operators draw from now on; returns what it was before."""
-    before, _Modes.rng = _Modes.rng, rng
-    return before
+    return bool(replication_mode.values()) or bool(getattr(_thread, "decomposing", ()))
 
 
 def draws_by_index() -> bool:
     """Whether random numbers are a function of the global index instead of one device's."""
-    return _Modes.rng == "indexed"
+    return rng_mode.values()[-1:] == ["indexed"]
 
 
 _thread = threading.local()
@@ -200,7 +197,8 @@ def _holds_plain(value: Any) -> bool:
 
 def check_strict(op: Any, routes: Sequence[Route]) -> None:
     """In strict mode, refuse what an operator is about to move."""
-    if not _Modes.strict or any("*" in names or _name(op) in names for names in _Modes.allowed):
+    allowed = _allowed()
+    if allowed is None or "*" in allowed or _name(op) in allowed:
         return
     moves = "; ".join(f"{route.source} -> {route.target.layout}" for route in routes)
     received = sum(route.received for route in routes)

@@ -14,6 +14,7 @@ import torch
 
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mode_stack import mode_context
 from shardwise.dispatch.drawing import agree_on_state
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.base import device_of, fabric_of
@@ -48,7 +49,7 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
     torch.manual_seed(seed)
 
 
-@contextlib.contextmanager
+@mode_context
 def use_rng(rng: str) -> Iterator[None]:
     """Inside, random operators draw from another generator.
 
@@ -66,11 +67,8 @@ def use_rng(rng: str) -> Iterator[None]:
     """
     if rng not in ("one_device", "indexed"):
         raise UnsupportedError(f"there is no generator {rng!r}", hint='use "one_device" or "indexed"')
-    before = modes.set_rng(rng)
-    try:
+    with modes.rng_mode.holding(rng):
         yield
-    finally:
-        modes.set_rng(before)
 
 
 def is_rng_supported_mesh(device_mesh: Any) -> bool:

@@ -127,7 +127,7 @@ def processes_of(tensors: Iterable[torch.Tensor], group: Any = None) -> Processe
         raise UnsupportedError(
             "the state holds tensors of virtual ranks and of processes", hint="save them as two checkpoints"
         )
-    surrounding = fabrics.pop() if fabrics else mesh_module.choose_fabric[-1]()
+    surrounding = fabrics.pop() if fabrics else mesh_module.chosen_fabric()
     if surrounding != "c10d" or not dist.is_initialized():
         return Processes()
     if dist.get_backend(group) == "fake":

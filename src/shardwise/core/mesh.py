@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.core.intern import Interned
+from shardwise.core.mode_stack import ModeStack
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import MeshError
 
@@ -42,6 +43,21 @@ class Host(Protocol):
 # Filled by the fabric layer: the host of each fabric by name, and how to choose one when the user does not say.
 hosts: dict[str, Host] = {}
 choose_fabric: list[Callable[[], str]] = []
+fabric_mode = ModeStack[str]("fabric")  # what `virtual()` and `dry_run()` choose
+
+
+def chosen_fabric() -> str:
+    """The fabric of a mesh that is made here and names none.
+
+    Example:
+        >>> with fabric_mode.holding("dry"):
+        ...     chosen_fabric()
+        'dry'
+    """
+    chosen = fabric_mode.values()
+    if chosen:
+        return chosen[-1]
+    return choose_fabric[-1]() if choose_fabric else "virtual"
 
 
 @constant_to_compilers
@@ -113,7 +129,7 @@ class DeviceMesh(Interned):
                 f"the ranks of a mesh count from 0, got {min(flat)}", hint="name each rank by its number in the world"
             )
         if fabric is None:
-            fabric = choose_fabric[-1]() if choose_fabric else "virtual"
+            fabric = chosen_fabric()
         axes = tuple((a,) for a in range(ranks.ndim))
         return cls._intern(str(device_type), fabric, ranks.shape, _as_range(flat), names, axes, names)
 

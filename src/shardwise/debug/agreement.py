@@ -5,17 +5,19 @@ The switch alone; the comparison is the fabric's.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
+from shardwise.core.mode_stack import ModeStack, mode_context
 from shardwise.fabric.c10d import c10d
 from shardwise.fabric.routes import forget_routes
 from shardwise.tensor import forget_operators
 
 __all__ = ["check_ranks"]
 
+_checks = ModeStack[float]("rank checks")
 
-@contextlib.contextmanager
+
+@mode_context
 def check_ranks(interval: float = 1.0) -> Iterator[None]:
     """Inside, ranks that issue different collectives all raise an error, instead of waiting for each other.
 
@@ -30,14 +32,17 @@ def check_ranks(interval: float = 1.0) -> Iterator[None]:
         >>> with sw.debug.check_ranks():
         ...     x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)))
     """
-    _switch(True, interval)
+    entry = _checks.enter(interval)
+    _switch()
     try:
         yield
     finally:
-        _switch(False, interval)
+        _checks.leave(entry)
+        _switch()
 
 
-def _switch(on: bool, interval: float) -> None:
-    c10d.check_ranks(on, interval)
-    forget_routes()  # what is bound goes on as it was bound
-    forget_operators()
+def _switch() -> None:
+    """Compare while any thread asks for it: which thread issues a collective is not known to the other ranks."""
+    if c10d.check_ranks_while(_checks.values_anywhere()):
+        forget_routes()  # what is bound goes on as it was bound
+        forget_operators()

@@ -9,13 +9,15 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from shardwise.debug import recorder
+from shardwise.core.mode_stack import ModeContext
+from shardwise.debug.recorder import Listener, listening
 from shardwise.debug.records import Move, Record
 from shardwise.fabric.recorded import functional_collectives
 from shardwise.tensor import DTensor
@@ -39,7 +41,7 @@ BOLD, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"
 PASSES = {"forward": "FORWARD PASS", "backward": "BACKWARD PASS", "recompute": "ACTIVATION CHECKPOINTING"}
 
 
-class CommDebugMode(recorder.Listener):
+class CommDebugMode(Listener, ModeContext[Any]):
     """Inside, every collective that a DTensor issues is counted, on any fabric.
 
     Example:
@@ -67,15 +69,10 @@ class CommDebugMode(recorder.Listener):
         self._shardings: dict[str, Any] = {}
         self._received = 0.0
 
-    def __enter__(self) -> Self:
+    def _run(self) -> Generator[Self, None, None]:
         self._clear()
-        recorder.listen(self)
-        recorder.modules.listeners.append(self._entered)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        recorder.modules.listeners.remove(self._entered)
-        recorder.unlisten(self)
+        with listening(self):
+            yield self
 
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
@@ -98,7 +95,8 @@ class CommDebugMode(recorder.Listener):
             counts = self.comm_module_counts.setdefault(path, {"forward": Counter(), "backward": Counter()})
             counts[phase][name] += 1
 
-    def _entered(self, module: nn.Module, path: str) -> None:
+    def module(self, module: nn.Module, path: str) -> None:
+        """Keep a module with its parameters."""
         found = self._modules.setdefault(path, {})
         found["depth"] = self._modules[self._parent(path) or GLOBAL]["depth"] + 1
         found["module_type"] = f"class '{type(module).__module__}.{type(module).__qualname__}'"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
 
+from shardwise.core.mode_stack import mode_context
 from shardwise.debug.module_parity import ModuleParity
 from shardwise.debug.parity_report import ParityReport
 from shardwise.debug.shadows import Shadows
@@ -15,7 +15,7 @@ from shardwise.tensor import watch
 __all__ = ["parity"]
 
 
-@contextlib.contextmanager
+@mode_context
 def parity(
     reference: torch.nn.Module | None = None,
     sharded: torch.nn.Module | None = None,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
-from shardwise.debug.recorder import Listener, listen, unlisten
+from shardwise.core.mode_stack import mode_context
+from shardwise.debug.recorder import Listener, listening
 from shardwise.debug.records import Record
 from shardwise.debug.report import Report
 
@@ -22,7 +22,7 @@ class _Recording(Listener):
         self.report.records.append(record)
 
 
-@contextlib.contextmanager
+@mode_context
 def explain(*, candidates: bool = False) -> Iterator[Report]:
     """Inside, every operator on DTensors is recorded: what moved, from which line, why, and how to avoid it.
 
@@ -46,9 +46,5 @@ def explain(*, candidates: bool = False) -> Iterator[Report]:
         there takes all-gather dim 1 over tp, 192 B.
     """
     report = Report(candidates=candidates)
-    recording = _Recording(report)
-    listen(recording)
-    try:
+    with listening(_Recording(report)):
         yield report
-    finally:
-        unlisten(recording)

@@ -6,9 +6,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from shardwise.core.mode_stack import mode_context
 from shardwise.debug.explaining import explain
 from shardwise.debug.lock import compare
-from shardwise.debug.recorder import Listener, listen, unlisten
+from shardwise.debug.recorder import Listener, listening
 from shardwise.debug.records import Move, Record
 from shardwise.debug.report import Report
 from shardwise.debug.units import operator_text
@@ -57,7 +58,7 @@ class Budget(Listener):
         self._received, self.spent_collectives = received, collectives
 
 
-@contextlib.contextmanager
+@mode_context
 def comm_budget(*, bytes: float | None = None, collectives: int | None = None) -> Iterator[Budget]:  # noqa: A002
     """Inside, no more than this may be moved. The first collective that would go over it raises instead.
 
@@ -78,11 +79,8 @@ def comm_budget(*, bytes: float | None = None, collectives: int | None = None) -
         (24, 1)
     """
     budget = Budget(bytes, collectives)
-    listen(budget)
-    try:
+    with listening(budget):
         yield budget
-    finally:
-        unlisten(budget)
     if budget.over is not None:
         raise budget.over
 
@@ -114,7 +112,7 @@ def check_lock(path: str | os.PathLike[str], report: Report | None = None) -> co
     return _checking(path)
 
 
-@contextlib.contextmanager
+@mode_context
 def _checking(path: str | os.PathLike[str]) -> Iterator[Report]:
     with explain() as report:
         yield report

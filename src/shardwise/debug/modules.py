@@ -24,10 +24,11 @@ class ModuleTracker:
         self._owners: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
         self._running = threading.local()
         self._handles: list[Any] = []
-        self.listeners: list[Callable[[nn.Module, str], None]] = []
+        self._told: Callable[[nn.Module, str], None] | None = None
 
-    def start(self) -> None:
-        """Register the hooks."""
+    def start(self, told: Callable[[nn.Module, str], None]) -> None:
+        """Register the hooks. `told` is called with each module whose forward begins, and its path."""
+        self._told = told
         hooks = torch.nn.modules.module
         self._handles = [
             hooks.register_module_forward_pre_hook(self._enter),
@@ -73,8 +74,8 @@ class ModuleTracker:
         if not hasattr(self._running, "paths"):
             self._running.paths = []
         self._running.paths.append(path)
-        for listener in tuple(self.listeners):
-            listener(module, path)
+        if self._told is not None:
+            self._told(module, path)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         running = getattr(self._running, "paths", None)

@@ -1,11 +1,12 @@
 """The recorder: while somebody listens, every operator on DTensors and every move goes through here.
 
-Then, and only then, a few methods of DTensor are replaced by ones that record: inactive, it costs nothing at all. The
-state is process-wide, so that it holds in backward, which may run on other threads. Knows nothing of reports.
+Then, and only then, a few methods of DTensor are replaced by ones that record: inactive, it costs nothing at all. A
+listener is told of every thread: backward may run on any.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
+from shardwise.core.mode_stack import ModeStack
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.modules import ModuleTracker
 from shardwise.debug.records import NOWHERE, Move, Operand, Record, Where, moves_of_route, scatter_move
@@ -29,7 +32,7 @@ from shardwise.schema import op_info, tensor_slots
 from shardwise.tensor import DTensor, dispatcher, unrecorded
 from shardwise.tensor import record as record_operators
 
-__all__ = ["Listener", "listen", "modules", "unlisten"]
+__all__ = ["Listener", "listening"]
 
 MAX_KNOWN = 16384
 EXPLICIT = ("redistribute", "full_tensor", "to_local", "from_local")
@@ -44,6 +47,9 @@ class Listener:
 
     def move(self, record: Record, move: Move) -> None:
         """A collective of the record is about to be issued; to raise prevents it."""
+
+    def module(self, module: nn.Module, path: str) -> None:
+        """The forward of a module begins."""
 
 
 class _State:
@@ -66,26 +72,26 @@ class _State:
 
 
 modules = ModuleTracker()
-_listeners: list[Listener] = []
+_listeners = ModeStack[Listener]("listeners")
 _lock = threading.RLock()
 _state = _State()
 _originals: dict[str, Any] = {}
 
 
-def listen(listener: Listener) -> None:
-    """Tell `listener` from now on. The first one switches recording on."""
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside, tell `listener`. The first one on any thread switches recording on, the last one off."""
     with _lock:
-        _listeners.append(listener)
-        if len(_listeners) == 1:
+        if not _listeners.values_anywhere():
             _switch_on()
-
-
-def unlisten(listener: Listener) -> None:
-    """Tell it no longer. The last one switches recording off."""
-    with _lock:
-        _listeners.remove(listener)
-        if not _listeners:
-            _switch_off()
+        entry = _listeners.enter(listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners.leave(entry)
+            if not _listeners.values_anywhere():
+                _switch_off()
 
 
 def _switch_on() -> None:
@@ -99,7 +105,12 @@ def _switch_on() -> None:
         setattr(DTensor, name, staticmethod(recording) if name == "from_local" else recording)
     routes.observers.append(_routed)
     routes.scatter_observers.append(_scattered)
-    modules.start()
+    modules.start(_module_entered)
+
+
+def _module_entered(module: nn.Module, path: str) -> None:
+    for listener in dict.fromkeys(_listeners.values_anywhere()):  # each once
+        listener.module(module, path)
 
 
 def _switch_off() -> None:
@@ -198,7 +209,7 @@ def _begin(
     )
     if outer is not None:
         outer.children.append(index)
-    for listener in tuple(_listeners):
+    for listener in dict.fromkeys(_listeners.values_anywhere()):  # each once
         listener.begin(record)
     return record
 
@@ -279,7 +290,7 @@ def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, targe
         record = _begin(state, name, "explicit", operands, None)
         record.outputs, record.ended = (target,), record.started
     for move in moves:
-        for listener in tuple(_listeners):
+        for listener in dict.fromkeys(_listeners.values_anywhere()):  # each once
             listener.move(record, move)
         record.moves.append(move)
         for outer in running[:-1]:

@@ -7,9 +7,8 @@ per-rank values by `build` and `map`.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from shardwise.errors import MeshError, UnsupportedError
 from shardwise.plan.route import Route
 from shardwise.plan.step import Step
 
-__all__ = ["BoundStep", "Fabric", "choosing", "device_of", "fabric_of", "fabrics", "on_new_world"]
+__all__ = ["BoundStep", "Fabric", "device_of", "fabric_of", "fabrics", "on_new_world"]
 
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
 
@@ -150,14 +149,3 @@ def register(fabric: AnyFabric) -> AnyFabric:
 def fabric_of(mesh: DeviceMesh) -> Fabric:
     """The fabric that runs `mesh`."""
     return fabrics[mesh.fabric]
-
-
-@contextlib.contextmanager
-def choosing(name: str) -> Iterator[None]:
-    """Meshes made inside are of the fabric `name`."""
-    chooser: Callable[[], str] = lambda: name  # noqa: E731
-    mesh_module.choose_fabric.append(chooser)
-    try:
-        yield
-    finally:
-        mesh_module.choose_fabric.remove(chooser)

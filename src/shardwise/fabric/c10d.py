@@ -61,7 +61,7 @@ class C10dFabric(Fabric):
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
         self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
-        self._checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
+        self._checks = self._always_checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
         self._check: RankCheck | None = None
         self._checked = 0  # how often it was begun, on every rank alike
 
@@ -79,7 +79,7 @@ class C10dFabric(Fabric):
         if former is not None:
             for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
                 forget()
-        self.check_ranks(self._checks, self._interval)
+        self._restart_check()
         return self._rank
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
@@ -131,18 +131,26 @@ class C10dFabric(Fabric):
             self._groups[key] = found
         return found
 
-    def check_ranks(self, on: bool, interval: float) -> None:
+    def check_ranks_while(self, intervals: Sequence[float]) -> bool:
+        """Compare while there are intervals, or the environment says so. Returns whether that is something new."""
+        wanted = bool(intervals) or self._always_checks
+        if wanted == self._checks:
+            return False
+        self._checks, self._interval = wanted, intervals[0] if intervals else self._interval
+        self._restart_check()
+        return True
+
+    def _restart_check(self) -> None:
         """Compare the collectives that ranks issue, or no longer. Routes that are bound stay as they are."""
-        self._checks, self._interval = on, interval
         if self._check is not None:
             self._check.close()
             self._check = None
-        if on and dist.is_initialized() and dist.get_backend() != "fake":
+        if self._checks and dist.is_initialized() and dist.get_backend() != "fake":
             self._checked += 1
             prefix = f"shardwise_check_{self._checked}"
             own: Any = distributed_c10d._get_default_store()
             store = dist.PrefixStore(prefix, own.clone())  # a connection of its own: the program's may be waiting
-            self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), interval, self._leave_groups)
+            self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), self._interval, self._leave_groups)
 
     def _leave_groups(self) -> None:
         """Let the process end although collectives are in flight: groups wait for these when they are taken down."""

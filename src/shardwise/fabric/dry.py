@@ -6,7 +6,6 @@ bytes of the live locals are followed to their peak.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,8 +14,9 @@ from typing import Any
 
 import torch
 
-from shardwise.core.mesh import Coordinate, DeviceMesh
-from shardwise.fabric.base import BoundStep, Fabric, check_source, choosing, register
+from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
+from shardwise.core.mode_stack import ModeStack, mode_context
+from shardwise.fabric.base import BoundStep, Fabric, check_source, register
 from shardwise.fabric.pieces import empty_block
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.step import Step
@@ -98,7 +98,7 @@ class DryFabric(Fabric):
     name = "dry"
 
     def __init__(self) -> None:
-        self.runs: list[DryRun] = []
+        self.runs = ModeStack[DryRun]("dry run")
 
     def rank(self) -> int:
         return 0
@@ -131,13 +131,13 @@ class DryFabric(Fabric):
         return lambda local: self.track(empty_block(step.after, coordinate, local))
 
     def track(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a local in every dry run that is on."""
-        for run in self.runs:
+        """Count a local in every dry run that is on here."""
+        for run in self.runs.values():
             run.hold(tensor)
         return tensor
 
     def resized(self, tensor: torch.Tensor) -> None:
-        for run in self.runs:
+        for run in self.runs.values():
             run.resized(tensor)
 
     def bind_route(self, route: Route) -> BoundStep:
@@ -145,7 +145,7 @@ class DryFabric(Fabric):
         records = [RecordedStep(*pair) for pair in zip(route.steps, route.costs, strict=True)]
 
         def recorded(local: torch.Tensor) -> torch.Tensor:
-            for dry_run in self.runs:
+            for dry_run in self.runs.values():
                 dry_run.steps.extend(records)
             return run(local)
 
@@ -155,9 +155,9 @@ class DryFabric(Fabric):
 dry = register(DryFabric())
 
 
-@contextlib.contextmanager
+@mode_context
 def dry_run() -> Iterator[DryRun]:
-    """Meshes made inside are dry: nothing is computed or sent; what would be is recorded.
+    """Meshes made inside, by this thread, are dry: nothing is computed or sent; what would be is recorded.
 
     Example:
         >>> with dry_run() as run:
@@ -165,10 +165,5 @@ def dry_run() -> Iterator[DryRun]:
         >>> mesh.fabric
         'dry'
     """
-    run = DryRun()
-    dry.runs.append(run)
-    try:
-        with choosing("dry"):
-            yield run
-    finally:
-        dry.runs.remove(run)
+    with dry.runs.holding(DryRun()) as run, fabric_mode.holding(dry.name):
+        yield run

@@ -5,7 +5,6 @@ Looks at the surroundings (a process group, torchrun's environment) so that the 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mode_stack import mode_context
 from shardwise.core.notation import parse_axes
 from shardwise.errors import MeshError
-from shardwise.fabric.base import choosing
 from shardwise.fabric.c10d import c10d
 from shardwise.fabric.dry import dry_run
 from shardwise.fabric.virtual import virtual as _virtual_fabric
@@ -32,7 +31,7 @@ def _surrounding_fabric() -> str:
     return c10d.name if dist.is_initialized() or under_torchrun else _virtual_fabric.name
 
 
-mesh_module.choose_fabric.insert(0, _surrounding_fabric)
+mesh_module.choose_fabric.append(_surrounding_fabric)
 
 
 PRESET = "SHARDWISE_MESH"  # the environment variable that says which mesh a program gets that names no shape
@@ -58,7 +57,7 @@ def init_device_mesh(
         >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         DeviceMesh(cpu dp=2 tp=4, virtual)
     """
-    fabric = mesh_module.choose_fabric[-1]()
+    fabric = mesh_module.chosen_fabric()
     if mesh_shape is None:
         mesh_shape, mesh_dim_names = _preset_axes(fabric, device_type, mesh_dim_names)
     shape = tuple(mesh_shape) if not isinstance(mesh_shape, int) else (mesh_shape,)
@@ -109,9 +108,9 @@ def _ensure_process_group(device_type: str) -> None:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
 
 
-@contextlib.contextmanager
+@mode_context
 def virtual() -> Iterator[None]:
-    """Meshes made inside are of virtual ranks in this process, whatever the surroundings.
+    """Meshes made inside, by this thread, are of virtual ranks in this process, whatever the surroundings.
 
     Example:
         >>> with virtual():
@@ -119,7 +118,7 @@ def virtual() -> Iterator[None]:
         >>> mesh.fabric
         'virtual'
     """
-    with choosing(_virtual_fabric.name):
+    with mesh_module.fabric_mode.holding(_virtual_fabric.name):
         yield
 
 
