@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.parallel import MixedPrecisionPolicy
 from bench.counting import fake_world
 from bench.data_parallel_ranks import calls, training_step
+from shardwise.parallel import MixedPrecisionPolicy
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
