@@ -7,7 +7,7 @@ import torch.distributed.fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from bench.counting import _RECEIVED, Calls
+from bench.counting import _RECEIVED, Calls, fake_world
 from tests.gloo.processes import ProcessPool
 from tests.transformer import Transformer, batch, loss_of
 
@@ -62,3 +62,43 @@ def test_no_more_than_torch(gloo4: ProcessPool) -> None:
                 assert abs(loss - their_loss) < 1e-5
                 assert count <= their_count
                 assert received <= their_received
+
+
+class Normed(torch.nn.Module):
+    """A feed-forward block behind a norm, which computes in float32 on weights of bfloat16."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(width)
+        self.up = torch.nn.Linear(width, 2 * width, bias=False)
+        self.down = torch.nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+
+def collectives(fully_shard: Any, mesh: Any, sharded: bool) -> int:
+    """Collectives of the second step in bfloat16."""
+    model = torch.nn.Sequential(*(Normed() for _ in range(4)), torch.nn.RMSNorm(32)).to(torch.bfloat16)
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    given: Any = sw.DTensor.from_local(x, mesh, [sw.Shard(0)]) if sharded else x
+    count = 0
+    for _ in range(2):
+        with Calls() as calls:
+            model(given).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        count = calls.count
+    return count
+
+
+def test_a_sharded_batch_in_bfloat16_takes_no_more_collectives_than_torch() -> None:
+    with fake_world(8):
+        ours, peers = sw.init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (8,))
+        expected = collectives(theirs.fully_shard, peers, False)
+        assert collectives(sw.fully_shard, ours, False) == expected
+        assert collectives(sw.fully_shard, ours, True) == expected

@@ -53,6 +53,16 @@ def keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
     return inexact_before is inexact_after and _widens(before, after)
 
 
+def only_rounds(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast rounds and cannot overflow: both dtypes have the same exponents.
+
+    The parts of a sum may then be cast before they are added. Each is rounded once, as the parts that a matrix product
+    of bfloat16 leaves. Gradients of float32 arithmetic on bfloat16 weights so stay Partial until they are reduced
+    together.
+    """
+    return before is torch.float32 and after is torch.bfloat16
+
+
 def keeps_order(before: torch.dtype, after: torch.dtype) -> bool:
     """Whether a cast is monotone: into a dtype with at least the range."""
     return _widens(before, after) and not after.is_complex
@@ -290,12 +300,12 @@ def power(call: Call) -> Factors:
 
 @rule(aten._to_copy.default)
 def to_copy(call: Call) -> Factors:
-    """A cast: parts of a sum may be cast where nothing is lost, extrema where order stays, a mask always."""
+    """A cast: parts of a sum may be cast where nothing overflows, extrema where order stays, a mask always."""
     before, after = call["self"].dtype, call.results[0].dtype
     return Factors(
         *broadcast(call),
         moves=before is after,
-        linear=FIRST if keeps_sums(before, after) else (),
+        linear=FIRST if keeps_sums(before, after) or only_rounds(before, after) else (),
         monotone=1 if keeps_order(before, after) else 0,
         keeps_zero=after is not torch.bool,
     )
