@@ -16,7 +16,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
-from shardwise.fabric.virtual import RankTensor, together, virtual
+from shardwise.fabric.virtual import RankTensor, run_rows, together, virtual
 from shardwise.schema import OpInfo, Slot
 
 __all__ = ["any_complex", "coordinates_here", "laid_out_like", "like", "local_runner", "seeing_conjugates"]
@@ -91,7 +91,7 @@ def local_runner(
 class _Runner:
     """An operator with the places of its locals, for the ranks at the coordinates here."""
 
-    __slots__ = ("coordinates", "info", "patches", "slots")
+    __slots__ = ("coordinates", "info", "patches", "slots", "written")
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class _Runner:
         coordinates: list[Coordinate],
     ) -> None:
         self.info, self.slots, self.patches, self.coordinates = info, slots, patches, coordinates
+        self.written = [(i, slot.name) for i, slot in enumerate(slots) if slot.name in info.writes]
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate
@@ -141,11 +142,13 @@ class _Runner:
     ) -> Any:
         """On one virtual rank after the other."""
         columns = _columns(locals_)
-        results = []
-        for position, coordinate in enumerate(self.coordinates):
-            new_args, new_kwargs = self.arguments(args, kwargs, _row(locals_, columns, position), coordinate)
-            results.append(op(*new_args, **new_kwargs))
-        return together(results, lambda values: values[0])
+        rows = [[*_row(locals_, columns, i), coordinate] for i, coordinate in enumerate(self.coordinates)]
+
+        def call(row: Sequence[Any]) -> Any:
+            new_args, new_kwargs = self.arguments(args, kwargs, row[:-1], row[-1])
+            return op(*new_args, **new_kwargs)
+
+        return together(run_rows(op, rows, call, self.written), lambda values: values[0])
 
     def run_once(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         """Random numbers are drawn once, on operands that all virtual ranks hold alike, and given to every rank."""

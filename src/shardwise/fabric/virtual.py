@@ -6,11 +6,12 @@ A local is a `RankTensor`, which holds one tensor for each rank; an operator on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
@@ -26,9 +27,11 @@ from shardwise.fabric.pieces import (
     reduce_tensors,
     slicer,
 )
+from shardwise.fabric.rank_generators import draws, draws_alike
+from shardwise.fabric.shared_writes import STATISTICS, SharedWrite, is_shared, written_arguments
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
-__all__ = ["RankTensor", "VirtualFabric", "parts_of", "together", "virtual"]
+__all__ = ["RankTensor", "VirtualFabric", "parts_of", "run_rows", "together", "virtual"]
 
 
 class RankTensor(torch.Tensor):
@@ -98,20 +101,61 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     counts = {len(leaves[i].tensors) for i in at}
     if len(counts) != 1:
         raise MeshError(f"{func}: locals of meshes with {sorted(counts)} ranks cannot be combined")
-    results = []
-    for rank in range(counts.pop()):
-        mine = list(leaves)
-        for i in at:
-            mine[i] = leaves[i].tensors[rank]
-        rank_args, rank_kwargs = tree_unflatten(mine, tree)
+    rows = [list(leaves) for _ in range(counts.pop())]
+    for i in at:
+        for row, tensor in zip(rows, leaves[i].tensors, strict=True):
+            row[i] = tensor
+
+    def call(row: Sequence[Any]) -> Any:
+        rank_args, rank_kwargs = tree_unflatten(row, tree)
         if own_size:
             rank_args = _with_own_size(*rank_args)
-        results.append(func(*rank_args, **rank_kwargs))
-    # an in-place operator gives back the very tensor it wrote to: so must we
-    for i in at:
-        if all(result is tensor for result, tensor in zip(results, leaves[i].tensors, strict=True)):
-            return leaves[i]
-    return together(results, functools.partial(_agreed, func))
+        return func(*rank_args, **rank_kwargs)
+
+    results = run_rows(func, rows, call, written_leaves(func, args, kwargs, leaves))
+    return together(results, functools.partial(_agreed, func), leaves)
+
+
+def written_leaves(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]
+) -> list[tuple[int, str]]:
+    """Where in the flat arguments the tensors are that an operator writes to, and the names of their arguments."""
+    names = written_arguments(func) if isinstance(func, OpOverload) else ()
+    if not names:
+        return []
+    named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | dict(kwargs)
+    if named.get("training") is False:  # running statistics are read alone
+        names = [name for name in names if name not in STATISTICS]
+    found = {id(leaf): name for name in names for leaf in tree_leaves(named.get(name))}
+    return [(i, found[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in found and _is_tensor(leaf)]
+
+
+def run_rows(
+    func: Any, rows: Sequence[list[Any]], call: Callable[[Sequence[Any]], Any], written: Sequence[tuple[int, str]]
+) -> list[Any]:
+    """`call` on the row of each rank: as N processes would, with one plain tensor or generator in place of N alike.
+
+    Args:
+        func: the operator that is called.
+        rows: each rank's tensors and other values.
+        call: runs the operator on a row.
+        written: where in a row the tensors are that it writes to, and the names of their arguments.
+    """
+    random = draws(func)
+    shared = [i for i, _ in written if is_shared([row[i] for row in rows])]
+    if not shared and not random:
+        return [call(row) for row in rows]
+    trial = SharedWrite(func, rows, written, shared) if written else None
+    calls = [functools.partial(call, row) for row in (rows if trial is None else trial.trials)]
+    results = draws_alike(func, rows[0], calls) if random else [one() for one in calls]
+    if trial is None:
+        return results
+    trial.commit()
+    return [tree_map(functools.partial(trial.original, rank), result) for rank, result in enumerate(results)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 _aten = torch.ops.aten
@@ -134,21 +178,31 @@ def _with_own_size(tensor: torch.Tensor, size: Any, *rest: Any) -> list[Any]:
     return [tensor, tensor.shape, *rest]
 
 
-def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any]) -> Any:
-    """The results of all ranks as one: tensors as a `RankTensor`, sequences item by item, other values by `plain`."""
+def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], given: Sequence[Any] = ()) -> Any:
+    """The results of all ranks as one: tensors as a `RankTensor`, sequences item by item, other values by `plain`.
+
+    An operator in place gives back the very tensor it wrote to: that is found among the `given`.
+    """
     first = results[0]
     if isinstance(first, torch.Tensor):
+        for leaf in given:
+            if first is leaf or (leaf.__class__ is RankTensor and _are_parts(results, leaf)):
+                return leaf
         return RankTensor(results)
     if isinstance(first, tuple | list):
-        items = (together(column, plain) for column in zip(*results, strict=True))
+        items = (together(column, plain, given) for column in zip(*results, strict=True))
         return list(items) if isinstance(first, list) else tuple(items)
     return plain(results)
 
 
+def _are_parts(results: Sequence[Any], leaf: RankTensor) -> bool:
+    return all(result is tensor for result, tensor in zip(results, leaf.tensors, strict=True))
+
+
 def _agreed(func: Any, values: Sequence[Any]) -> Any:
-    """The plain value that every rank has; a NaN agrees with anything."""
+    """The plain value that every rank has; a NaN agrees with a NaN."""
     first = values[0]
-    if any(value != first and value == value for value in values[1:]):
+    if any(value != first and (value == value or first == first) for value in values[1:]):
         raise UnsupportedError(
             f"{func} gives a different plain value on each virtual rank ({values[:4]}...)",
             hint="ranks run in lockstep here: take the values of one rank with local.tensors[rank]",

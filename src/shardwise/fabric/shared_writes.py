@@ -1,0 +1,190 @@
+"""Writes to memory that virtual ranks share: a plain tensor in place of every rank's copy of it.
+
+Each rank's write is tried on a copy of its own. Where the copies agree, the memory gets the result once; where they
+differ, one memory cannot hold them: an error, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from shardwise.errors import AgreementError, UnsupportedError
+
+__all__ = ["STATISTICS", "SharedWrite", "agree", "is_shared", "is_traced", "written_arguments"]
+
+# Running statistics, which these operators update though their schemas do not say so.
+STATISTICS = ("running_mean", "running_var")
+_UNDECLARED = frozenset({
+    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats",
+    "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts",
+})  # fmt: skip
+_ALIGNED = 16  # bytes: no dtype is larger
+
+
+@functools.cache
+def written_arguments(op: OpOverload) -> tuple[str, ...]:
+    """The arguments that an operator writes to, by its schema, and those that its schema omits.
+
+    Example:
+        >>> written_arguments(torch.ops.aten.add_.Tensor), written_arguments(torch.ops.aten.add.Tensor)
+        (('self',), ())
+    """
+    schema = op._schema
+    declared = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return (*declared, *(STATISTICS if schema.name in _UNDECLARED else ()))
+
+
+def is_shared(column: Sequence[torch.Tensor]) -> bool:
+    """Whether some of the ranks' tensors are one memory."""
+    first = column[0]
+    if all(tensor is first for tensor in column):
+        return len(column) > 1
+    if is_traced(first) or first.layout is not torch.strided:
+        return False
+    starts = {(t.untyped_storage()._cdata, t.storage_offset()) for t in column if t.numel()}
+    return len(starts) < sum(1 for t in column if t.numel())
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a compiler's, without values."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same sizes and the same bits: a NaN agrees with itself.
+
+    Example:
+        >>> agree(torch.tensor([0.0, float("nan")]), torch.tensor([0.0, float("nan")]))
+        True
+        >>> agree(torch.tensor(0.0), torch.tensor(-0.0))
+        False
+    """
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype is not b.dtype or a.layout is not b.layout:
+        return False
+    if a.is_meta:
+        return True
+    if a.layout is not torch.strided:
+        return a.dim() == 0 or torch.equal(a.to_dense(), b.to_dense())
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+class SharedWrite:
+    """One call of an operator for each rank, of which some write to memory that ranks share.
+
+    Args:
+        op: the operator.
+        rows: each rank's tensors and other values, flat.
+        written: the positions in a row of tensors that are written to, with the names of their arguments.
+        shared: those of the positions at which ranks share memory.
+    """
+
+    def __init__(
+        self, op: Any, rows: Sequence[Sequence[Any]], written: Sequence[tuple[int, str]], shared: Sequence[int]
+    ) -> None:
+        self.op, self.rows, self.written, self.shared = op, rows, written, frozenset(shared)
+        for position, name in written:
+            if position in self.shared and any(is_traced(row[position]) for row in rows):
+                raise UnsupportedError(
+                    f"{op}: inside a compiled program a value of each virtual rank is written to the plain argument "
+                    f"{name!r}, and whether the ranks agree cannot be known while it is traced",
+                    hint="write outside of what is compiled, or to a RankTensor",
+                )
+        self.trials = [_on_copies(row, [position for position, _ in written]) for row in rows]
+
+    def commit(self) -> None:
+        """Compare what the ranks wrote to shared memory; then all that was written takes effect."""
+        for position, name in self.written:
+            if position in self.shared:
+                self._check(position, name)
+        for position, _ in self.written:
+            for row, trial in zip(self.rows, self.trials, strict=True):
+                _assign(row[position], trial[position])
+                if position in self.shared:
+                    break
+
+    def _check(self, position: int, name: str) -> None:
+        first = self.trials[0][position]
+        for rank, trial in enumerate(self.trials):
+            if not agree(first, trial[position]):
+                raise AgreementError(
+                    f"{self.op} would write another value on virtual rank {rank} than on rank 0 into the argument "
+                    f"{name!r}, a plain tensor of shape {tuple(self.rows[0][position].shape)}: it is one tensor in place "
+                    "of every rank's own, and cannot hold values that differ",
+                    hint="write to a RankTensor, which holds one tensor for each rank: "
+                    f"RankTensor([tensor.clone() for _ in range({len(self.rows)})]); or reduce the values over the ranks "
+                    "first, as full_tensor() of a DTensor does",
+                )
+
+    def original(self, rank: int, result: Any) -> Any:
+        """A result of a rank's trial: the tensor that was written to in place of its copy."""
+        for position, _ in self.written:
+            if result is self.trials[rank][position]:
+                return self.rows[rank][position]
+        return result
+
+
+def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    if target.shape != value.shape:  # an operator with out= gives an empty tensor its size
+        target.resize_(value.shape)
+        if target.stride() != value.stride():
+            target.as_strided_(value.shape, value.stride())
+    target.copy_(value)
+
+
+def _on_copies(row: Sequence[Any], written: Iterable[int]) -> list[Any]:
+    """A row whose written tensors are copies, and what shares memory with these is a view of the copy."""
+    tensors = {i: value for i, value in enumerate(row) if isinstance(value, torch.Tensor)}
+    groups = {_memory(tensors[i]): [] for i in written}
+    for i, tensor in tensors.items():
+        if (memory := _memory(tensor)) in groups:
+            groups[memory].append(i)
+    copied = list(row)
+    for group in groups.values():
+        for i, copy in zip(group, _copies([tensors[i] for i in group]), strict=True):
+            copied[i] = copy
+    return copied
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What two tensors have in common that may overlap."""
+    if is_traced(tensor) or tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors on one memory, that lie in theirs as the tensors do in it."""
+    first = tensors[0]
+    if is_traced(first) or first.layout is not torch.strided or first.is_meta:
+        return [first.clone()] * len(tensors)
+    begin = min(t.storage_offset() * t.itemsize for t in tensors) // _ALIGNED * _ALIGNED
+    end = max((t.storage_offset() + _extent(t)) * t.itemsize for t in tensors)
+    memory = first.untyped_storage()
+    spanned = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory, begin, (end - begin,), (1,))
+    copy = spanned.clone().untyped_storage()
+    return [
+        torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            copy, t.storage_offset() - begin // t.itemsize, t.shape, t.stride()
+        )
+        for t in tensors
+    ]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements lie between the first and the last in memory, both counted."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
