@@ -14,7 +14,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import named, unrecorded
 from shardwise.dispatch.decision import Decision, decided, listening
-from shardwise.dispatch.drawing import agree_once, drawing, filling, fills
+from shardwise.dispatch.drawing import agree_once, drawing, filling
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
@@ -31,6 +31,7 @@ from shardwise.fabric.routes import cached_routes
 from shardwise.plan.cost import on_new_model
 from shardwise.plan.decomposing import worth_decomposing
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
+from shardwise.rng.draw import fills
 from shardwise.rules.registry import DECOMPOSITIONS, REDUCTIONS, RULES
 from shardwise.schema import OpInfo, Slot, forget_infos, functional_of, op_info, tensor_slots
 

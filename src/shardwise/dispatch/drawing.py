@@ -33,26 +33,11 @@ from shardwise.local import coordinates_here
 from shardwise.plan.propagate import meta_tensor, replicated_spec
 from shardwise.rng import philox
 from shardwise.rng.blocks import default_generator, draw_blocks
-from shardwise.rng.draw import Draw
+from shardwise.rng.draw import FILLS, FROM, IN_PLACE, Draw, fills
 
-__all__ = ["agree_on_state", "agree_once", "drawing", "fill_parts", "filling", "fills"]
+__all__ = ["agree_on_state", "agree_once", "drawing", "fill_parts", "filling"]
 
 aten = torch.ops.aten
-FROM = getattr(aten.random_, "from")
-# The operators that look at the shape of their operand alone: the in-place one, and the one that gives a new tensor.
-FILLS: dict[OpOverload, OpOverload] = {
-    aten.uniform_.default: aten.uniform.default,
-    aten.normal_.default: aten.normal_functional.default,
-    aten.log_normal_.default: aten.log_normal.default,
-    aten.exponential_.default: aten.exponential.default,
-    aten.cauchy_.default: aten.cauchy.default,
-    aten.geometric_.default: aten.geometric.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
-    aten.random_.default: aten.random.default,
-    aten.random_.to: aten.random.to,
-    FROM: getattr(aten.random, "from"),
-}
-IN_PLACE = {new: fill for fill, new in FILLS.items()}
 
 
 @functools.cache
@@ -74,13 +59,6 @@ def _fill_of(op: OpOverload, numbers: Mapping[str, Any]) -> tuple[OpOverload, tu
         case "aten::randint_like":
             return FROM, (numbers.get("low", 0), numbers["high"])
     return None
-
-
-def fills(op: OpOverload) -> bool:
-    """Whether an operator fills a tensor with random numbers, looking at nothing but its shape."""
-    if op._schema.name == "aten::randint_like":
-        return "Tensor" not in op._overloadname
-    return op in FILLS or op in IN_PLACE or op._schema.name in ("aten::rand_like", "aten::randn_like")
 
 
 # ---------------------------------------------------------------- each rank's part

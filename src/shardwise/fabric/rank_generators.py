@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import AgreementError
+from shardwise.errors import AgreementError, UnsupportedError
+from shardwise.fabric.shared_writes import is_traced
 from shardwise.rng.blocks import default_generator
+from shardwise.rng.draw import fills
 
 __all__ = ["draws", "draws_alike"]
 
@@ -28,22 +30,24 @@ def draws(op: Any) -> bool:
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-def draws_alike(op: Any, leaves: Iterable[Any], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Each rank's call of a random operator, all from the same random state.
+def draws_alike(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[Sequence[Any]], Any]) -> list[Any]:
+    """Each rank's result of a random operator, all from the same random state.
 
     Args:
-        op: the operator, for the error.
-        leaves: all that it is called with: the generators among it are drawn from, or else those of the devices.
-        calls: the call of each rank.
+        op: the operator.
+        rows: what each rank calls it with: the generators among it are drawn from, or else those of the devices.
+        call: runs the operator on a row.
     """
-    generators = _generators(leaves)
+    if any(is_traced(leaf) for leaf in rows[0] if isinstance(leaf, torch.Tensor)):
+        return _drawn_in_graph(op, rows, call)
+    generators = _generators(rows[0])
     before = [generator.get_state() for generator in generators]
     after: list[torch.Tensor] = []
     results = []
-    for rank, call in enumerate(calls):
+    for rank, row in enumerate(rows):
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-        results.append(call())
+        results.append(call(row))
         left = [generator.get_state() for generator in generators]
         if rank == 0:
             after = left
@@ -57,6 +61,27 @@ def draws_alike(op: Any, leaves: Iterable[Any], calls: Sequence[Callable[[], Any
                 "which draws what one device would",
             )
     return results
+
+
+def _drawn_in_graph(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[Sequence[Any]], Any]) -> list[Any]:
+    """The results of a compiled program, which has no states: the numbers of the first rank are given to all."""
+    arguments = dict(zip([argument.name for argument in op._schema.arguments], rows[0], strict=False))
+    if arguments.get("train") is False or arguments.get("dropout_p") == 0:  # nothing is drawn
+        return [call(row) for row in rows]
+    shapes = {row[0].shape for row in rows}
+    if len(shapes) > 1 or not (fills(op) or op is torch.ops.aten.native_dropout.default):
+        raise UnsupportedError(
+            f"{op} on the locals of virtual ranks, inside a compiled program: only fills and dropout of locals of one "
+            "shape draw the same numbers on every rank there",
+            hint="call it outside of what is compiled, or on the DTensor itself",
+        )
+    first = call(rows[0])
+    if fills(op):
+        in_place = first is rows[0][0]
+        return [first, *[row[0].copy_(first) if in_place else first.clone() for row in rows[1:]]]
+    p, mask = arguments["p"], first[1]
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return [first, *[(row[0] * mask * scale, mask.clone()) for row in rows[1:]]]
 
 
 def _generators(leaves: Iterable[Any]) -> list[torch.Generator]:

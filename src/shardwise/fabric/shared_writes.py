@@ -7,7 +7,7 @@ differ, one memory cannot hold them: an error, and nothing is changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from shardwise.errors import AgreementError, UnsupportedError
+from shardwise.errors import AgreementError, ShardwiseError, UnsupportedError
 
-__all__ = ["STATISTICS", "SharedWrite", "agree", "is_shared", "is_traced", "written_arguments"]
+__all__ = ["STATISTICS", "SharedWrite", "agree", "check_agreement", "is_shared", "is_traced", "written_arguments"]
 
 # Running statistics, which these operators update though their schemas do not say so.
 STATISTICS = ("running_mean", "running_var")
@@ -77,6 +77,24 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(_bits(a), _bits(b))
 
 
+def check_agreement(tensors: Sequence[torch.Tensor], error: Callable[[int], ShardwiseError]) -> None:
+    """Raise where the tensors of virtual ranks differ, with the first rank that does; of traced ones, when they run.
+
+    Args:
+        tensors: one for each rank.
+        error: what to raise if this rank's tensor is not that of rank 0.
+    """
+    first = tensors[0]
+    for rank, tensor in enumerate(tensors):
+        if tensor is first:
+            continue
+        if is_traced(first) and tensor.shape == first.shape and tensor.dtype is first.dtype:
+            same = ((tensor == first) | ((tensor != tensor) & (first != first))).all()
+            torch.ops.aten._assert_async.msg(same, error(rank).problem.replace('"', "'"))  # a line of generated C++
+        elif not agree(first, tensor):
+            raise error(rank)
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
@@ -95,38 +113,29 @@ class SharedWrite:
         self, op: Any, rows: Sequence[Sequence[Any]], written: Sequence[tuple[int, str]], shared: Sequence[int]
     ) -> None:
         self.op, self.rows, self.written, self.shared = op, rows, written, frozenset(shared)
-        for position, name in written:
-            if position in self.shared and any(is_traced(row[position]) for row in rows):
-                raise UnsupportedError(
-                    f"{op}: inside a compiled program a value of each virtual rank is written to the plain argument "
-                    f"{name!r}, and whether the ranks agree cannot be known while it is traced",
-                    hint="write outside of what is compiled, or to a RankTensor",
-                )
         self.trials = [_on_copies(row, [position for position, _ in written]) for row in rows]
 
     def commit(self) -> None:
         """Compare what the ranks wrote to shared memory; then all that was written takes effect."""
         for position, name in self.written:
             if position in self.shared:
-                self._check(position, name)
+                written = [trial[position] for trial in self.trials]
+                check_agreement(written, functools.partial(self._error, position, name))
         for position, _ in self.written:
             for row, trial in zip(self.rows, self.trials, strict=True):
                 _assign(row[position], trial[position])
                 if position in self.shared:
                     break
 
-    def _check(self, position: int, name: str) -> None:
-        first = self.trials[0][position]
-        for rank, trial in enumerate(self.trials):
-            if not agree(first, trial[position]):
-                raise AgreementError(
-                    f"{self.op} would write another value on virtual rank {rank} than on rank 0 into the argument "
-                    f"{name!r}, a plain tensor of shape {tuple(self.rows[0][position].shape)}: it is one tensor in place "
-                    "of every rank's own, and cannot hold values that differ",
-                    hint="write to a RankTensor, which holds one tensor for each rank: "
-                    f"RankTensor([tensor.clone() for _ in range({len(self.rows)})]); or reduce the values over the ranks "
-                    "first, as full_tensor() of a DTensor does",
-                )
+    def _error(self, position: int, name: str, rank: int) -> ShardwiseError:
+        return AgreementError(
+            f"{self.op} would write another value on virtual rank {rank} than on rank 0 into the argument {name!r}, a "
+            f"plain tensor of shape {tuple(self.rows[0][position].shape)}: it is one tensor in place of every rank's "
+            "own, and cannot hold values that differ",
+            hint="write to a RankTensor, which holds one tensor for each rank: "
+            f"RankTensor([tensor.clone() for _ in range({len(self.rows)})]); or reduce the values over the ranks "
+            "first, as full_tensor() of a DTensor does",
+        )
 
     def original(self, rank: int, result: Any) -> Any:
         """A result of a rank's trial: the tensor that was written to in place of its copy."""
@@ -160,15 +169,20 @@ def _on_copies(row: Sequence[Any], written: Iterable[int]) -> list[Any]:
 
 def _memory(tensor: torch.Tensor) -> int:
     """What two tensors have in common that may overlap."""
-    if is_traced(tensor) or tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors on one memory, that lie in theirs as the tensors do in it."""
     first = tensors[0]
+    if all(tensor is first for tensor in tensors) and first.is_contiguous():
+        return [first.clone()] * len(tensors)
     if is_traced(first) or first.layout is not torch.strided or first.is_meta:
+        if any(tensor is not first for tensor in tensors):
+            raise UnsupportedError(
+                "values of virtual ranks are written to plain tensors that share memory, inside a compiled program",
+                hint="write outside of what is compiled, or to one of the tensors at a time",
+            )
         return [first.clone()] * len(tensors)
     begin = min(t.storage_offset() * t.itemsize for t in tensors) // _ALIGNED * _ALIGNED
     end = max((t.storage_offset() + _extent(t)) * t.itemsize for t in tensors)

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
-from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.core.tangents import accept_plain_tangents, made_from_plain
+from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import BoundStep, Fabric, check_source, register
 from shardwise.fabric.pieces import (
     distinct_blocks,
@@ -28,7 +29,7 @@ from shardwise.fabric.pieces import (
     slicer,
 )
 from shardwise.fabric.rank_generators import draws, draws_alike
-from shardwise.fabric.shared_writes import STATISTICS, SharedWrite, is_shared, written_arguments
+from shardwise.fabric.shared_writes import STATISTICS, SharedWrite, check_agreement, is_shared, written_arguments
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
 __all__ = ["RankTensor", "VirtualFabric", "parts_of", "run_rows", "together", "virtual"]
@@ -74,6 +75,20 @@ class RankTensor(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], count: int, size: Any, stride: Any) -> RankTensor:
         return RankTensor([inner[f"_t{i}"] for i in range(count)])
 
+    def __coerce_tangent_metadata__(self) -> RankTensor:
+        """What a compiler should expect as the gradient of this output: one for each rank."""
+        accept_plain_tangents()
+        return self
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: Any, expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        """The ranks' gradients where compiled code expects one plain gradient for all."""
+        if expected_type is not torch.Tensor:
+            return None
+        check_agreement(self.tensors, _differing_gradients)
+        return self.tensors[0]
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return RankTensor, (self.tensors,)
 
@@ -86,6 +101,17 @@ class RankTensor(torch.Tensor):
     def tolist(self) -> list[Any]:
         """The values of each rank."""
         return [tensor.tolist() for tensor in self.tensors]
+
+
+def _differing_gradients(rank: int) -> ShardwiseError:
+    return AgreementError(
+        f"the gradient of a plain output of compiled code differs between virtual ranks 0 and {rank}: the output is "
+        "one tensor in place of every rank's own",
+        hint="reduce over the ranks first, as full_tensor() of a DTensor does",
+    )
+
+
+made_from_plain(RankTensor, lambda tangent, count: RankTensor([tangent] * count))
 
 
 def parts_of(local: Any) -> Sequence[torch.Tensor]:
@@ -146,8 +172,8 @@ def run_rows(
     if not shared and not random:
         return [call(row) for row in rows]
     trial = SharedWrite(func, rows, written, shared) if written else None
-    calls = [functools.partial(call, row) for row in (rows if trial is None else trial.trials)]
-    results = draws_alike(func, rows[0], calls) if random else [one() for one in calls]
+    mine = rows if trial is None else trial.trials
+    results = draws_alike(func, mine, call) if random else [call(row) for row in mine]
     if trial is None:
         return results
     trial.commit()

@@ -14,6 +14,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import AgreementError, LayoutError, MeshError
+from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.virtual import RankTensor, virtual
 from shardwise.tensor import DTensor
 
@@ -114,13 +115,15 @@ def keep_one_gradient(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> N
 def _one_gradient(gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, RankTensor):
         return gradient
-    first, *others = gradient.tensors
-    if any(not torch.equal(first, other) for other in others):
-        raise AgreementError(
-            "a plain parameter beside a plan stands for that of every virtual rank, but their gradients differ",
-            hint="each rank sees another part of the input: give the module a style, as SequenceParallel",
-        )
-    return first
+    check_agreement(gradient.tensors, _differing_gradients)
+    return gradient.tensors[0]
+
+
+def _differing_gradients(rank: int) -> AgreementError:
+    return AgreementError(
+        "a plain parameter beside a plan stands for that of every virtual rank, but their gradients differ",
+        hint="each rank sees another part of the input: give the module a style, as SequenceParallel",
+    )
 
 
 # ---------------------------------------------------------------- while the module runs

@@ -1,4 +1,4 @@
-"""One random fill as a single device would carry it out. Pure data; who draws, and from what, is told elsewhere."""
+"""One random fill as a single device would carry it out, and the operators that are fills. Pure data; draws nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["Draw"]
+__all__ = ["FILLS", "FROM", "IN_PLACE", "Draw", "fills"]
+
+aten = torch.ops.aten
+FROM = getattr(aten.random_, "from")
+# The operators that look at the shape of their operand alone: the in-place one, and the one that gives a new tensor.
+FILLS: dict[OpOverload, OpOverload] = {
+    aten.uniform_.default: aten.uniform.default,
+    aten.normal_.default: aten.normal_functional.default,
+    aten.log_normal_.default: aten.log_normal.default,
+    aten.exponential_.default: aten.exponential.default,
+    aten.cauchy_.default: aten.cauchy.default,
+    aten.geometric_.default: aten.geometric.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.random_.default: aten.random.default,
+    aten.random_.to: aten.random.to,
+    FROM: getattr(aten.random, "from"),
+}
+IN_PLACE = {new: fill for fill, new in FILLS.items()}
 
 
 class Draw(NamedTuple):
@@ -27,3 +44,10 @@ class Draw(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     contiguous: bool = True  # whether the tensor is so, with its dims as the user has them
+
+
+def fills(op: OpOverload) -> bool:
+    """Whether an operator fills a tensor with random numbers, looking at nothing but its shape."""
+    if op._schema.name == "aten::randint_like":
+        return "Tensor" not in op._overloadname
+    return op in FILLS or op in IN_PLACE or op._schema.name in ("aten::rand_like", "aten::randn_like")

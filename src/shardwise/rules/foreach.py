@@ -256,11 +256,9 @@ def aligned(op: Any) -> Callable[..., None]:
         back: list[tuple[Any, Any]] = []
 
         def brought(name: str, tensor: Any, parameter: Any) -> Any:
-            placements, order = [_unsummed(p) for p in parameter.placements], parameter.spec.shard_order
-            here = list(tensor.placements) == placements and tensor.spec.shard_order == order
-            if tensor.shape != parameter.shape or here:
+            moved = tensor if tensor.shape != parameter.shape else _laid_out_as(tensor, parameter)
+            if moved is tensor:
                 return tensor
-            moved = tensor.redistribute(parameter.device_mesh, placements, shard_order=order)
             if name != "grads" or bound.get("grad_scale") is not None:
                 back.append((tensor, moved))
             return moved
@@ -273,6 +271,18 @@ def aligned(op: Any) -> Callable[..., None]:
             tensor.copy_(moved)
 
     return run
+
+
+def _laid_out_as(tensor: Any, parameter: Any) -> Any:
+    """A gradient or state in the layout of its parameter; of plain ones every rank has the whole."""
+    if not hasattr(parameter, "placements"):
+        return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+    if not hasattr(tensor, "placements"):
+        return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+    placements, order = [_unsummed(p) for p in parameter.placements], parameter.spec.shard_order
+    if list(tensor.placements) == placements and tensor.spec.shard_order == order:
+        return tensor
+    return tensor.redistribute(parameter.device_mesh, placements, shard_order=order)
 
 
 def _unsummed(placement: Any) -> Any:

@@ -23,6 +23,7 @@ from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import introduce_sizes, is_tracing
+from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.views import OUTSIDE
 from shardwise.errors import PlainTensorError, UnsupportedError
@@ -376,7 +377,7 @@ class DTensor(torch.Tensor):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
-        _accept_plain_tangents()
+        accept_plain_tangents()
         expected = redistributed(self, gradient_spec(self._spec))
         return expected if expected.__class__ is DTensor else dtensor_of(expected._spec, expected._local_tensor)
 
@@ -673,20 +674,8 @@ class Redistribute(torch.autograd.Function):
         return moved, None, None, None, None
 
 
-def _accept_plain_tangents() -> None:
-    """Let compiled code accept what autograd makes for an output that is not used: zeros, of the class torch.Tensor.
-
-    The compiler asks the tensor itself to become what it expected, and a plain one has no such method unless it is
-    given one. It speaks for DTensors alone: of anything else it says None, as if it were not there.
-    """
-    if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
-        torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _plain_tangent(tangent: torch.Tensor, expected: Any, expected_type: type | None = None) -> torch.Tensor | None:
+def _plain_tangent(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.Tensor:
     """A whole gradient, alike on every rank, as compiled code expects it."""
-    if expected_type is not DTensor or tangent.__class__ is not torch.Tensor:
-        return None
     meta = TensorMeta.of(tangent)
     local = fabric_of(expected[0]).build(expected[0], lambda coordinate: tangent)
     return redistributed(
@@ -694,6 +683,7 @@ def _plain_tangent(tangent: torch.Tensor, expected: Any, expected_type: type | N
     )
 
 
+made_from_plain(DTensor, _plain_tangent)
 never_traced(
     DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
     PendingDTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
@@ -703,5 +693,5 @@ never_traced(
     DTensor.full_tensor,
     DTensor.__tensor_unflatten__,
     DTensor.__coerce_same_metadata_as_tangent__,
-    _plain_tangent,
+    plain_tangent,
 )

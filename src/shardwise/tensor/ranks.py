@@ -9,9 +9,17 @@ import torch
 from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import AgreementError
+from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.virtual import RankTensor
 
 __all__ = ["FirstRank", "OnEveryRank"]
+
+
+def _differing_gradients(rank: int) -> AgreementError:
+    return AgreementError(
+        "a plain tensor stands for the local of every virtual rank, but their gradients differ",
+        hint="give from_local a RankTensor with one tensor for each rank",
+    )
 
 
 class OnEveryRank(torch.autograd.Function):
@@ -23,13 +31,8 @@ class OnEveryRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: RankTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first = grad.tensors[0]
-        if any(not torch.equal(first, other) for other in grad.tensors[1:]):
-            raise AgreementError(
-                "a plain tensor stands for the local of every virtual rank, but their gradients differ",
-                hint="give from_local a RankTensor with one tensor for each rank",
-            )
-        return first, None
+        check_agreement(grad.tensors, _differing_gradients)
+        return grad.tensors[0], None
 
 
 class FirstRank(torch.autograd.Function):
