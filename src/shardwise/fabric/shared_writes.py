@@ -184,14 +184,14 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 hint="write outside of what is compiled, or to one of the tensors at a time",
             )
         return [first.clone()] * len(tensors)
-    begin = min(t.storage_offset() * t.itemsize for t in tensors) // _ALIGNED * _ALIGNED
-    end = max((t.storage_offset() + _extent(t)) * t.itemsize for t in tensors)
+    begin = min(int(t.storage_offset()) * t.itemsize for t in tensors) // _ALIGNED * _ALIGNED
+    end = max((int(t.storage_offset()) + _extent(t)) * t.itemsize for t in tensors)
     memory = first.untyped_storage()
     spanned = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory, begin, (end - begin,), (1,))
     copy = spanned.clone().untyped_storage()
     return [
         torch.empty(0, dtype=t.dtype, device=t.device).set_(
-            copy, t.storage_offset() - begin // t.itemsize, t.shape, t.stride()
+            copy, int(t.storage_offset()) - begin // t.itemsize, t.shape, t.stride()
         )
         for t in tensors
     ]
