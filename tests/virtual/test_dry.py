@@ -132,3 +132,113 @@ def test_dry_ranks_have_no_groups() -> None:
 def test_a_source_outside_the_mesh_is_refused_as_it_would_be_for_real() -> None:
     with sw.dry_run(), pytest.raises(sw.MeshError, match="src_data_rank=4 is not in"):
         sw.distribute_tensor(torch.ones(4), sw.init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=4)
+
+
+# ---------------------------------------------------------------- memory as the device would need it
+
+MiB = 2**20
+WORKSPACES = 33 * MiB
+
+
+def one_rank() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+
+
+def test_plain_operators_on_locals_are_counted_and_meta_initialisation_is_not() -> None:
+    with sw.dry_run() as run:
+        mesh = sw.init_device_mesh("cpu", (4,))
+        unused = torch.empty(1000, device="meta") * 2
+        assert run.live_bytes == 0
+        x = sw.zeros(400, device_mesh=mesh, placements=[Shard(0)])
+        y = x.to_local() + 1
+        assert run.live_bytes == 2 * 100 * 4
+        view = y.view(10, 10)
+        del y
+        gc.collect()
+        assert run.live_bytes == 2 * 100 * 4  # the view keeps the storage
+        del view
+        gc.collect()
+    assert (run.live_bytes, unused.shape) == (100 * 4, (1000,))
+
+
+def test_what_autograd_saves_lives_until_backward() -> None:
+    with sw.dry_run() as run:
+        x = sw.zeros(400, device_mesh=sw.init_device_mesh("cpu", (4,)), placements=[Shard(0)], requires_grad=True)
+        total = x.to_local().exp().sum()  # saves its result, which no variable holds
+        gc.collect()
+        assert run.live_bytes == 2 * 100 * 4 + 4
+        total.backward()
+        x.grad = None
+        del total
+        gc.collect()
+        assert run.live_bytes == 100 * 4
+
+
+def attention_peak(dtype: torch.dtype, mask: torch.Tensor | None = None, **options: bool) -> int:
+    with sw.dry_run() as run:
+        mesh = one_rank()
+        q = sw.zeros(1, 8, 4096, 64, dtype=dtype, device_mesh=mesh, placements=[Replicate()], requires_grad=True)
+        k = sw.zeros(1, 2 if options else 8, 4096, 64, dtype=dtype, device_mesh=mesh, placements=[Replicate()])
+        torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, **options).sum().backward()
+    return run.peak_bytes
+
+
+def test_attention_holds_no_scores_where_a_gpu_would_not() -> None:
+    scores = 8 * 4096 * 4096
+    assert attention_peak(torch.bfloat16) < 64 * MiB
+    assert attention_peak(torch.bfloat16, enable_gqa=True) < 64 * MiB
+    assert attention_peak(torch.float32) < 128 * MiB  # memory-efficient attention
+    assert attention_peak(torch.float32, enable_gqa=True) > 4 * scores  # which has no shared heads
+    mask = torch.ones(4096, 4096, dtype=torch.bool, device="meta")
+    assert attention_peak(torch.bfloat16, mask) < scores
+    assert attention_peak(torch.float64) > 8 * scores
+
+
+def test_on_cpu_ranks_attention_is_as_torch_takes_it_there() -> None:
+    with sw.dry_run() as run:
+        mesh = sw.init_device_mesh("cpu", (1,))
+        q = sw.zeros(1, 8, 1024, 64, device_mesh=mesh, placements=[Replicate()])
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert run.peak_bytes > 8 * 1024 * 1024 * 4
+
+
+def test_a_norm_on_a_gpu_saves_its_input_alone() -> None:
+    with sw.dry_run() as run:
+        mesh = one_rank()
+        norm = torch.nn.RMSNorm(1024, device="meta", dtype=torch.bfloat16)
+        sw.fully_shard(norm, mesh=mesh)
+        x = sw.zeros(1024, 1024, dtype=torch.bfloat16, device_mesh=mesh, placements=[Shard(0)])
+        out = norm(x.to_local())
+        gc.collect()
+        saved = run.live_bytes - 2 * x.to_local().nbytes  # beside the input and the result
+        assert saved < 64 * 1024
+        out.sum().backward()
+    assert norm.weight.grad is not None
+
+
+def test_allocations_are_rounded_and_workspaces_counted_on_cuda_ranks() -> None:
+    with sw.dry_run() as run:
+        mesh = one_rank()
+        x = sw.zeros(10, 10, device_mesh=mesh, placements=[Replicate()], requires_grad=True)
+        assert run.live_bytes == 512
+        y = x @ x
+        assert run.live_bytes == 2 * 512 + WORKSPACES
+        y = y @ x
+        gc.collect()
+        assert run.live_bytes == 3 * 512 + WORKSPACES
+        y.sum().backward()
+    assert run.live_bytes >= 2 * WORKSPACES  # backward has a thread, and a workspace, of its own
+
+
+def test_a_run_that_is_left_out_of_order_counts_no_more() -> None:
+    first, second = sw.dry_run(), sw.dry_run()
+    one, other = first.__enter__(), second.__enter__()
+    x = sw.zeros(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+    first.__exit__(None, None, None)
+    y = x.to_local() + 1
+    assert (one.live_bytes, other.live_bytes) == (8, 16)
+    second.__exit__(None, None, None)
+    z = y + 1
+    assert (one.live_bytes, other.live_bytes) == (8, 16)
+    assert torch._C._len_torch_dispatch_stack() == 0 == torch._C._len_torch_function_stack()
+    assert z.shape == (2,)

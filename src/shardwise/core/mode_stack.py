@@ -8,8 +8,10 @@ entry, wherever it is in the stack and on whichever thread it happens.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
@@ -28,6 +30,25 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 # torch's thread-local objects, which the autograd engine gives to the threads that run a backward
 _stash, _stashed, _is_stashed = torch._C._stash_obj_in_tls, torch._C._get_obj_in_tls, torch._C._is_key_in_tls
 _KEY = "shardwise_modes"
+
+
+def _counts_references() -> bool:
+    """Whether torch counts its reference to an object that is stashed. Old versions do not, but drop one in the end."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _stash("shardwise_probe", probe)
+    counts = sys.getrefcount(probe) > before
+    if not counts:
+        _keep(probe)
+    return counts
+
+
+def _keep(value: object) -> None:
+    """Count a reference to `value`, which torch will drop."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+_COUNTED = _counts_references()
 
 
 class Entry(Generic[T]):
@@ -79,7 +100,10 @@ def _put(entries: Entries) -> None:
     thread = threading.get_ident()
     base = tuple([entry for entry in _base(thread) if entry.live])
     _entered.set(entries)
-    _stash(_KEY, _Stashed(thread, (*base, *entries), base))
+    stashed = _Stashed(thread, (*base, *entries), base)
+    if not _COUNTED:
+        _keep(stashed)
+    _stash(_KEY, stashed)
 
 
 class ModeStack(Generic[T]):

@@ -1,11 +1,13 @@
 """The fabric of planning: shapes and costs only, for any number of ranks.
 
-A local is a meta tensor of the largest block. Each step is recorded with its bytes and modelled seconds, and the
-bytes of the live locals are followed to their peak.
+A local is a meta tensor of the largest block. Each step is recorded with its bytes and modelled seconds. The bytes of
+locals, and of what plain operators compute from them, are followed to their peak, with the kernels of the target device
+(`target_kernels`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,11 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import overrides
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
 from shardwise.fabric.base import BoundStep, Fabric, check_source, register
 from shardwise.fabric.pieces import empty_block
+from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.step import Step
 
@@ -46,7 +53,9 @@ class DryRun:
     steps: list[RecordedStep] = field(default_factory=list)
     live_bytes: int = 0
     peak_bytes: int = 0
-    _storages: dict[int, list[int]] = field(default_factory=dict, repr=False)
+    device_type: str = "cpu"  # of the meshes whose ranks it stands for
+    _storages: dict[int, int] = field(default_factory=dict, repr=False)
+    _workspaces: set[Any] = field(default_factory=set, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -64,32 +73,89 @@ class DryRun:
         return Counter(record.step.collective for record in self.steps if record.step.collective is not None)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Count the memory of `tensor` for as long as a tensor of this storage lives."""
+        """Count the memory of `tensor` for as long as its storage lives, in a variable or saved by autograd."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        entry = self._storages.get(key)
-        if entry is None:
-            entry = self._storages[key] = [0, storage.nbytes()]
-            self.live_bytes += entry[1]
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        entry[0] += 1
-        weakref.finalize(tensor, self._release, key)
+        if key not in self._storages:
+            self._storages[key] = 0
+            weakref.finalize(storage, self._release, key)
+            self._set_size(key, storage.nbytes())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of `tensor` is counted."""
+        return tensor.untyped_storage()._cdata in self._storages
 
     def resized(self, tensor: torch.Tensor) -> None:
         """The storage of `tensor` has another size now."""
         storage = tensor.untyped_storage()
-        entry = self._storages.get(storage._cdata)
-        if entry is not None:
-            self.live_bytes += storage.nbytes() - entry[1]
-            entry[1] = storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if storage._cdata in self._storages:
+            self._set_size(storage._cdata, storage.nbytes())
+
+    def hold_workspace(self, which: Any) -> None:
+        """Count a workspace that a library takes at its first use, and keeps."""
+        if which is not None and which not in self._workspaces and self.device_type == "cuda":
+            self._workspaces.add(which)
+            self._grow(WORKSPACE)
+
+    def _set_size(self, key: int, size: int) -> None:
+        if self.device_type == "cuda":
+            size = -(-size // ALLOCATION) * ALLOCATION
+        self._grow(size - self._storages[key])
+        self._storages[key] = size
+
+    def _grow(self, more: int) -> None:
+        self.live_bytes += more
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _release(self, key: int) -> None:
-        entry = self._storages[key]
-        entry[0] -= 1
-        if not entry[0]:
-            del self._storages[key]
-            self.live_bytes -= entry[1]
+        self.live_bytes -= self._storages.pop(key)
+
+
+class _Following(TorchDispatchMode):
+    """Counts what operators on plain meta tensors compute from memory that is counted.
+
+    A plain meta tensor that no counted one went into is not counted: a model that is initialised on the meta device
+    takes no memory for real either.
+    """
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()
+        self.run, self.live = run, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(kind is torch.Tensor or kind is torch.nn.Parameter for kind in types):
+            return NotImplemented  # what it computes on its locals comes here again
+        result = func(*args, **(kwargs or {}))
+        run = self.run
+        if self.live and any(tensor.is_meta and run.holds(tensor) for tensor in _tensors(args)):
+            for tensor in _tensors((result,)):
+                run.hold(tensor)
+            run.hold_workspace(workspace_of(func))
+        return result
+
+
+class _Fused(TorchFunctionMode):
+    """Calls the operators of the target device's fused kernels."""
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()
+        self.run, self.live = run, True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fused = FUSED.get(func)
+        if fused is not None and self.live and self.run.device_type == "cuda" and args and args[0].is_meta:
+            result = fused(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 class DryFabric(Fabric):
@@ -107,6 +173,8 @@ class DryFabric(Fabric):
         return [(0,) * mesh.ndim]
 
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
+        for run in self.runs.values():
+            run.device_type = mesh.device_type
         with torch.device("meta"):
             made = make((0,) * mesh.ndim)
         return self.track(made.to("meta"))
@@ -155,9 +223,41 @@ class DryFabric(Fabric):
 dry = register(DryFabric())
 
 
+@contextlib.contextmanager
+def _torch_mode(mode: Any, stack: Any) -> Iterator[None]:
+    """Inside, `mode` is on torch's stack of its kind; left out of order, it alone is taken off.
+
+    Args:
+        mode: the mode.
+        stack: torch's functions for the stack: how many modes, push one, pop one.
+    """
+    size, push, pop = stack
+    push(mode)
+    try:
+        yield
+    finally:
+        mode.live = False  # wherever it stays behind: a context may be left on another thread
+        above = []
+        while size():
+            top = pop()
+            if top is mode:
+                break
+            above.append(top)
+        for other in reversed(above):
+            push(other)
+
+
+_DISPATCH_MODES = (torch._C._len_torch_dispatch_stack, dispatch_modes._push_mode, dispatch_modes._pop_mode)
+_FUNCTION_MODES = (torch._C._len_torch_function_stack, overrides._push_mode, overrides._pop_mode)
+
+
 @mode_context
 def dry_run() -> Iterator[DryRun]:
     """Meshes made inside, by this thread, are dry: nothing is computed or sent; what would be is recorded.
+
+    `peak_bytes` is what the rank that holds the most needs at once: locals, what is computed from them, and what
+    autograd saves. On a mesh of "cuda" ranks fused kernels are taken as a GPU would take them, allocations are rounded
+    as its allocator rounds them, and the workspace of its matrix products is counted.
 
     Example:
         >>> with dry_run() as run:
@@ -165,5 +265,10 @@ def dry_run() -> Iterator[DryRun]:
         >>> mesh.fabric
         'dry'
     """
-    with dry.runs.holding(DryRun()) as run, fabric_mode.holding(dry.name):
+    with (
+        dry.runs.holding(DryRun()) as run,
+        fabric_mode.holding(dry.name),
+        _torch_mode(_Following(run), _DISPATCH_MODES),
+        _torch_mode(_Fused(run), _FUNCTION_MODES),
+    ):
         yield run

@@ -1,0 +1,125 @@
+"""The kernels that the target device of a dry run would choose, in place of those that torch chooses for meta tensors.
+
+For meta tensors torch takes the mathematical path of attention, which holds every score matrix, and composes norms of
+several operators. A GPU runs fused kernels. Here their operators are called on the meta tensors, so that what they save
+for backward is what the GPU saves. Knows nothing of layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+__all__ = ["ALLOCATION", "FUSED", "WORKSPACE", "workspace_of"]
+
+aten = torch.ops.aten
+
+ALLOCATION = 512  # bytes: CUDA's caching allocator rounds each allocation up to a multiple of it
+WORKSPACE = 33 * 2**20  # bytes that cuBLAS takes on Hopper for each of its handles, at their first product
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_HEAD = 256  # the widest head that flash attention takes
+_MATMULS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmm.default}
+
+
+def workspace_of(op: Any) -> tuple[str, bool] | None:
+    """Which workspace a matrix product uses: that of its library, and of the thread of backward or the program's."""
+    if op not in _MATMULS:
+        return None
+    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+    return "cublasLt" if op is aten.addmm.default else "cublas", in_backward
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`F.scaled_dot_product_attention` by the operator that a GPU would run; NotImplemented for the mathematical path.
+
+    The order is torch's: flash attention, memory-efficient attention, and then the mathematical path.
+    """
+    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+    if query.dim() != 4 or 0 in query.shape or 0 in key.shape:
+        return NotImplemented
+    alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    cuda = torch.backends.cuda
+    if attn_mask is None and query.dtype in _HALF and alike and query.shape[-1] <= _FLASH_HEAD:
+        if cuda.flash_sdp_enabled():
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+    elif grouped or query.dtype is torch.float64:
+        return NotImplemented
+    if cuda.mem_efficient_sdp_enabled() and not grouped:
+        saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        bias = _bias(attn_mask, query, key)
+        return aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+        )[0]
+    return NotImplemented
+
+
+def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+    """Flash attention, whose heads are padded to a multiple of eight."""
+    width = query.shape[-1]
+    short = -width % 8
+    if short:
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        query, key, value = (F.pad(tensor, (0, short)) for tensor in (query, key, value))
+    out = aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return out[..., :width] if short else out
+
+
+def _bias(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+    """A mask as the memory-efficient kernel takes it: of the dtype of the queries, with every dim."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """One kernel that saves its input and the reciprocal roots. For meta tensors torch would compose it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch._C._AutoDispatchBelowAutograd():
+            out, roots = aten._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, roots)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, roots = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        of_x, of_weight = aten._fused_rms_norm_backward.default(grad, x, ctx.shape, roots, weight, wanted)
+        return of_x, None, of_weight, None
+
+
+def rms_norm(
+    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    """`F.rms_norm` as one kernel; NotImplemented where torch composes it on a GPU too."""
+    if not hasattr(aten, "_fused_rms_norm") or (weight is not None and weight.dtype is not x.dtype):
+        return NotImplemented
+    return FusedRMSNorm.apply(x, list(normalized_shape), weight, eps)
+
+
+# by the functions that programs call; each gives NotImplemented where torch's own choice stands
+FUSED: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    F.rms_norm: rms_norm,  # which calls torch.rms_norm, where modes no longer see it
+    torch.rms_norm: rms_norm,
+}
