@@ -16,6 +16,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
+from shardwise.fabric.shared_writes import written_arguments
 from shardwise.fabric.virtual import RankTensor, run_rows, together, virtual
 from shardwise.schema import OpInfo, Slot
 
@@ -101,7 +102,7 @@ class _Runner:
         coordinates: list[Coordinate],
     ) -> None:
         self.info, self.slots, self.patches, self.coordinates = info, slots, patches, coordinates
-        self.written = [(i, slot.name) for i, slot in enumerate(slots) if slot.name in info.writes]
+        self.written = [(i, slot.name) for i, slot in enumerate(slots) if slot.name in written_arguments(info.op)]
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate

@@ -58,7 +58,7 @@ def gathering(step: AllGather, line: Line, coordinate: Coordinate) -> Gathering:
         return Gathering(
             list(step.before.local_shape(coordinate)),
             torch.Tensor.contiguous,
-            lambda parts: parts.movedim(0, dim).reshape(goal.shape),
+            lambda parts: parts.movedim(0, dim).reshape(goal.shape).contiguous(),  # not a view of the parts
             dim == 0,
             goal.shape,
         )

@@ -60,6 +60,23 @@ class RankTensor(torch.Tensor):
     ) -> Any:
         return run_on_each(func, args, kwargs or {})
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values, unknown to autograd. Assigning gives each rank's tensor the values of another's."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if not isinstance(value, RankTensor) or len(value.tensors) != len(self.tensors):
+            raise UnsupportedError(
+                f"the data of a RankTensor of {len(self.tensors)} ranks cannot be one plain tensor: the ranks would share "
+                "its memory",
+                hint=f"RankTensor([tensor.clone() for _ in range({len(self.tensors)})])",
+            )
+        for mine, other in zip(self.tensors, value.tensors, strict=True):
+            mine.data = other
+        _DATA.__set__(self, value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return "RankTensor(\n" + "".join(f"  rank {i}: {t!r}\n" for i, t in enumerate(self.tensors)) + ")"
 
@@ -138,8 +155,19 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             rank_args = _with_own_size(*rank_args)
         return func(*rank_args, **rank_kwargs)
 
-    results = run_rows(func, rows, call, written_leaves(func, args, kwargs, leaves))
+    written = written_leaves(func, args, kwargs, leaves)
+    results = run_rows(func, rows, call, written)
+    for i, _ in written:
+        if isinstance(leaves[i], RankTensor):
+            _take_sizes(leaves[i])
     return together(results, functools.partial(_agreed, func), leaves)
+
+
+def _take_sizes(local: RankTensor) -> None:
+    """The sizes of a local whose tensors an operator has given others: resize_, t_, out=."""
+    first = local.tensors[0]
+    if first.shape != local.shape or first.stride() != local.stride():
+        _DATA.__set__(local, RankTensor(local.tensors))
 
 
 def written_leaves(
@@ -184,6 +212,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+_DATA: Any = torch.Tensor.data
 _aten = torch.ops.aten
 _SIZED = {
     _aten.view.default, _aten._unsafe_view.default, _aten.expand.default, _aten.new_empty.default,
@@ -293,7 +322,7 @@ class VirtualFabric(Fabric):
             for row in rows:
                 parts = [tensors[i] for i in row]
                 for i in row:
-                    out[i] = torch.cat(parts, step.dim)
+                    out[i] = torch.cat(parts, step.dim).contiguous()  # row-major, as process groups gather
             return RankTensor(out)
 
         return run

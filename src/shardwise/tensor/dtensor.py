@@ -298,7 +298,7 @@ class DTensor(torch.Tensor):
         return moved_to(self, target, async_op, max_bytes)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank. On a virtual mesh, where all ranks are here, one plain tensor.
+        """The whole tensor, on every rank, in memory of its own. On a virtual mesh, where all ranks are here, one.
 
         Args:
             grad_placements: as in `to_local`.
@@ -313,7 +313,7 @@ class DTensor(torch.Tensor):
         local = whole.to_local(grad_placements=grad_placements)
         if isinstance(local, RankTensor) and mesh.size() == mesh.grid_size:
             return FirstRank.apply(local) if local.requires_grad else local.tensors[0].clone()
-        return local
+        return local.clone() if whole is self else local  # never the memory of this tensor, on any fabric
 
     def tolist(self) -> Any:
         """The whole tensor as nested lists of numbers, on every rank."""
