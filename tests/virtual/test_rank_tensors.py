@@ -134,6 +134,25 @@ def test_one_tensor_for_several_ranks_is_written_once() -> None:
     assert parts[:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_data_and_sizes_of_locals_change_on_every_rank() -> None:
+    local = differing()
+    local.data = alike()
+    assert [t.tolist() for t in local.tensors] == [[1, 2, 3]] * RANKS
+    with pytest.raises(UnsupportedError, match="share its memory"):
+        local.data = torch.zeros(3)
+    local.unsqueeze_(0)
+    assert local.shape == (1, 3)
+    assert (local + torch.ones(1, 3)).shape == (1, 3)
+    local.resize_(5)
+    assert local.shape == local.tensors[3].shape == (5,)
+
+
+def test_a_gathered_replica_has_memory_of_its_own(mesh: sw.DeviceMesh) -> None:
+    x = sw.ones(3, device_mesh=mesh, placements=[sw.Replicate()])
+    x.full_tensor().zero_()
+    assert x.full_tensor().tolist() == [1, 1, 1]
+
+
 def test_gradients_of_plain_leaves_are_those_of_each_rank() -> None:
     weight = torch.ones(3, requires_grad=True)
     (weight * differing()).sum().backward()
