@@ -2,9 +2,9 @@
 
     python -m tests.gloo.rank_programs --programs 2000 --seed 0
 
-A program is run on virtual ranks first. Where it ends there, the processes have run as far, and what each of them holds
-is compared. An error on virtual ranks must be one on all processes too, or say that one plain tensor, generator or number
-cannot be that of every rank: then the processes go on, and differ in one.
+A program is run on virtual ranks first. The processes run as far as it went there, and what each of them holds is
+compared. An error on virtual ranks must be one on all processes too, or say that one plain tensor, generator or
+number cannot be that of every rank: then the processes go on, and differ in one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def named_values(scope: State) -> State:
             found |= {f"{name}.{path}": tensor for path, tensor in value.named_buffers()}
         elif isinstance(value, torch.optim.Optimizer):
             for i, state in enumerate(value.state.values()):
-                found |= {f"{name}[{i}].{key}": v for key, v in state.items() if isinstance(v, torch.Tensor | int | float)}
+                found |= {
+                    f"{name}[{i}].{key}": v for key, v in state.items() if isinstance(v, torch.Tensor | int | float)
+                }
     gradients = {f"{name}.grad": value.grad for name, value in found.items() if _is_leaf_with_grad(value)}
     return found | gradients
 
@@ -205,7 +207,7 @@ def same(a: Any, b: Any) -> bool:
         if not a.is_floating_point():
             return torch.equal(a, b)
         return torch.allclose(a, b, rtol=1e-9, atol=1e-11, equal_nan=True)
-    return a == b or (a != a and b != b)
+    return bool(a == b or (a != a and b != b))
 
 
 def problems(program: Program, end: End, ranks: Sequence[tuple[State, str | None, State]]) -> tuple[str, list[str]]:
@@ -229,8 +231,12 @@ def problems(program: Program, end: End, ranks: Sequence[tuple[State, str | None
     if not end.error.startswith("differs"):
         return "wrong", [f"only virtual ranks fail: {end.error}"]
     after = [state for _, _, state in ranks]
-    changed = [name for name in after[0] if name not in end.owned and any(not _bitwise(s[name], after[0][name]) for s in after)]
-    if not changed and not any("closure" in line or "backward" in line for line in program.lines[end.count : end.count + 1]):
+    changed = [
+        name for name in after[0] if name not in end.owned and any(not _bitwise(s[name], after[0][name]) for s in after)
+    ]
+    if not changed and not any(
+        "closure" in line or "backward" in line for line in program.lines[end.count : end.count + 1]
+    ):
         return "wrong", [f"the processes agree, but virtual ranks do not: {end.error}"]
     return "differs", []
 
@@ -242,7 +248,11 @@ def _bitwise(a: Any, b: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    return hashlib.sha1(value.numpy().tobytes()).hexdigest()[:8] if isinstance(value, torch.Tensor) and value.numel() > 12 else str(value)
+    return (
+        hashlib.sha1(value.numpy().tobytes()).hexdigest()[:8]
+        if isinstance(value, torch.Tensor) and value.numel() > 12
+        else str(value)
+    )
 
 
 @dataclass

@@ -180,7 +180,8 @@ def view_local(names: Names) -> str:
 INTO = (
     "{t}.add_({x})", "{t}.mul_({x})", "{t}.copy_({x})", "{t}.lerp_({x}, 0.25)", "{t}.addcmul_({x}, {x})",
     "{t}.addcdiv_({x}, {x}.abs() + 1)", "torch.add({x}, 1, out={t})", "torch._foreach_add_([{t}], [{x}])",
-    "torch._foreach_mul_([{t}, {t}], [{x}, {x}])", "{t}[1] = {x}[1]", "{t}[{x} > 0] = 0.5", "{t} += {x}", "{t}[:2] *= {x}[:2]",
+    "torch._foreach_mul_([{t}, {t}], [{x}, {x}])", "{t}[1] = {x}[1]", "{t}[{x} > 0] = 0.5", "{t} += {x}",
+    "{t}[:2] *= {x}[:2]",
     "{t}.masked_fill_({x} > 0.2, 1.5)", "torch.where({x} > 0, {x}, {t}, out={t})", "{t}.clamp_(max={x})",
 )  # fmt: skip
 INTO_ROW = (
@@ -268,7 +269,8 @@ def read_number(names: Names) -> str:
 
 DRAWS = (
     "F.dropout({x}, 0.5)", "torch.rand_like({x})", "torch.randn_like({x})", "torch.bernoulli({x}.sigmoid())",
-    "{x}.clone().normal_()", "{x}.clone().uniform_(generator=generator)", "torch.normal({x}, 0.5)", "F.gumbel_softmax({x})",
+    "{x}.clone().normal_()", "{x}.clone().uniform_(generator=generator)", "torch.normal({x}, 0.5)",
+    "F.gumbel_softmax({x})",
     "F.rrelu({x}, training=True)", "checkpoint(lambda x: F.dropout(x.sin(), 0.5), {x}, use_reentrant=False)",
     "torch.poisson({x}.abs() * 3)",
 )  # fmt: skip
@@ -349,16 +351,16 @@ def linear(names: Names) -> str:
     names.modules[name] = "linear"
     torch_seed = f"torch.manual_seed({names.number()})"
     plain = f"{torch_seed}\n{name} = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 3)).double()"
+    column = "sw.parallel.ColwiseParallel(output_layouts=sw.Replicate())"
     made = names.pick(
         (
             "",
-            "sw.parallel.parallelize_module({m}, tp, {{'0': sw.parallel.ColwiseParallel(output_layouts=sw.Replicate())}})",
-            "sw.parallel.parallelize_module({m}, tp, {{'0': sw.parallel.ColwiseParallel(output_layouts=sw.Replicate()), "
-            "'2': sw.parallel.ColwiseParallel(output_layouts=sw.Replicate())}})",
-            "sw.fully_shard({m}, mesh)",
-            "sw.replicate({m}, mesh)",
+            f"sw.parallel.parallelize_module({name}, tp, {{'0': {column}}})",
+            f"sw.parallel.parallelize_module({name}, tp, {{'0': {column}, '2': {column}}})",
+            f"sw.fully_shard({name}, mesh)",
+            f"sw.replicate({name}, mesh)",
         )
-    ).format(m=name)
+    )
     optimizer = names.pick(OPTIMIZERS).format(p=f"{name}.parameters()")
     return f"{plain}\n{made}\n{name}_optimizer = {optimizer}"
 
@@ -378,12 +380,8 @@ def train(names: Names) -> str:
 def weight(names: Names) -> str:
     """A leaf of its own, and its gradient by a local, a DTensor or a plain tensor; accumulated, or by an optimizer."""
     name = names.new("w")
-    make = names.pick(
-        (
-            f"fill((3,), {names.number()})",
-            f"sw.distribute_tensor(fill((3,), {names.number()}), mesh, {names.placements('sw.Shard(0)', 'sw.Replicate()')})",
-        )
-    )
+    plain, placements = f"fill((3,), {names.number()})", names.placements("sw.Shard(0)", "sw.Replicate()")
+    make = names.pick((plain, f"sw.distribute_tensor({plain}, mesh, {placements})"))
     names.modules[name] = "weight"
     optimizer = names.pick(OPTIMIZERS).format(p=f"[{name}]")
     return f"{name} = nn.Parameter({make})\n{name}_optimizer = {optimizer}"
@@ -414,12 +412,13 @@ def step(names: Names) -> str:
 
 
 STATEMENTS: tuple[tuple[float, Statement], ...] = (
-    (1, compute_plain), (3, compute_local), (1, compute_dtensor), (1, reduce_local), (1, gather), (1.5, part_of), (1, view),
-    (1, combine_local), (1, shard_plain), (1, mix), (1, view_local), (4, write_to_plain), (3, write_to_local), (1, add_up),
-    (1, write_dtensor), (1.5, write_dtensor_to_plain), (0.5, write_local_of_dtensor), (0.5, assign_data), (0.3, write_array), (0.3, reshape_in_place),
-    (0.5, read_number), (3, draw_local), (0.5, draw_plain), (1, draw_dtensor), (0.5, draw_many), (0.5, draw_into_plain),
-    (0.5, seed), (0.7, batch_norm), (1, run_norm), (0.7, linear), (2, train), (1, weight), (2, backward),
-    (1, backward_of_sum), (1.5, step),
+    (1, compute_plain), (3, compute_local), (1, compute_dtensor), (1, reduce_local), (1, gather), (1.5, part_of),
+    (1, view), (1, combine_local), (1, shard_plain), (1, mix), (1, view_local), (4, write_to_plain),
+    (3, write_to_local), (1, add_up), (1, write_dtensor), (1.5, write_dtensor_to_plain),
+    (0.5, write_local_of_dtensor), (0.5, assign_data), (0.3, write_array), (0.3, reshape_in_place),
+    (0.5, read_number), (3, draw_local), (0.5, draw_plain), (1, draw_dtensor), (0.5, draw_many),
+    (0.5, draw_into_plain), (0.5, seed), (0.7, batch_norm), (1, run_norm), (0.7, linear), (2, train), (1, weight),
+    (2, backward), (1, backward_of_sum), (1.5, step),
 )  # fmt: skip
 
 

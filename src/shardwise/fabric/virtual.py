@@ -69,8 +69,8 @@ class RankTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if not isinstance(value, RankTensor) or len(value.tensors) != len(self.tensors):
             raise UnsupportedError(
-                f"the data of a RankTensor of {len(self.tensors)} ranks cannot be one plain tensor: the ranks would share "
-                "its memory",
+                f"the data of a RankTensor of {len(self.tensors)} ranks cannot be one plain tensor: the ranks would "
+                "share its memory",
                 hint=f"RankTensor([tensor.clone() for _ in range({len(self.tensors)})])",
             )
         for mine, other in zip(self.tensors, value.tensors, strict=True):
