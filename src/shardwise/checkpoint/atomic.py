@@ -1,29 +1,93 @@
-"""Directories that appear whole or not at all: written under another name, flushed, renamed; old ones removed after.
+"""Directories that appear complete or not at all: written to a staging directory, flushed, renamed; old ones removed.
 
-Knows nothing of what is in them but the name of the index.
+Every save has a staging directory of its own beside its target, `.NAME.saving-TOKEN`, and an owner record,
+`.NAME.saving-TOKEN.owner`, with the process that it belongs to. Two jobs that save to one path never share a file; the
+one that is published first keeps the name, the other gets an error. What dead processes left behind is removed by the
+next save in the same directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import hashlib
+import json
 import os
 import re
+import secrets
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from shardwise.checkpoint.index import INDEX
 from shardwise.errors import CheckpointError
 
-__all__ = ["check_target", "discard", "prepare", "prune", "publish", "temporary", "write_flushed"]
+__all__ = [
+    "Staging",
+    "check_target",
+    "discard",
+    "disk_errors",
+    "flush_directory",
+    "prepare",
+    "prune",
+    "publish",
+    "rename_new",
+    "write_flushed",
+]
 
+ABANDONED = 24 * 3600.0  # seconds without a change, after which a staging directory of an unknown machine is removed
+LONGEST = 180  # bytes of a name that go into the names of its staging directories
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
-_SAVING, _REMOVING = ".saving", ".removing"
-_AT_FDCWD, _EXCHANGE = -100, 2
+_LEFTOVER = re.compile(r"(?P<place>\..+\.(?P<kind>saving|removing)-[0-9a-f]{16})(\.owner)?", re.DOTALL)
+_AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+Identity = tuple[int, int, int]
 
 
-def temporary(target: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
-    return target.with_name(f".{target.name}{_SAVING}")
+class Staging(NamedTuple):
+    """Where one save writes: the target, a token that no other save has, and the checkpoint that it replaces."""
+
+    target: Path
+    token: str
+    before: Identity | None = None
+
+    def _beside(self, kind: str) -> Path:
+        name = os.fsencode(self.target.name)
+        if len(name) > LONGEST:
+            name = name[: LONGEST - 13] + b"~" + hashlib.sha256(name).hexdigest()[:12].encode()
+        return self.target.with_name(f".{os.fsdecode(name)}.{kind}-{self.token}")
+
+    @property
+    def directory(self) -> Path:
+        """The staging directory."""
+        return self._beside("saving")
+
+    @property
+    def owner(self) -> Path:
+        """The owner record: which process saves."""
+        return self.directory.with_name(f"{self.directory.name}.owner")
+
+    @property
+    def removing(self) -> Path:
+        """The name of a replaced checkpoint while it is removed."""
+        return self._beside("removing")
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """What the system says about files, as our error."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{what}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""),
+            hint="make room and writable there, or give another path",
+        ) from error
 
 
 def check_target(target: Path, keep: int | None, overwrite: bool) -> None:
@@ -33,24 +97,126 @@ def check_target(target: Path, keep: int | None, overwrite: bool) -> None:
             f"keep={keep} with the name {target.name}",
             hint="keep at least one, of checkpoints whose names end in a number, as in step-300",
         )
-    if os.path.lexists(target) and not overwrite:
+    if not _exists(target):
+        return
+    if not overwrite:
         raise CheckpointError(f"{target} exists already", hint="give each checkpoint its own name, or overwrite=True")
-    if overwrite and os.path.lexists(target) and not (target / INDEX).is_file():
+    if not (target / INDEX).is_file():
         raise CheckpointError(f"{target} is not a checkpoint, so it is not overwritten", hint="remove it yourself")
 
 
-def prepare(target: Path) -> None:
-    """An empty temporary directory; what a save that was killed left there is gone."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    place = temporary(target)
-    if place.exists():
-        shutil.rmtree(place)
-    place.mkdir()
+def _exists(target: Path) -> bool:
+    """Whether something has this name; an error if nothing can have it (too long, below a file, a null byte)."""
+    try:
+        os.lstat(target)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(
+            f"{str(target)[:80]!r}{'...' if len(str(target)) > 80 else ''} cannot be a checkpoint: {why}",
+            hint="give another path",
+        ) from error
+    return True
 
 
-def discard(target: Path) -> None:
-    """Remove the temporary directory."""
-    shutil.rmtree(temporary(target), ignore_errors=True)
+# ---------------------------------------------------------------- staging
+
+
+def prepare(target: Path) -> Staging:
+    """An empty staging directory for a save; what dead processes left in the same directory is removed."""
+    staging = Staging(target, secrets.token_hex(8), _identity(target))
+    with disk_errors(f"{target} cannot be saved"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_flushed(staging.owner, json.dumps(_this_process() | {"target": target.name}).encode())
+            staging.directory.mkdir()
+            _remove_leftovers(target.parent, now=staging.owner.stat().st_mtime)
+            if staging.before is not None:  # try before anything is written whether the exchange is possible here
+                staging.removing.mkdir()
+                _exchange(staging.directory, staging.removing)
+                staging.removing.rmdir()
+        except BaseException:
+            discard(staging)
+            raise
+    return staging
+
+
+def discard(staging: Staging) -> None:
+    """Remove the staging directory, and its owner record last."""
+    _remove(staging.removing)
+    _remove(staging.directory)
+    with contextlib.suppress(OSError):
+        staging.owner.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _identity(target: Path) -> Identity | None:
+    """What tells the checkpoint of this name from others that had the name before; None if there is none."""
+    try:
+        status = os.stat(target / INDEX)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _this_process() -> dict[str, Any]:
+    return {**_machine(), "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())}
+
+
+def _machine() -> dict[str, str]:
+    """What two processes have in common that can see each other by number; nothing where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"boot": boot, "pids": os.readlink("/proc/self/ns/pid")}
+    except OSError:
+        return {}
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started, in ticks of the system; None if it is not running any more."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+def _remove_leftovers(parent: Path, now: float) -> None:
+    """Remove staging directories whose owner is dead, and checkpoints that somebody began to remove."""
+    for place, kind in sorted({(m["place"], m["kind"]) for m in map(_LEFTOVER.fullmatch, os.listdir(parent)) if m}):
+        directory = parent / place
+        owner = parent / f"{place.replace('.removing-', '.saving-')}.owner"
+        if kind == "removing" and not owner.exists():
+            _remove(directory)
+        elif _is_abandoned(directory, owner, now):
+            _remove(directory)
+            if kind == "saving":
+                with contextlib.suppress(OSError):
+                    owner.unlink(missing_ok=True)
+
+
+def _is_abandoned(directory: Path, owner: Path, now: float) -> bool:
+    """Whether nobody writes there any more: the owner is dead, or, if it cannot be seen from here, nothing changed."""
+    try:
+        record = json.loads(owner.read_bytes())
+        here, pid, started = _machine(), record["pid"], record["started"]
+        if here and all(record.get(key) == value for key, value in here.items()):
+            return started is None or _start_time(pid) != started
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no owner record, or a part of one
+    changed = 0.0
+    for path in (owner, directory, *(directory.iterdir() if directory.is_dir() else ())):
+        with contextlib.suppress(OSError):
+            changed = max(changed, path.lstat().st_mtime)
+    return now - changed > ABANDONED
 
 
 def write_flushed(path: Path, data: bytes) -> None:
@@ -61,29 +227,86 @@ def write_flushed(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def publish(target: Path) -> None:
-    """Give the temporary directory its name, in one step that either has happened or has not."""
-    place = temporary(target)
-    flush_directory(place)
-    if os.path.lexists(target):
-        _exchange(place, target)
-        flush_directory(target.parent)
-        discard(target)
-    else:
-        os.rename(place, target)
-        flush_directory(target.parent)
+# ---------------------------------------------------------------- publishing
+
+
+def publish(staging: Staging) -> None:
+    """Give the staging directory its name, in one step that either has happened or has not.
+
+    The name then refers to what it referred to when the save began, or to nothing. If another job has published there
+    since, its checkpoint stays, and this save is an error.
+    """
+    with disk_errors(f"{staging.target} cannot be saved"):
+        flush_directory(staging.directory)
+        if staging.before is None or not _replaced(staging):
+            rename_new(staging.directory, staging.target)
+        flush_directory(staging.target.parent)
+    discard(staging)
+
+
+def _replaced(staging: Staging) -> bool:
+    """Swap the old checkpoint for the new one; False if the old one is gone."""
+    found = _identity(staging.target)
+    if found is not None and found != staging.before:
+        raise _taken(staging.target)
+    try:
+        _exchange(staging.directory, staging.target)
+    except FileNotFoundError:
+        return False
+    if _identity(staging.directory) != staging.before:  # another job published after we looked
+        _exchange(staging.directory, staging.target)
+        raise _taken(staging.target)
+    os.rename(staging.directory, staging.removing)  # a name that says to anybody that it can be removed
+    return True
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file or directory to a name that is free; an error of ours if it is not."""
+    try:
+        try:
+            _rename(source, target, _NO_REPLACE)
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+            if not source.is_dir() and os.path.lexists(target):
+                raise _taken(target) from None
+            os.rename(source, target)  # which does not replace a directory that has something in it
+    except OSError as error:
+        if error.errno in _TAKEN:
+            raise _taken(target) from None
+        raise
+
+
+def _taken(target: Path) -> CheckpointError:
+    return CheckpointError(
+        f"another job saved to {target} while this one did; what it saved is kept, and this save is not",
+        hint="give each job its own path, or end the other one",
+    )
 
 
 def _exchange(a: Path, b: Path) -> None:
     """Swap two directories at once; there is no moment at which either name is missing."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None or rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) != 0:
+    try:
+        _rename(a, b, _EXCHANGE)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
         raise CheckpointError(
-            f"this system cannot replace {b} in one step", hint="save under another name, then remove the old one"
-        )
+            f"this file system cannot replace {b} in one step", hint="save under another name, then remove the old one"
+        ) from None
+
+
+def _rename(a: Path, b: Path, flag: int) -> None:
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), flag) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(a), None, str(b))
 
 
 def flush_directory(path: Path) -> None:
+    """Flush the names in a directory to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -94,22 +317,34 @@ def flush_directory(path: Path) -> None:
 def prune(target: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` latest checkpoints whose names differ from the target's in the number at the end only.
 
-    The target is the latest. One that is removed loses its name first, so that none is ever seen half removed.
+    The target and those that were published after it stay. One that is removed loses its name first, so that none is
+    ever seen half removed.
     """
     match = _NUMBERED.fullmatch(target.name)
     assert match is not None, "check_target has seen to it"
     family = re.compile(re.escape(match["stem"]) + r"\d+")
-    leftover = re.compile(rf"\.{family.pattern}({re.escape(_SAVING)}|{re.escape(_REMOVING)})")
+    own = _published(target)
     others: list[tuple[int, Path]] = []
     removed: list[Path] = []
     for path in target.parent.iterdir():
-        if leftover.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-        elif family.fullmatch(path.name) and path.name != target.name and (path / INDEX).is_file():
-            others.append(((path / INDEX).stat().st_mtime_ns, path))
-    for _, path in sorted(others, reverse=True)[keep - 1 :]:
-        gone = path.with_name(f".{path.name}{_REMOVING}")
-        os.rename(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        if family.fullmatch(path.name) and path.name != target.name:
+            when = _published(path)
+            if when is not None:
+                others.append((when, path))
+    for when, path in sorted(others, reverse=True)[keep - 1 :]:
+        if own is None or when > own:
+            continue
+        gone = Staging(path, secrets.token_hex(8)).removing
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:  # another job removed it
+            continue
+        _remove(gone)
         removed.append(path)
     return removed
+
+
+def _published(path: Path) -> int | None:
+    """When the index of a checkpoint was written; None if there is no checkpoint."""
+    identity = _identity(path)
+    return None if identity is None else identity[1]

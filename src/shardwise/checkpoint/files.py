@@ -50,7 +50,8 @@ class Item(NamedTuple):
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a tensor in host memory, row-major; without a copy where it lies so."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
+    # of one element or none any stride is contiguous, and a view as bytes wants 1
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
 
 
 def block_header(items: Sequence[Item]) -> tuple[bytes, list[int]]:

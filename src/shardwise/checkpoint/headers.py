@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.checkpoint.boxes import whole
 from shardwise.checkpoint.dtypes import SAFETENSORS
-from shardwise.checkpoint.ranges import open_regular, read_all
+from shardwise.checkpoint.ranges import OpenDirectory
 from shardwise.errors import CheckpointError
 
 __all__ = ["FileTensor", "find_tensors", "read_header"]
@@ -32,14 +31,12 @@ class FileTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def find_tensors(source: Path) -> tuple[Path, dict[str, int], dict[str, FileTensor]]:
-    """The directory, its files with their sizes, and all tensors by name, of a file or a directory in this layout."""
-    if not source.is_dir():
-        size, tensors = read_header(source.parent, source.name)
-        return source.parent, {source.name: size}, tensors
-    if not (source / INDEXED).exists():
-        size, tensors = read_header(source, SINGLE)
-        return source, {SINGLE: size}, tensors
+def find_tensors(source: OpenDirectory, file: str | None) -> tuple[dict[str, int], dict[str, FileTensor]]:
+    """The files with their sizes, and all tensors by name, of a directory in this layout or of one file in it."""
+    if file is not None or not source.contains(INDEXED):
+        single = file or SINGLE
+        size, tensors = read_header(source, single)
+        return {single: size}, tensors
     named = _weight_map(source)
     files: dict[str, int] = {}
     found: dict[str, FileTensor] = {}
@@ -48,14 +45,14 @@ def find_tensors(source: Path) -> tuple[Path, dict[str, int], dict[str, FileTens
         found |= {name: tensor for name, tensor in inside.items() if named.get(name) == file}
     if lost := sorted(set(named) - set(found)):
         raise CheckpointError(f"{INDEXED} names {', '.join(lost[:8])}, which its files do not have")
-    return source, files, found
+    return files, found
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
-    content = _json(read_all(directory / INDEXED, "the index", links=True), INDEXED)
+def _weight_map(directory: OpenDirectory) -> dict[str, str]:
+    content = _json(directory.read(INDEXED, "the index", links=True), INDEXED)
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise CheckpointError(f"{directory / INDEXED} has no weight_map")
+        raise CheckpointError(f"{directory.path / INDEXED} has no weight_map")
     for file in named.values():
         if os.path.basename(file) != file or not file.endswith(".safetensors"):
             raise CheckpointError(f"{INDEXED} names the file {file[:80]!r}", hint="files lie beside the index")
@@ -69,9 +66,9 @@ def _json(data: bytes, what: str) -> Any:
         raise CheckpointError(f"{what} is not JSON: {str(error)[:120]}") from None
 
 
-def read_header(directory: Path, file: str) -> tuple[int, dict[str, FileTensor]]:
+def read_header(directory: OpenDirectory, file: str) -> tuple[int, dict[str, FileTensor]]:
     """Size and tensors of one file; every range lies in the file and has the bytes that its shape needs."""
-    fd = open_regular(directory / file, "the header", links=True)
+    fd = directory.open(file, "the header", links=True)
     try:
         size = os.fstat(fd).st_size
         length = int.from_bytes(os.pread(fd, 8, 0), "little")

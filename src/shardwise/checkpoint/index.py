@@ -62,6 +62,7 @@ class Index(NamedTuple):
     files: Mapping[str, int]
     tensors: Mapping[str, StoredTensor]
     state: Any  # encoded, see tree.py
+    digest: str = ""  # of the index that was read; it tells a checkpoint from one that replaced it
 
 
 def write_index(index: Index) -> bytes:
@@ -111,7 +112,7 @@ def parse_index(data: bytes) -> Index:
     stored = _mapping(content["tensors"], "tensors").items()
     tensors = {name: _tensor(name, entry, files) for name, entry in stored}
     _check_files(files, tensors)
-    return Index(files, tensors, content["state"])
+    return Index(files, tensors, content["state"], hashlib.sha256(data).hexdigest())
 
 
 def _parse(data: bytes) -> Any:

@@ -1,5 +1,9 @@
 """Files read in exact ranges: whole runs, or rows of a block with what is between them left out; summed on the way.
 
+A directory is held open while it is read: files are opened relative to it, so that all of them belong to one
+checkpoint, whatever its name refers to by then. If that checkpoint was replaced or removed meanwhile, a file that is
+missing says nothing about damage: `Replaced` is raised, and the reader starts over.
+
 Long runs that are not in the page cache are read around it: to fill the cache costs more than the reading. What is in
 the cache is taken from there.
 """
@@ -10,8 +14,9 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,38 +25,103 @@ from shardwise.checkpoint.checksum import MODULUS, checksum, sum_of_rows
 from shardwise.checkpoint.files import BUFFER, PAGE, STRIDE, Count
 from shardwise.errors import CheckpointError
 
-__all__ = ["FileReader", "open_regular", "read_all"]
+__all__ = ["FileReader", "OpenDirectory", "Replaced", "retry_replaced"]
 
 SECTOR = 512  # runs shorter than this are read with what lies between them: a disk has nothing smaller
 LONG = 4 << 20  # bytes of a run that are read at a time
 MOST_OPEN = 64
+TRIES = 20  # how often a reader starts over while writers replace what it reads
+
+T = TypeVar("T")
 
 
-def open_regular(path: Path, what: str, *, links: bool = False) -> int:
-    """A file opened for reading that is a plain file: no pipe that would block, no link unless they are allowed."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
-    except OSError as error:
-        why = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})"
-        raise CheckpointError(f"{what}: {path} {why}", hint="the checkpoint is incomplete or damaged") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{what}: {path} is not a plain file", hint="the checkpoint is damaged")
-    return fd
+class Replaced(CheckpointError):
+    """The name of a checkpoint refers to another one, or to none, since reading began."""
 
 
-def read_all(path: Path, what: str, *, links: bool = False) -> bytes:
-    """The bytes of a small file."""
-    fd = open_regular(path, what, links=links)
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
+def retry_replaced(run: Callable[[], T]) -> T:
+    """What `run` gives; it starts over when the checkpoint that it read was replaced."""
+    for _ in range(TRIES - 1):
+        try:
+            return run()
+        except Replaced:
+            pass
+    return run()
+
+
+class OpenDirectory:
+    """A directory held open for reading, with the files in it."""
+
+    def __init__(self, path: Path, missing: str = "there is no directory") -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            known = isinstance(error, FileNotFoundError | NotADirectoryError)
+            why = "" if known else f" that can be read ({error.strerror if isinstance(error, OSError) else error})"
+            raise CheckpointError(
+                f"{missing} {str(path)[:200]}{why}", hint="a checkpoint is a directory with an index.json"
+            ) from None
+
+    def __enter__(self) -> OpenDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+
+    def is_current(self) -> bool:
+        """Whether its path still leads to it."""
+        try:
+            there, here = os.stat(self.path), os.fstat(self._fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def error(self, problem: str, hint: str) -> CheckpointError:
+        """An error about a file in it: a sign of damage, unless the directory was replaced."""
+        if self.is_current():
+            return CheckpointError(problem, hint=hint)
+        return Replaced(
+            f"{self.path} was replaced or removed while it was read", hint="read a checkpoint that nobody replaces"
+        )
+
+    def open(self, file: str, what: str, *, links: bool = False) -> int:
+        """A file opened for reading that is a plain file: no pipe that would block, no link unless they are allowed."""
+        path = self.path / file
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+        try:
+            fd = os.open(file, flags, dir_fd=self._fd)
+        except (OSError, ValueError) as error:
+            code = error.errno if isinstance(error, OSError) else errno.EINVAL  # a null byte in the name
+            why = "is a symbolic link" if code == errno.ELOOP else f"cannot be read ({os.strerror(code or 0)})"
+            raise self.error(f"{what}: {path} {why}", "the checkpoint is incomplete or damaged") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise CheckpointError(f"{what}: {path} is not a plain file", hint="the checkpoint is damaged")
+        return fd
+
+    def read(self, file: str, what: str, *, links: bool = False) -> bytes:
+        """The bytes of a small file."""
+        with os.fdopen(self.open(file, what, links=links), "rb") as opened:
+            try:
+                return opened.read()
+            except OSError as error:
+                raise self.error(f"{what}: {file} cannot be read ({error.strerror})", "is the disk damaged?") from None
+
+    def contains(self, file: str) -> bool:
+        """Whether it has something of this name."""
+        try:
+            os.stat(file, dir_fd=self._fd)
+        except OSError:
+            return False
+        return True
 
 
 class FileReader:
     """The files of a checkpoint, read in exact ranges; counts the bytes that are read."""
 
     def __init__(
-        self, directory: Path, files: Mapping[str, int], count: Count = lambda n: None, *, links: bool = False
+        self, directory: OpenDirectory, files: Mapping[str, int], count: Count = lambda n: None, *, links: bool = False
     ) -> None:
         self.bytes_read = 0
         self._links = links
@@ -75,7 +145,7 @@ class FileReader:
         """The open file, which is as long as the index says."""
         fd = self._open.pop(file, None)
         if fd is None:
-            fd = open_regular(self._directory / file, what, links=self._links)
+            fd = self._directory.open(file, what, links=self._links)
             have, want = os.fstat(fd).st_size, self._sizes[file]
             if have != want:
                 os.close(fd)
@@ -99,6 +169,23 @@ class FileReader:
     ) -> int:
         """Read a part of the block that starts at byte `start` into `out`, dense; its share of the block's checksum."""
         fd = self.descriptor(file, what)
+        try:
+            return self._read_part(fd, start, sizes, part, itemsize, out, f"{what}: {file}")
+        except OSError as error:
+            raise self._directory.error(
+                f"{what}: {file} cannot be read ({error.strerror})", "the disk may be damaged"
+            ) from None
+
+    def _read_part(
+        self,
+        fd: int,
+        start: int,
+        sizes: Sequence[int],
+        part: Sequence[slice],
+        itemsize: int,
+        out: np.ndarray,
+        what: str,
+    ) -> int:
         total, at = 0, 0
         for first, count, pitch, length in rows_of(sizes, part, itemsize):
             if count > 1 and 4 * length >= pitch:  # most pages have something of it: let the disk begin
@@ -109,7 +196,7 @@ class FileReader:
                 step = max(1, STRIDE // pitch)
             for row in range(0, count, step):
                 rows = out[at : at + min(step, count - row) * length].reshape(-1, length)
-                total += self._rows(fd, start, first + row * pitch, pitch, rows, f"{what}: {file}")
+                total += self._rows(fd, start, first + row * pitch, pitch, rows, what)
                 at += rows.size
         return total % MODULUS
 

@@ -2,11 +2,14 @@
 
 What is read goes to host memory first, which costs one more copy of this process's part of the state. Checksums are
 sums: each rank adds up what it read, and the sums of all ranks are compared with the index, so that nothing is read for
-the sake of verifying.
+the sake of verifying. A load performs four exchanges: how state and checkpoint fit; the sums of what was read; that
+every rank is ready to be changed; that every rank has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +22,41 @@ from shardwise.checkpoint.boxes import Box, boxes_of, whole
 from shardwise.checkpoint.index import INDEX, Index, StoredTensor, parse_index
 from shardwise.checkpoint.optimizers import optimizer_state
 from shardwise.checkpoint.progress import Progress
-from shardwise.checkpoint.ranges import FileReader, read_all
+from shardwise.checkpoint.ranges import FileReader, OpenDirectory, Replaced, retry_replaced
 from shardwise.checkpoint.together import Processes, Turn, processes_of
-from shardwise.checkpoint.tree import Expanded, entries, expand, filled, rebuild, stored_entries, tensor_name
+from shardwise.checkpoint.tree import (
+    Expanded,
+    entries,
+    expand,
+    filled,
+    rebuild,
+    stored_entries,
+    tensor_name,
+    tensors_in,
+)
 from shardwise.checkpoint.values import Name, decode, join
 from shardwise.core.spec import TensorMeta
 from shardwise.errors import CheckpointError, CheckpointMismatchError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
 
-__all__ = ["Loaded", "load", "mismatch", "open_index", "read"]
+__all__ = [
+    "Changes",
+    "Fit",
+    "Loaded",
+    "Staged",
+    "change_all",
+    "load",
+    "mismatch",
+    "open_checkpoint",
+    "open_index",
+    "read",
+    "read_index",
+    "unfillable",
+]
+
+
+NAMED = 20  # names in an error about a state that is partly loaded
 
 
 class Loaded(NamedTuple):
@@ -52,10 +80,11 @@ class Fit(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A local tensor and the values it is to get, in host memory."""
+    """A local tensor, the values it is to get, in host memory, and the name of its tensor."""
 
     local: torch.Tensor
     values: torch.Tensor
+    name: str
 
 
 def load(
@@ -87,22 +116,31 @@ def load(
         (('extra',), ('names',), {})
     """
     finish_pending()
+    return retry_replaced(lambda: _load(state, Path(path), strict, staged, process_group))
+
+
+def _load(state: Any, path: Path, strict: bool, staged: bool, group: Any) -> Loaded:
+    """One attempt to load; all processes start over together if the checkpoint is replaced meanwhile."""
     turn = Turn()
-    directory = Path(path)
-    index = turn.attempt(lambda: open_index(directory), Index({}, {}, {}))
-    tree = turn.attempt(lambda: expand(state, lambda owner, at: optimizer_state(owner, at, index)), None)
-    root, expanded = ({}, ()) if tree is None else tree
-    tensors = [value for _, value in entries(root) if isinstance(value, torch.Tensor)]
-    processes = processes_of(tensors, process_group)
-    fit = _agreed_fit(turn, processes, root, index, strict)
-    turn.says = None
-    waiting, read_bytes = _read_and_verify(turn, processes, directory, index, fit, staged)
-    for local, values in waiting:
-        _put(local, values)
-    for tensor, _ in fit.tensors:
-        torch.autograd.graph.increment_version(tensor)
-    _give_back(state, expanded, fit.objects)
+    with contextlib.ExitStack() as opened:
+        source = turn.attempt(lambda: opened.enter_context(open_checkpoint(path)), None)
+        index = turn.attempt(lambda: read_index(_given(source)), Index({}, {}, {}))
+        tree = turn.attempt(
+            lambda: expand(state, lambda owner, at: optimizer_state(owner, at, index), exact=False), None
+        )
+        root, expanded = ({}, ()) if tree is None else tree
+        found = tensors_in(state) if tree is None else [v for _, v in entries(root) if isinstance(v, torch.Tensor)]
+        processes = processes_of(turn, found, group)
+        fit = _agreed_fit(turn, processes, path, root, expanded, index, strict)
+        waiting, read_bytes = _read_and_verify(turn, processes, source, index, fit, staged)
+    tensors = [tensor for tensor, _ in fit.tensors]
+    change_all(turn, processes, Changes(processes.rank, tensors, waiting, state, expanded, fit.objects))
     return Loaded(state, fit.missing, fit.unexpected, fit.mismatched, read_bytes)
+
+
+def _given(source: OpenDirectory | None) -> OpenDirectory:
+    assert source is not None, "an attempt after a failed one does nothing"
+    return source
 
 
 def read(path: str | Path) -> Any:
@@ -116,28 +154,33 @@ def read(path: str | Path) -> Any:
         {'w': tensor([1., 1.]), 'rates': [0.1, (0.2,)]}
     """
     finish_pending()
-    directory = Path(path)
-    index = open_index(directory)
+    return retry_replaced(lambda: _read(Path(path)))
+
+
+def _read(path: Path) -> Any:
     tensors: dict[str, torch.Tensor] = {}
-    total = sum(tensor.nbytes for tensor in index.tensors.values())
-    with Progress("loading", total, shown=True) as progress, FileReader(directory, index.files, progress.add) as files:
-        for stored in index.tensors.values():
-            box = whole(stored.shape)
-            tensors[stored.name], found = read_box(files, stored, box)
-            check_sums(index, [{(stored.name, box): found}])
+    with open_checkpoint(path) as source:
+        index = read_index(source)
+        total = sum(tensor.nbytes for tensor in index.tensors.values())
+        with Progress("loading", total, shown=True) as progress, FileReader(source, index.files, progress.add) as files:
+            for stored in index.tensors.values():
+                box = whole(stored.shape)
+                tensors[stored.name], found = read_box(files, stored, box)
+                check_sums(index, [{(stored.name, box): found}])
     return rebuild(index.state, tensors)
 
 
 # ---------------------------------------------------------------- what is there, and what is wanted
 
 
-def open_index(directory: Path) -> Index:
+def open_checkpoint(path: Path) -> OpenDirectory:
+    """The directory of a checkpoint, held open."""
+    return OpenDirectory(path, "there is no checkpoint")
+
+
+def read_index(source: OpenDirectory) -> Index:
     """The index of a checkpoint, checked; the tensors that its state names are exactly those it stores."""
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"there is no checkpoint {directory}", hint="a checkpoint is a directory with an index.json"
-        )
-    index = parse_index(read_all(directory / INDEX, "the index"))
+    index = parse_index(source.read(INDEX, "the index"))
     named = {name for _, value in stored_entries(index.state).values() if (name := tensor_name(value)) is not None}
     if named != set(index.tensors):
         odd = sorted(named ^ set(index.tensors))
@@ -145,22 +188,44 @@ def open_index(directory: Path) -> Index:
     return index
 
 
-def _agreed_fit(turn: Turn, processes: Processes, root: Any, index: Index, strict: bool) -> Fit:
+def open_index(path: Path) -> Index:
+    """The index of the checkpoint at a path."""
+
+    def read_once() -> Index:
+        with open_checkpoint(path) as source:
+            return read_index(source)
+
+    return retry_replaced(read_once)
+
+
+def _agreed_fit(
+    turn: Turn, processes: Processes, path: Path, root: Any, expanded: Sequence[Expanded], index: Index, strict: bool
+) -> Fit:
     """How the states of all processes fit the checkpoint; an error on all of them where one does not, if strict."""
-    fit = turn.attempt(lambda: _fit(root, index), Fit([], {}, (), (), {}))
-    wanted = {join(path) for path, _ in entries(root)}
+    fit = turn.attempt(lambda: _fit(root, expanded, index), Fit([], {}, (), (), {}))
+    wanted = turn.attempt(lambda: {join(at) for at, _ in entries(root)}, set[str]())
     turn.says = (wanted, fit.missing, fit.mismatched)
-    told = processes.tell_if_different(turn, (sorted(wanted), fit.missing, fit.mismatched))
-    everybody = set().union(*(names for names, _, _ in told))
-    fit = fit._replace(unexpected=tuple(name for name in fit.unexpected if name not in everybody))
-    missing = sorted({name for _, names, _ in told for name in names})
-    mismatched = {name: why for _, _, wrong in told for name, why in wrong.items()}
-    if strict and (missing or fit.unexpected or mismatched):
-        raise mismatch(tuple(missing), fit.unexpected, mismatched)
-    return fit
+    fact = lambda: (sorted(wanted), fit.missing, fit.mismatched)  # noqa: E731
+    told, digests = processes.tell_if_different(turn, fact, index.digest)
+    if len(set(digests)) > 1:
+        raise Replaced(
+            f"the ranks do not find the same checkpoint at {path}",
+            hint="give a path that all processes see, to a checkpoint that nobody replaces",
+        )
+
+    def compare() -> Fit:
+        everybody = set().union(*(names for names, _, _ in told))
+        agreed = fit._replace(unexpected=tuple(name for name in fit.unexpected if name not in everybody))
+        missing = sorted({name for _, names, _ in told for name in names})
+        mismatched = {name: why for _, _, wrong in told for name, why in wrong.items()}
+        if strict and (missing or agreed.unexpected or mismatched):
+            raise mismatch(tuple(missing), agreed.unexpected, mismatched)
+        return agreed
+
+    return turn.attempt(compare, fit)
 
 
-def _fit(root: Any, index: Index) -> Fit:
+def _fit(root: Any, expanded: Sequence[Expanded], index: Index) -> Fit:
     stored = stored_entries(index.state)
     tensors: list[tuple[torch.Tensor, StoredTensor]] = []
     objects: dict[Name, Any] = {}
@@ -185,6 +250,8 @@ def _fit(root: Any, index: Index) -> Fit:
         else:
             kinds = ("a tensor", "a plain object")
             mismatched[name] = "is {} in the checkpoint, {} in the state".format(*kinds[:: 1 if name_stored else -1])
+    for owner in expanded:
+        mismatched |= _group_mismatch(owner, objects)
     unexpected = tuple(name for name in stored if name not in seen)
     return Fit(tensors, objects, tuple(missing), unexpected, mismatched)
 
@@ -193,9 +260,40 @@ def _differs(tensor: torch.Tensor, stored: StoredTensor) -> str | None:
     have, want = TensorMeta(stored.shape, dtype=stored.dtype), TensorMeta(tensor.shape, dtype=tensor.dtype)
     if have is not want:
         return f"is {have} in the checkpoint, {want} in the state"
-    if isinstance(tensor, DTensor) and tensor.spec.partial_axes:
-        return f"is {tensor.spec} in the state, and a sum cannot be filled: use Replicate() or Shard()"
-    return "has no memory in the state: it is on the meta device" if tensor.device.type == "meta" else None
+    return unfillable(tensor)
+
+
+def unfillable(tensor: torch.Tensor) -> str | None:
+    """Why a tensor of the state cannot be filled, None if it can: what would fail later, when others have changed."""
+    if isinstance(tensor, DTensor):
+        if tensor.spec.partial_axes:
+            return f"is {tensor.spec} in the state, and a sum cannot be filled: use Replicate() or Shard()"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        return f"is of type {type(tensor).__module__}.{type(tensor).__qualname__} in the state, which cannot be filled"
+    if tensor.device.type == "meta":
+        return "has no memory in the state: it is on the meta device"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"is a {tensor.layout} tensor of {tensor.dtype} in the state, which cannot be filled"
+    for local, _ in _locals(tensor):
+        if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+            return "is expanded in the state: its elements share memory, and cannot be filled one by one"
+        if local.untyped_storage().nbytes() < local.dtype.itemsize * (local.storage_offset() + local.numel()):
+            return "has no memory in the state: its storage was freed"
+    return None
+
+
+def _group_mismatch(expanded: Expanded, objects: Mapping[Name, Any]) -> dict[str, str]:
+    """Groups of an optimizer that its load_state_dict would refuse."""
+    at = (*expanded.path, "param_groups")
+    if not isinstance(expanded.owner, torch.optim.Optimizer) or not isinstance(objects.get(at), list):
+        return {}
+    counts = [
+        [len(group["params"]) if isinstance(group, dict) and "params" in group else None for group in groups]
+        for groups in (objects[at], expanded.state["param_groups"])
+    ]
+    if counts[0] == counts[1]:
+        return {}
+    return {join(at): "is {} in the checkpoint, {} in the state, as numbers of parameters".format(*counts)}
 
 
 def mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: dict[str, str]) -> Exception:
@@ -216,7 +314,7 @@ def mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: 
 
 
 def _read_and_verify(
-    turn: Turn, processes: Processes, directory: Path, index: Index, fit: Fit, staged: bool
+    turn: Turn, processes: Processes, source: OpenDirectory | None, index: Index, fit: Fit, staged: bool
 ) -> tuple[list[Staged], int]:
     """All values that this process needs, verified together with the other processes; those that wait to be put."""
     waiting: list[Staged] = []
@@ -226,14 +324,15 @@ def _read_and_verify(
         total = sum(local.nbytes for tensor, _ in fit.tensors for local, _ in _locals(tensor))
         memory = Memory(total) if staged else None
         progress = Progress("loading", total, shown=processes.is_first)
-        with progress, FileReader(directory, index.files, progress.add) as files:
+        with progress, FileReader(_given(source), index.files, progress.add) as files:
             for tensor, stored in fit.tensors:
                 waiting.extend(_stage(files, tensor, stored, sums, memory))
         return files.bytes_read
 
     read_bytes = turn.attempt(read_mine, 0)
     turn.says = sums
-    check_sums(index, processes.tell(turn))
+    told = processes.tell(turn)
+    turn.attempt(lambda: check_sums(index, told), None)
     return waiting, read_bytes
 
 
@@ -253,7 +352,7 @@ def _stage(
                 values[within], found = read_box(files, stored, box)
                 note_sums(sums, stored, box, found)
         if memory is not None:
-            yield Staged(local, values)
+            yield Staged(local, values, stored.name)
         elif values.data_ptr() != local.data_ptr():
             _put(local, values)
 
@@ -275,20 +374,117 @@ def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box
 # ---------------------------------------------------------------- changing the state
 
 
+class Changes:
+    """All changes of a load, once everything is read and verified: objects first that can refuse theirs, then tensors.
+
+    Objects with a state dict of their own run code that is not ours. Those without tensors (schedulers, samplers) are
+    loaded first, and get their former state back if one of them, on any rank, raises. Then tensors are copied, which
+    cannot fail on shapes, dtypes and memory that were checked. Last come optimizers and other objects with tensors. If
+    something fails nevertheless, the error says what was changed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        tensors: Sequence[torch.Tensor],
+        waiting: Sequence[Staged],
+        state: Any = None,
+        expanded: Sequence[Expanded] = (),
+        objects: Mapping[Name, Any] | None = None,
+    ) -> None:
+        self._rank = rank
+        self._tensors = tensors
+        self._waiting = waiting
+        self._state = state
+        self._expanded = expanded
+        self._objects = objects or {}
+        self._former: list[tuple[Expanded, Any]] = []
+        self._others: list[tuple[Expanded, dict[Name, Any]]] = []
+        self._done: list[str] = []
+
+    def load_plain(self) -> None:
+        """Load the objects without tensors."""
+        for owner in self._expanded:
+            size = len(owner.path)
+            own = {at[size:]: value for at, value in self._objects.items() if at[:size] == owner.path}
+            if any(isinstance(value, torch.Tensor) for _, value in entries(owner.state)):
+                self._others.append((owner, own))
+            else:
+                self._former.append((owner, copy.deepcopy(owner.state)))
+                _give(owner, filled(owner.state, own))
+                self._done.append(_place(owner.path))
+
+    def restore_plain(self) -> None:
+        """Give them back what they had."""
+        for owner, former in reversed(self._former):
+            try:
+                _give(owner, former)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{_place(owner.path)} could not be given back the state it had: {error}",
+                    hint="its state is undefined; nothing else was changed",
+                ) from error
+
+    def load_rest(self) -> None:
+        """Copy the tensors, replace plain objects, and load the objects with tensors."""
+        doing = "versions of tensors"
+        try:
+            for tensor in self._tensors:
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+            for local, values, doing in self._waiting:
+                _put(local, values)
+                if doing not in self._done[-1:]:
+                    self._done.append(doing)
+            if isinstance(self._state, dict) and self._objects:
+                doing = "plain objects"
+                filled(self._state, self._objects)
+                self._done.append(doing)
+            for owner, objects in self._others:
+                doing = _place(owner.path)
+                if objects or not isinstance(owner.owner, torch.nn.Module):  # tensors of a module are filled already
+                    _give(owner, filled(owner.state, objects))
+                    self._done.append(f"load_state_dict of {doing}")
+        except BaseException as error:
+            more = f" and {len(self._done) - NAMED} more" if len(self._done) > NAMED else ""
+            half = CheckpointError(
+                f"the state is partly loaded: {type(error).__name__} at {doing}: {error}\n    changed on rank "
+                f"{self._rank} before, in this order: {', '.join(self._done[:NAMED]) or 'nothing'}{more}\n"
+                "    on ranks without an error of their own: everything",
+                hint="load again, or start over",
+            )
+            if isinstance(error, Exception):
+                raise half from error
+            error.add_note(str(half))
+            raise
+
+
+def _place(path: Name) -> str:
+    return join(path) or "the state"
+
+
+def change_all(turn: Turn, processes: Processes, changes: Changes) -> None:
+    """Change the states of all processes, or, as long as that is possible, of none."""
+    turn.says = None
+    turn.attempt(changes.load_plain, None)
+    try:
+        processes.tell(turn)
+    except BaseException:
+        changes.restore_plain()
+        raise
+    turn.attempt(changes.load_rest, None)
+    processes.tell(turn)
+
+
 def _put(local: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
+    """Copy values to where they belong; tensors made in inference mode are changed in it."""
+    with torch.inference_mode() if local.is_inference() else torch.no_grad():
         local.detach().copy_(values)
 
 
-def _give_back(state: Any, expanded: Sequence[Expanded], objects: Mapping[Name, Any]) -> None:
-    """Put the plain objects where they belong; those that stand for a state dict are given it."""
-    if isinstance(state, dict):
-        filled(state, objects)
-    for path, owner, inside in expanded:
-        own = {at[len(path) :]: value for at, value in objects.items() if at[: len(path)] == path}
-        loaded = filled(inside, own)
-        if isinstance(owner, torch.nn.Module):
-            if own:  # extra state; tensors are filled already
-                owner.load_state_dict(loaded, strict=False)
-        else:
-            owner.load_state_dict(loaded)
+def _give(expanded: Expanded, state: Any) -> None:
+    """Give a module, an optimizer, ... its state dict."""
+    if isinstance(expanded.owner, torch.nn.Module):
+        expanded.owner.load_state_dict(state, strict=False)
+    else:
+        expanded.owner.load_state_dict(state)

@@ -6,9 +6,10 @@ layout, but headers are checked, and nothing changes in the model before everyth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint import atomic
+from shardwise.checkpoint.atomic import Staging
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.boxes import Held, holders, rows_of, whole
 from shardwise.checkpoint.files import Item, as_bytes, block_header
@@ -23,9 +25,10 @@ from shardwise.checkpoint.headers import INDEXED, SINGLE, FileTensor, find_tenso
 from shardwise.checkpoint.mapping import Source, file_shapes, pieces_of, source_of
 from shardwise.checkpoint.owners import Share, Shared, share_out
 from shardwise.checkpoint.progress import Progress
-from shardwise.checkpoint.ranges import FileReader
-from shardwise.checkpoint.reading import Loaded, mismatch
+from shardwise.checkpoint.ranges import FileReader, OpenDirectory, retry_replaced
+from shardwise.checkpoint.reading import Changes, Loaded, Staged, change_all, mismatch, unfillable
 from shardwise.checkpoint.together import Processes, Turn, processes_of
+from shardwise.checkpoint.tree import tensors_in
 from shardwise.checkpoint.writing import describe, local_of
 from shardwise.errors import AgreementError, CheckpointError, NotationError
 from shardwise.fabric.base import fabric_of
@@ -63,39 +66,52 @@ def load_safetensors(
         tensor([0., 0., 1., 1.])
     """
     finish_pending()
+    return retry_replaced(lambda: _load(model, Path(source), mapping, strict, process_group))
+
+
+def _load(model: Any, source: Path, mapping: Mapped, strict: bool, group: Any) -> Loaded:
+    """One attempt to load; all processes start over together if the directory is replaced meanwhile."""
     turn = Turn()
-    tensors = _tensors_of(model)
-    processes = processes_of(tensors.values(), process_group)
-    no_files: tuple[Path, dict[str, int], dict[str, FileTensor]] = (Path(), {}, {})
-    directory, files, found = turn.attempt(lambda: find_tensors(Path(source)), no_files)
-    empty: tuple[list[str], list[str], list[str], dict[str, str]] = ([], [], [], {})
-    fitting, missing, unexpected, wrong = turn.attempt(lambda: _fit(tensors, mapping, found), empty)
-    turn.says = (missing, unexpected, wrong)
-    told = processes.tell_if_different(turn, turn.says)
-    missing, unexpected, wrong = told[0]
-    if strict and (missing or unexpected or wrong):
-        raise mismatch(tuple(missing), tuple(unexpected), wrong)
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tensors = turn.attempt(lambda: _tensors_of(model), {})
+    processes = processes_of(turn, tensors.values() or tensors_in(model), group)
+    staged: list[Staged] = []
+    with contextlib.ExitStack() as opened:
 
-    def read_mine() -> int:
-        total = sum(tensors[name].nbytes for name in fitting)
-        with (
-            Progress("loading", total, shown=processes.is_first) as progress,
-            FileReader(directory, files, progress.add, links=True) as reader,
-        ):
-            for name in fitting:
-                staged.extend(_stage(reader, name, tensors[name], source_of(name, mapping), found))
-        return reader.bytes_read
+        def look() -> tuple[OpenDirectory | None, dict[str, int], dict[str, FileTensor], Fitting]:
+            single = not source.is_dir()
+            directory = opened.enter_context(OpenDirectory(source.parent if single else source))
+            files, found = find_tensors(directory, source.name if single else None)
+            return directory, files, found, _fit(tensors, mapping, found)
 
-    read_bytes = turn.attempt(read_mine, 0)
-    turn.says = None
-    processes.tell(turn)
-    with torch.no_grad():
-        for local, values in staged:
-            local.detach().copy_(values)
-    for name in fitting:
-        torch.autograd.graph.increment_version(tensors[name])
-    return Loaded(model, tuple(missing), tuple(unexpected), wrong, read_bytes)
+        directory, files, found, fit = turn.attempt(look, (None, {}, {}, Fitting([], [], [], {})))
+        turn.says = fit[1:]
+        told, _ = processes.tell_if_different(turn, lambda: fit[1:])
+
+        def compare() -> Fitting:
+            others = [set(unexpected) for _, unexpected, _ in told]
+            agreed = fit._replace(unexpected=[name for name in fit.unexpected if all(name in one for one in others)])
+            missing = sorted({name for names, _, _ in told for name in names})
+            wrong = {name: why for _, _, wrongs in told for name, why in wrongs.items()}
+            if strict and (missing or agreed.unexpected or wrong):
+                raise mismatch(tuple(missing), tuple(agreed.unexpected), wrong)
+            return agreed
+
+        fit = turn.attempt(compare, fit)
+
+        def read_mine() -> int:
+            assert directory is not None, "an attempt after a failed one does nothing"
+            total = sum(tensors[name].nbytes for name in fit.fitting)
+            with (
+                Progress("loading", total, shown=processes.is_first) as progress,
+                FileReader(directory, files, progress.add, links=True) as reader,
+            ):
+                for name in fit.fitting:
+                    staged.extend(_stage(reader, name, tensors[name], source_of(name, mapping), found))
+            return reader.bytes_read
+
+        read_bytes = turn.attempt(read_mine, 0)
+    change_all(turn, processes, Changes(processes.rank, [tensors[name] for name in fit.fitting], staged))
+    return Loaded(model, tuple(fit.missing), tuple(fit.unexpected), fit.wrong, read_bytes)
 
 
 def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
@@ -103,10 +119,17 @@ def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _fit(
-    tensors: Mapping[str, torch.Tensor], mapping: Mapped, found: Mapping[str, FileTensor]
-) -> tuple[list[str], list[str], list[str], dict[str, str]]:
+class Fitting(NamedTuple):
     """Which tensors can be loaded; what is missing from the files, what is there besides, what has another shape."""
+
+    fitting: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    wrong: dict[str, str]
+
+
+def _fit(tensors: Mapping[str, torch.Tensor], mapping: Mapped, found: Mapping[str, FileTensor]) -> Fitting:
+    """How the tensors and the files fit."""
     fitting: list[str] = []
     missing: dict[str, list[str]] = {}
     wrong: dict[str, str] = {}
@@ -123,13 +146,13 @@ def _fit(
             wrong[name] = (
                 f"needs {part} of shape {list(wanted[part])}, which has {list(found[part].shape)} in the files"
             )
-        elif isinstance(tensor, DTensor) and tensor.spec.partial_axes:
-            wrong[name] = f"is {tensor.spec}, and a sum cannot be filled: use Replicate() or Shard()"
+        elif (why := unfillable(tensor)) is not None:
+            wrong[name] = why
         else:
             fitting.append(name)
     filled = {_memory(tensors[name]) for name in fitting}  # a tied weight stands in the files under one name
     lost = [part for name, parts in missing.items() if _memory(tensors[name]) not in filled for part in parts]
-    return fitting, lost, sorted(set(found) - used), wrong
+    return Fitting(fitting, lost, sorted(set(found) - used), wrong)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
@@ -140,7 +163,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 def _stage(
     reader: FileReader, name: str, tensor: torch.Tensor, source: Source, found: Mapping[str, FileTensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Staged]:
     for spec, coordinate, local in _locals(tensor):
         values = torch.empty(local.shape, dtype=local.dtype)
         for part, box, within in pieces_of(name, tuple(tensor.shape), source, spec, coordinate):
@@ -149,7 +172,7 @@ def _stage(
             where = box.inside(whole(shape))
             reader.read_part(file, start, shape, where, dtype.itemsize, data, f"tensor {part}")
             values[within] = torch.from_numpy(data).view(dtype).reshape(box.sizes).to(local.dtype)
-        yield local, values
+        yield Staged(local, values, name)
 
 
 def _locals(tensor: torch.Tensor) -> Iterator[tuple[Any, tuple[int, ...], torch.Tensor]]:
@@ -201,32 +224,35 @@ def export_safetensors(
     """
     finish_pending()
     turn = Turn()
-    tensors = _tensors_of(model)
-    processes = processes_of(tensors.values(), process_group)
-    target = Path(directory).absolute()
+    tensors = turn.attempt(lambda: _tensors_of(model), {})
+    processes = processes_of(turn, tensors.values() or tensors_in(model), process_group)
 
-    def decide() -> list[Planned]:
+    def decide() -> tuple[list[Planned], Staging | None]:
         for name, tensor in tensors.items():
             describe(name, tensor, processes)
         plan = _plan(tensors, mapping, parse_size(max_shard_size))
-        if processes.is_first:
-            _make_files(target, plan)
-        return plan
+        return plan, _make_files(Path(directory).absolute(), plan) if processes.is_first else None
 
-    plan = turn.attempt(decide, [])
+    plan, staging = turn.attempt(decide, ([], None))
     try:
         turn.says = [planned.header for planned in plan]
-        if len({repr(says) for says in processes.tell_if_different(turn, turn.says)}) > 1:
-            raise AgreementError("the ranks do not export the same tensors", hint="give every rank the same model")
-        turn.attempt(lambda: _write_mine(target, tensors, mapping, plan, processes), None)
+        told, places = processes.tell_if_different(turn, lambda: turn.says, staging)
+        turn.attempt(lambda: _check_same(told), None)
+        turn.attempt(lambda: _write_mine(places[0].directory, tensors, mapping, plan, processes), None)
         turn.says = None
         processes.tell(turn)
-        if processes.is_first:
-            turn.attempt(lambda: _publish(target, plan), None)
+        if staging is not None:
+            done = staging
+            turn.attempt(lambda: _publish(done, plan), None)
         processes.tell(turn)
     finally:
-        if processes.is_first:
-            atomic.discard(target)
+        if staging is not None:
+            atomic.discard(staging)
+
+
+def _check_same(told: Sequence[list[bytes]]) -> None:
+    if any(headers != told[0] for headers in told[1:]):
+        raise AgreementError("the ranks do not export the same tensors", hint="give every rank the same model")
 
 
 def parse_size(size: int | str) -> int:
@@ -262,20 +288,31 @@ def _plan(tensors: Mapping[str, torch.Tensor], mapping: Mapped, most: int) -> li
     return planned
 
 
-def _make_files(target: Path, plan: list[Planned]) -> None:
-    """Files of the final sizes with headers in them, in a temporary directory."""
-    taken = [path.name for path in target.glob("model*.safetensors*")]
+def _make_files(target: Path, plan: list[Planned]) -> Staging:
+    """Files of the final sizes with headers in them, in a staging directory."""
+    _check_free(target)
+    staging = atomic.prepare(target)
+    try:
+        with atomic.disk_errors(f"{target} cannot be written"):
+            for planned in plan:
+                with (staging.directory / planned.file).open("xb") as file:
+                    file.write(planned.header)
+                    file.truncate(planned.size)
+    except BaseException:
+        atomic.discard(staging)
+        raise
+    return staging
+
+
+def _check_free(target: Path) -> None:
+    with atomic.disk_errors(f"{target} cannot be written"):
+        taken = sorted(path.name for path in target.glob("model*.safetensors*"))
     if taken:
         raise CheckpointError(f"{target} has {taken[0]} already", hint="export to another directory")
-    atomic.prepare(target)
-    for planned in plan:
-        with (atomic.temporary(target) / planned.file).open("xb") as file:
-            file.write(planned.header)
-            file.truncate(planned.size)
 
 
 def _write_mine(
-    target: Path, tensors: Mapping[str, torch.Tensor], mapping: Mapped, plan: list[Planned], processes: Processes
+    directory: Path, tensors: Mapping[str, torch.Tensor], mapping: Mapped, plan: list[Planned], processes: Processes
 ) -> None:
     """Write the slices that this process answers for, each to its place."""
     owner_of: dict[str, str] = {}
@@ -291,9 +328,12 @@ def _write_mine(
     mine = [s for rank, of_rank in shares.items() if processes.alone or rank == processes.rank for s in of_rank]
     total = sum(share.box.numel * tensors[owner_of[share.name]].dtype.itemsize for share in mine)
     places = {part: (planned.file, *place) for planned in plan for part, place in planned.starts.items()}
-    with Progress("exporting", total, shown=processes.is_first) as progress:
+    with (
+        Progress("exporting", total, shown=processes.is_first) as progress,
+        atomic.disk_errors(f"{directory} cannot be written"),
+    ):
         for planned in plan:
-            fd = os.open(atomic.temporary(target) / planned.file, os.O_WRONLY)
+            fd = os.open(directory / planned.file, os.O_WRONLY)
             try:
                 for share in mine:
                     if places[share.name][0] == planned.file:
@@ -330,19 +370,27 @@ def _write_share(fd: int, share: Share, tensor: torch.Tensor, start: int, item: 
     return at
 
 
-def _publish(target: Path, plan: list[Planned]) -> None:
-    """Move the files to their place, the index last."""
-    place = atomic.temporary(target)
-    if len(plan) > 1:
-        named = {part: planned.file for planned in plan for part in planned.starts}
-        total = sum(planned.size - len(planned.header) for planned in plan)
-        content = {"metadata": {"total_size": total}, "weight_map": named}
-        atomic.write_flushed(place / INDEXED, json.dumps(content, indent=2).encode())
-    if not target.exists():
-        atomic.publish(target)
-        return
-    for planned in plan:
-        os.rename(place / planned.file, target / planned.file)
-    if len(plan) > 1:
-        os.rename(place / INDEXED, target / INDEXED)
-    atomic.flush_directory(target)
+def _publish(staging: Staging, plan: list[Planned]) -> None:
+    """Move the files to their place, the index last; of two jobs that do, the one that is first."""
+    target, files = staging.target, [planned.file for planned in plan]
+    with atomic.disk_errors(f"{target} cannot be written"):
+        if len(plan) > 1:
+            named = {part: planned.file for planned in plan for part in planned.starts}
+            total = sum(planned.size - len(planned.header) for planned in plan)
+            content = {"metadata": {"total_size": total}, "weight_map": named}
+            atomic.write_flushed(staging.directory / INDEXED, json.dumps(content, indent=2).encode())
+            files.append(INDEXED)
+        if not target.exists():
+            atomic.publish(staging)
+            return
+        _check_free(target)
+        moved: list[Path] = []
+        try:
+            for file in files:
+                atomic.rename_new(staging.directory / file, target / file)
+                moved.append(target / file)
+        except BaseException:
+            for path in moved:
+                path.unlink(missing_ok=True)
+            raise
+        atomic.flush_directory(target)

@@ -1,17 +1,21 @@
-"""The processes that save or load together: what each has to say is told to all, errors too, so that none waits.
+"""The exchanges of the processes that save or load together: results and errors of each reach all, so that none waits.
 
-The one place of the package that communicates. On virtual ranks there is one process, and nothing to be told.
+Every step between two exchanges runs inside `Turn.attempt`: an error, an interrupt too, is kept, sent with the next
+exchange, and raised on all processes there. The one place of the package that communicates. On virtual ranks there is
+one process, and nothing to exchange.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.ranges import Replaced
 from shardwise.core import mesh as mesh_module
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError
 from shardwise.fabric.virtual import RankTensor
@@ -23,18 +27,18 @@ T = TypeVar("T")
 
 
 class Turn:
-    """What this process has to tell the others at one point: something, or an error."""
+    """What this process contributes to the next exchange: a value, or an error."""
 
     def __init__(self) -> None:
         self.says: Any = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def attempt(self, run: Callable[[], T], otherwise: T) -> T:
-        """What `run` gives. After an error, which is kept to be told to the others, `otherwise`."""
+        """What `run` gives. After an error, which is kept for the next exchange, `otherwise`."""
         if self.error is None:
             try:
                 return run()
-            except Exception as error:
+            except BaseException as error:
                 self.error = error
         return otherwise
 
@@ -63,38 +67,54 @@ class Processes:
             if turn.error is not None:
                 raise turn.error
             return [turn.says]
-        said: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(said, (_portable(turn.error), None if turn.error else turn.says), group=self.group)
+        packed = turn.attempt(lambda: pickle.dumps(turn.says), b"")
+        said = self._exchange((_portable(turn.error), packed if turn.error is None else b""))
+        failed = [(rank, error) for rank, (error, _) in zip(self.ranks, said, strict=True) if error is not None]
+        for rank, error in failed:
+            if isinstance(error, Replaced):  # all start over, whatever else went wrong
+                raise _of_rank(rank, error)
         if turn.error is not None:
             raise turn.error
-        for rank, (error, _) in zip(self.ranks, said, strict=True):
-            if error is not None:
-                raise _of_rank(rank, error)
-        return [says for _, says in said]
+        for rank, error in failed:
+            raise _of_rank(rank, error)
+        return [pickle.loads(data) for _, data in said]
 
-    def tell_if_different(self, turn: Turn, fact: Any) -> list[Any]:
-        """What every process says, which is sent only where their facts differ: digests of these go first."""
+    def _exchange(self, mine: Any) -> list[Any]:
+        """All-gather an object. All communication of checkpoints is here."""
+        said: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(said, mine, group=self.group)
+        return said
+
+    def tell_if_different(self, turn: Turn, fact: Callable[[], Any], beside: Any = None) -> tuple[list[Any], list[Any]]:
+        """What every process says, which is sent only where their facts differ: digests of these go first.
+
+        Second, what every process gave as `beside`, which is small and goes with the digests.
+        """
         first = Turn()
-        first.error, first.says = turn.error, hashlib.sha256(repr(fact).encode()).digest()
-        return [turn.says] * len(self.ranks) if len(set(self.tell(first))) == 1 else self.tell(turn)
+        first.error = turn.error
+        first.says = first.attempt(lambda: (hashlib.sha256(repr(fact()).encode()).digest(), beside), None)
+        told = self.tell(first)
+        same = len({digest for digest, _ in told}) == 1
+        return [turn.says] * len(self.ranks) if same else self.tell(turn), [beside for _, beside in told]
 
     def apart(self) -> Processes:
         """The same processes with a group of their own, so that a thread can talk while the program goes on."""
         if self.group is None:
             return self
-        key = (id(dist.group.WORLD), self.ranks)
-        made = _apart.get(key)
+        world = dist.group.WORLD
+        if _apart.get((), world) is not world:  # the groups of a former world are gone with it
+            _apart.clear()
+        _apart[()] = world
+        made = _apart.get(self.ranks)
         if made is None:
-            made = dist.new_group(list(self.ranks), backend="gloo", use_local_synchronization=True)
-            _apart.clear()  # those of a former world are gone with it
-            _apart[key] = made
+            made = _apart[self.ranks] = dist.new_group(list(self.ranks), backend="gloo", use_local_synchronization=True)
         return Processes(made)
 
 
-_apart: dict[Any, Any] = {}
+_apart: dict[tuple[int, ...], Any] = {}  # groups by ranks; under () the world they belong to
 
 
-def _portable(error: Exception | None) -> Exception | str | None:
+def _portable(error: BaseException | None) -> ShardwiseError | str | None:
     """An error as it can be sent: ours as they are, of others what they say."""
     if error is None or isinstance(error, ShardwiseError):
         return error
@@ -108,28 +128,39 @@ def _of_rank(rank: int, error: ShardwiseError | str) -> Exception:
     return CheckpointError(f"rank {rank}: {error}")
 
 
-def processes_of(tensors: Iterable[torch.Tensor], group: Any = None) -> Processes:
-    """Who saves or loads these tensors: this process, where their ranks are virtual, or those of the process group."""
+def processes_of(turn: Turn, tensors: Iterable[torch.Tensor], group: Any = None) -> Processes:
+    """Who saves or loads these tensors: this process, where their ranks are virtual, or those of the process group.
+
+    Tensors that cannot be saved or loaded together are an error of this turn, which the other processes hear of.
+    """
     fabrics: set[str] = set()
-    for tensor in tensors:
-        if isinstance(tensor, RankTensor):
+
+    def look() -> None:
+        for tensor in tensors:
+            if isinstance(tensor, RankTensor):
+                raise UnsupportedError(
+                    "the state holds a RankTensor, the locals of virtual ranks",
+                    hint="DTensor.from_local says what they make up",
+                )
+            if isinstance(tensor, DTensor):
+                fabrics.add(tensor.device_mesh.fabric)
+        if "dry" in fabrics:
             raise UnsupportedError(
-                "the state holds a RankTensor, the locals of virtual ranks",
-                hint="DTensor.from_local says what they make up",
+                "a dry run has no values to save or load", hint="make the tensors on a virtual mesh or under torchrun"
             )
-        if isinstance(tensor, DTensor):
-            fabrics.add(tensor.device_mesh.fabric)
-    if "dry" in fabrics:
-        raise UnsupportedError(
-            "a dry run has no values to save or load", hint="make the tensors on a virtual mesh or under torchrun"
-        )
-    if len(fabrics) > 1:
-        raise UnsupportedError(
-            "the state holds tensors of virtual ranks and of processes", hint="save them as two checkpoints"
-        )
-    surrounding = fabrics.pop() if fabrics else mesh_module.chosen_fabric()
+        if len(fabrics) > 1:
+            raise UnsupportedError(
+                "the state holds tensors of virtual ranks and of processes", hint="save them as two checkpoints"
+            )
+
+    turn.attempt(look, None)
+    surrounding = fabrics.pop() if len(fabrics) == 1 else mesh_module.chosen_fabric()
     if surrounding != "c10d" or not dist.is_initialized():
         return Processes()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedError(
+            "this process is not in the process_group that it gives", hint="call it on the ranks of the group alone"
+        )
     if dist.get_backend(group) == "fake":
         raise UnsupportedError(
             "the fake process group has one rank of many", hint="use virtual ranks or real processes"

@@ -5,6 +5,7 @@ Each goes block by block: none holds more of a tensor than one block of it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.checkpoint import atomic
+from shardwise.checkpoint.atomic import Staging
 from shardwise.checkpoint.background import finish_pending
 from shardwise.checkpoint.blocks import Sums, check_sums, read_box
 from shardwise.checkpoint.boxes import held_boxes
@@ -21,8 +23,8 @@ from shardwise.checkpoint.headers import read_header
 from shardwise.checkpoint.index import Index, StoredTensor
 from shardwise.checkpoint.owners import Share, Shared, share_out
 from shardwise.checkpoint.progress import Progress
-from shardwise.checkpoint.ranges import FileReader
-from shardwise.checkpoint.reading import open_index
+from shardwise.checkpoint.ranges import FileReader, OpenDirectory, Replaced, retry_replaced
+from shardwise.checkpoint.reading import open_checkpoint, open_index, read_index
 from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.tree import stored_entries, tensor_name
 from shardwise.checkpoint.values import decode
@@ -102,34 +104,43 @@ def verify(path: str | Path) -> list[str]:
         >>> sw.checkpoint.verify(path)[0].splitlines()[0]
         'blocks-00000.safetensors is not a safetensors file: its header would have 4088 bytes'
     """
-    directory = Path(path)
+    finish_pending()
     try:
-        index = open_index(directory)
-        _objects(index)
+        return retry_replaced(lambda: _verify(Path(path)))
     except CheckpointError as error:
         return [str(error)]
-    found = list(_header_problems(directory, index))
-    total = sum(tensor.nbytes for tensor in index.tensors.values())
-    with (
-        Progress("verifying", total, shown=True) as progress,
-        FileReader(directory, index.files, progress.add) as files,
-    ):
-        for stored in index.tensors.values():
-            for block in stored.blocks:
-                single = stored._replace(blocks=(block,))
-                try:
-                    _, sums = read_box(files, single, block.box)
-                    check_sums(index._replace(tensors={stored.name: single}), [{(stored.name, block.box): sums}])
-                except CheckpointError as error:
-                    found.append(error.problem)
+
+
+def _verify(path: Path) -> list[str]:
+    with open_checkpoint(path) as source:
+        index = read_index(source)
+        _objects(index)
+        found = list(_header_problems(source, index))
+        total = sum(tensor.nbytes for tensor in index.tensors.values())
+        with (
+            Progress("verifying", total, shown=True) as progress,
+            FileReader(source, index.files, progress.add) as files,
+        ):
+            for stored in index.tensors.values():
+                for block in stored.blocks:
+                    single = stored._replace(blocks=(block,))
+                    try:
+                        _, sums = read_box(files, single, block.box)
+                        check_sums(index._replace(tensors={stored.name: single}), [{(stored.name, block.box): sums}])
+                    except Replaced:
+                        raise
+                    except CheckpointError as error:
+                        found.append(error.problem)
     return found
 
 
-def _header_problems(directory: Path, index: Index) -> Iterator[str]:
+def _header_problems(directory: OpenDirectory, index: Index) -> Iterator[str]:
     """Where the header of a file does not say what the index says."""
     for file in index.files:
         try:
             _, inside = read_header(directory, file)
+        except Replaced:
+            raise
         except CheckpointError as error:
             yield error.problem
             continue
@@ -153,14 +164,20 @@ def diff(a: str | Path, b: str | Path) -> list[Difference]:
         step is 1 in the first, 2 in the second
         w differs in 1 of 4 elements, by at most 2
     """
-    first, second = open_index(Path(a)), open_index(Path(b))
-    found = list(_different_entries(first, second))
-    both = [name for name in first.tensors if name in second.tensors]
-    with FileReader(Path(a), first.files) as in_a, FileReader(Path(b), second.files) as in_b:
-        for name in both:
-            what = _difference(in_a, first.tensors[name], in_b, second.tensors[name])
-            if what is not None:
-                found.append(Difference(name, what))
+    finish_pending()
+    return retry_replaced(lambda: _diff(Path(a), Path(b)))
+
+
+def _diff(a: Path, b: Path) -> list[Difference]:
+    with open_checkpoint(a) as one, open_checkpoint(b) as other:
+        first, second = read_index(one), read_index(other)
+        found = list(_different_entries(first, second))
+        both = [name for name in first.tensors if name in second.tensors]
+        with FileReader(one, first.files) as in_a, FileReader(other, second.files) as in_b:
+            for name in both:
+                what = _difference(in_a, first.tensors[name], in_b, second.tensors[name])
+                if what is not None:
+                    found.append(Difference(name, what))
     return found
 
 
@@ -225,23 +242,54 @@ def reshard(
     grid = as_mesh(mesh)
     if grid.fabric == "dry":
         raise UnsupportedError("a dry run has no files", hint="use a virtual mesh, or processes")
-    processes = Processes() if grid.fabric == "virtual" else processes_of([], process_group)
-    turn, target = Turn(), Path(out).absolute()
+    processes = Processes() if grid.fabric == "virtual" else processes_of(Turn(), [], process_group)
+    retry_replaced(lambda: _reshard(Path(path), Path(out), grid, placements or _by_rows(grid), processes))
 
-    def decide() -> tuple[Index, dict[str, DTensorSpec]]:
-        index = open_index(Path(path))
-        layout = placements or _by_rows(grid)
-        specs = {
-            name: DTensorSpec(grid, layout(name, stored.shape), TensorMeta(stored.shape, dtype=stored.dtype))
-            for name, stored in index.tensors.items()
-        }
-        if processes.is_first:
+
+def _reshard(path: Path, out: Path, grid: DeviceMesh, layout: Placements, processes: Processes) -> None:
+    turn = Turn()
+    with contextlib.ExitStack() as opened:
+
+        def look() -> tuple[OpenDirectory | None, Index, dict[str, DTensorSpec], Staging | None]:
+            source = opened.enter_context(open_checkpoint(path))
+            index = read_index(source)
+            specs = {
+                name: DTensorSpec(grid, layout(name, stored.shape), TensorMeta(stored.shape, dtype=stored.dtype))
+                for name, stored in index.tensors.items()
+            }
+            if not processes.is_first:
+                return source, index, specs, None
+            target = out.absolute()
             atomic.check_target(target, None, False)
-            atomic.prepare(target)
-        return index, specs
+            return source, index, specs, atomic.prepare(target)
 
-    index, specs = turn.attempt(decide, (Index({}, {}, {}), {}))
-    processes.tell(turn)
+        source, index, specs, staging = turn.attempt(look, (None, Index({}, {}, {}), {}, None))
+        turn.says = (index.digest, staging)
+        try:
+            told = processes.tell(turn)
+            if len({digest for digest, _ in told}) > 1:
+                raise Replaced(
+                    f"the ranks do not find the same checkpoint at {path}",
+                    hint="give a path that all processes see, to a checkpoint that nobody replaces",
+                )
+        except BaseException:
+            if staging is not None:
+                atomic.discard(staging)
+            raise
+        nothing = Job(told[0][1], processes, {}, {}, {})
+        job = turn.attempt(lambda: _resharding(opened, source, index, specs, nothing), nothing)
+        run_job(turn, job)
+
+
+def _resharding(
+    opened: contextlib.ExitStack,
+    source: OpenDirectory | None,
+    index: Index,
+    specs: dict[str, DTensorSpec],
+    job: Job,
+) -> Job:
+    """The save that copies what this process is to write from another checkpoint."""
+    assert source is not None, "an attempt after a failed one does nothing"
     shares = share_out(
         [Shared(name, stored.dtype.itemsize, held_boxes(specs[name])) for name, stored in index.tensors.items()]
     )
@@ -249,14 +297,14 @@ def reshard(
         name: Described(NAMES[stored.dtype], stored.shape, repr(specs[name])) for name, stored in index.tensors.items()
     }
     sums: Sums = {}
-    with FileReader(Path(path), index.files) as files:
-        items = {
-            rank: [(share, _copied(files, index, share, sums)) for share in of_rank]
-            for rank, of_rank in shares.items()
-            if processes.alone or rank == processes.rank
-        }
-        check: Callable[[list[Any]], None] = lambda told: check_sums(index, told)  # noqa: E731
-        run_job(Job(target, processes, described, index.state, items, sums=sums, check=check))
+    files = opened.enter_context(FileReader(source, index.files))
+    items = {
+        rank: [(share, _copied(files, index, share, sums)) for share in of_rank]
+        for rank, of_rank in shares.items()
+        if job.processes.alone or rank == job.processes.rank
+    }
+    check: Callable[[list[Any]], None] = lambda told: check_sums(index, told)  # noqa: E731
+    return job._replace(tensors=described, state=index.state, files=items, sums=sums, check=check)
 
 
 def _by_rows(mesh: DeviceMesh) -> Placements:

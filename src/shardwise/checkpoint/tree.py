@@ -11,10 +11,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.values import DEEPEST, Name, decode, encode, encode_items, is_plain, join
+from shardwise.checkpoint.values import (
+    DEEPEST,
+    Name,
+    decode,
+    decode_kind,
+    encode,
+    encode_items,
+    is_plain,
+    join,
+    kind_of,
+)
 from shardwise.errors import CheckpointError
 
-__all__ = ["Expanded", "StateTree", "encode_state", "entries", "expand", "filled", "merge", "rebuild", "stored_entries"]
+__all__ = [
+    "Expanded",
+    "StateTree",
+    "encode_state",
+    "entries",
+    "expand",
+    "filled",
+    "merge",
+    "rebuild",
+    "stored_entries",
+    "tensor_name",
+    "tensors_in",
+]
 
 TENSOR = "$tensor"
 
@@ -42,9 +64,16 @@ def is_stateful(value: Any) -> bool:
 
 
 def expand(
-    state: Any, state_of: Callable[[Any, Name], dict[Any, Any]] = lambda owner, path: owner.state_dict()
+    state: Any,
+    state_of: Callable[[Any, Name], dict[Any, Any]] = lambda owner, path: owner.state_dict(),
+    *,
+    exact: bool = True,
 ) -> StateTree:
-    """The state with every module, optimizer, ... replaced by its state dict. The user's containers are not changed."""
+    """The state with every module, optimizer, ... replaced by its state dict. The user's containers are not changed.
+
+    A dict of a kind that a checkpoint cannot hold is an error; without `exact` all dicts become plain ones, which is
+    enough to be filled.
+    """
     found: list[Expanded] = []
 
     def walk(value: Any, path: Name) -> Any:
@@ -55,9 +84,11 @@ def expand(
         if is_stateful(value):
             made = state_of(value, path)
             found.append(Expanded(path, value, made))
-            return walk(made, path)
+            # that a module's is an OrderedDict is its own matter: it gets its own back
+            return walk(dict(made) if isinstance(made, dict) else made, path)
         if isinstance(value, dict):
-            return {key: walk(item, (*path, key)) for key, item in value.items()}
+            items = [(key, walk(item, (*path, key))) for key, item in value.items()]
+            return kind_of(value, path)(dict(items)) if exact else dict(items)
         if type(value) in (list, tuple):
             return type(value)(walk(item, (*path, i)) for i, item in enumerate(value))
         return value
@@ -68,6 +99,26 @@ def expand(
             f"the state is a {type(state).__qualname__}", hint="give a dict, as in {'model': model, 'step': 3}"
         )
     return StateTree(root, tuple(found))
+
+
+def tensors_in(state: Any) -> list[torch.Tensor]:
+    """The tensors of a state that could not be expanded, as far as they are seen: they say whose ranks it lives on."""
+    found: list[torch.Tensor] = []
+    left, seen = [state], set[int]()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, torch.nn.Module):
+            found += [*value.parameters(), *value.buffers()]
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+    return found
 
 
 def entries(root: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
@@ -89,7 +140,7 @@ def encode_state(root: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
     def walk(value: Any, path: Name) -> Any:
         if isinstance(value, dict):
-            return encode_items([(key, walk(item, (*path, key))) for key, item in value.items()], path)
+            return encode_items([(key, walk(item, (*path, key))) for key, item in value.items()], path, value)
         if type(value) in (list, tuple) and not is_plain(value):
             items = [walk(item, (*path, i)) for i, item in enumerate(value)]
             return items if type(value) is list else {"$tuple": items}
@@ -139,6 +190,9 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     tag = next(iter(value), "")
     if not tag.startswith("$"):
         return list(value.items())
+    kind = decode_kind(value)
+    if kind is not None:
+        return _children(kind[0])
     content = value[tag]
     if tag == "$dict" and len(value) == 1 and isinstance(content, list):
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
@@ -176,7 +230,9 @@ def rebuild(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if pairs is None:
         return decode(data)
     if isinstance(data, dict) and "$tuple" not in data:
-        return {key: rebuild(item, tensors) for key, item in pairs}
+        kind = decode_kind(data)
+        made = {key: rebuild(item, tensors) for key, item in pairs}
+        return made if kind is None else kind[1](made)
     items = [rebuild(item, tensors) for _, item in pairs]
     return items if isinstance(data, list) else tuple(items)
 
@@ -188,11 +244,14 @@ def merge(ours: Any, theirs: Any) -> Any:
     merged = dict(_children(ours) or ())
     for key, item in _children(theirs) or ():
         merged[key] = merge(merged[key], item) if key in merged else item
-    return encode_items(list(merged.items()), ())
+    kind = decode_kind(ours)
+    return encode_items(list(merged.items()), (), {} if kind is None else kind[1]({}))
 
 
 def _is_stored_dict(data: Any) -> bool:
-    return isinstance(data, dict) and ("$dict" in data or not next(iter(data), "").startswith("$"))
+    if not isinstance(data, dict):
+        return False
+    return "$dict" in data or decode_kind(data) is not None or not next(iter(data), "").startswith("$")
 
 
 def filled(value: Any, objects: Mapping[Name, Any], path: Name = ()) -> Any:

@@ -1,14 +1,15 @@
 """Plain objects as JSON and back: exactly, of a closed list of kinds, running nothing.
 
 What JSON has no word for is an object with one key that starts with `$`. Anything not on the list is an error that
-names where in the state it stands.
+names where in the state it is.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from shardwise.checkpoint.dtypes import DTYPES, NAMES
 from shardwise.errors import CheckpointError
 
-__all__ = ["Name", "decode", "encode", "is_plain", "join"]
+__all__ = ["Name", "decode", "decode_kind", "encode", "encode_items", "is_plain", "join", "kind_of"]
 
 Name = tuple[Any, ...]  # the keys that lead to an entry
 DEEPEST = 100  # levels of nesting, of what is written and of what is read
@@ -24,6 +25,11 @@ EXACT = 2**53  # integers beyond this are floats to some readers of JSON
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _KEYS = (str, int)
+_KINDS = ("$ordered", "$counter", "$default")  # dicts that are more than a dict, written around one
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "none": None, "int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": tuple, "dict": dict,
+    "OrderedDict": OrderedDict, "Counter": Counter,
+}  # fmt: skip
 
 
 def join(path: Sequence[Any]) -> str:
@@ -72,23 +78,78 @@ def encode(value: Any, path: Name = (), depth: int = 0) -> Any:
     if kind is tuple:
         return {"$tuple": [encode(item, (*path, i), depth + 1) for i, item in enumerate(value)]}
     if isinstance(value, dict):
-        return encode_items([(key, encode(item, (*path, key), depth + 1)) for key, item in value.items()], path)
-    raise CheckpointError(
+        items = [(key, encode(item, (*path, key), depth + 1)) for key, item in value.items()]
+        return encode_items(items, path, value)
+    raise _refused(value, path)
+
+
+def _refused(value: Any, path: Name) -> CheckpointError:
+    return CheckpointError(
         f"{join(path) or 'the state'} is {_what(value)}, which a checkpoint cannot hold",
-        hint="it holds tensors, numbers, strings, None, lists, tuples and dicts; of numpy: .item(), .tolist()",
+        hint="it holds tensors, numbers, strings, None, lists, tuples, dicts, OrderedDict, defaultdict and Counter; of "
+        "numpy: .item(), .tolist(); of named tuples and dataclasses: ._asdict(), asdict()",
     )
 
 
-def encode_items(items: Sequence[tuple[Any, Any]], path: Name) -> Any:
-    """A dict whose values are encoded already."""
+def encode_items(items: Sequence[tuple[Any, Any]], path: Name, like: dict[Any, Any]) -> Any:
+    """A dict of the kind of `like` whose values are encoded already."""
     for key, _ in items:
         if type(key) not in _KEYS:
             raise CheckpointError(
                 f"{join(path) or 'the state'} has the key {key!r}, {_what(key)}", hint="keys are strings or integers"
             )
     if all(type(key) is str and not key.startswith("$") for key, _ in items):
-        return dict(items)
-    return {"$dict": [[encode(key), item] for key, item in items]}
+        made: Any = dict(items)
+    else:
+        made = {"$dict": [[encode(key), item] for key, item in items]}
+    return _encode_kind(like, made, path)
+
+
+def _encode_kind(value: dict[Any, Any], made: Any, path: Name) -> Any:
+    kind_of(value, path)
+    if type(value) is OrderedDict:
+        return {"$ordered": made}
+    if type(value) is Counter:
+        return {"$counter": made}
+    if isinstance(value, defaultdict):
+        return {"$default": [next(n for n, made_by in _FACTORIES.items() if made_by is value.default_factory), made]}
+    return made
+
+
+def kind_of(value: dict[Any, Any], path: Name) -> Callable[[dict[Any, Any]], dict[Any, Any]]:
+    """What makes a dict of the kind of `value` of a plain one; an error for kinds that a checkpoint cannot hold."""
+    if type(value) is defaultdict:
+        factory = value.default_factory
+        if not any(factory is known for known in _FACTORIES.values()):
+            raise CheckpointError(
+                f"{join(path) or 'the state'} is a defaultdict of {factory!r}, which a checkpoint cannot hold",
+                hint=f"its defaults are made by one of {', '.join(_FACTORIES)}; or give dict(...)",
+            )
+        return lambda made: defaultdict(factory, made)
+    for kind in (dict, OrderedDict, Counter):
+        if type(value) is kind:
+            return kind
+    raise _refused(value, path)
+
+
+def decode_kind(data: dict[str, Any]) -> tuple[Any, Callable[[dict[Any, Any]], dict[Any, Any]]] | None:
+    """Of a stored dict of another kind: the dict inside, and what makes the kind of a plain one; None of others."""
+    tag = next(iter(data), "")
+    if tag not in _KINDS or len(data) != 1:
+        return None
+    content = data[tag]
+    make: Callable[[dict[Any, Any]], dict[Any, Any]] = OrderedDict if tag == "$ordered" else Counter
+    if tag == "$default":
+        if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], str):
+            raise CheckpointError(f"a dict that means nothing: {str(data)[:80]}")
+        name, content = content
+        if name not in _FACTORIES:
+            raise CheckpointError(f"a dict with defaults that mean nothing: {name[:80]!r}")
+        make = lambda made: defaultdict(_FACTORIES[name], made)  # noqa: E731
+    inner = next(iter(content), "") if isinstance(content, dict) else "$"
+    if inner.startswith("$") and inner != "$dict":
+        raise CheckpointError(f"a dict that means nothing: {str(data)[:80]}")
+    return content, make
 
 
 def _what(value: Any) -> str:
@@ -111,6 +172,9 @@ def decode(data: Any, depth: int = 0) -> Any:
     tag = next(iter(data), "")
     if not tag.startswith("$"):
         return {key: decode(item, depth + 1) for key, item in data.items()}
+    kind = decode_kind(data)
+    if kind is not None:
+        return kind[1](decode(kind[0], depth + 1))
     content = data[tag]
     if len(data) == 1 and tag in ("$tuple", "$dict") and isinstance(content, list):
         items = [decode(item, depth + 1) for item in content]

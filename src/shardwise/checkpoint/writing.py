@@ -1,7 +1,8 @@
 """save: each rank writes the blocks it owns to a file of its own, one writes the index, the directory gets its name.
 
-Three things are told between the processes: what the state is, what was written, that it has its name. What follows the
-first can run on a thread of its own (`async_save`).
+A save performs three exchanges: what the state is, and where it is staged; what was written; that it has its name.
+What follows the first can run on a thread of its own (`async_save`). Every step runs inside `Turn.attempt`, so that an
+error of one process is raised by all of them at the next exchange.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.checkpoint import atomic
+from shardwise.checkpoint.atomic import Staging
 from shardwise.checkpoint.background import Saving, finish_pending, start_pending
 from shardwise.checkpoint.boxes import Held, held_boxes, whole
 from shardwise.checkpoint.dtypes import DTYPES, NAMES
@@ -21,7 +23,7 @@ from shardwise.checkpoint.index import INDEX, Index, StoredBlock, StoredTensor, 
 from shardwise.checkpoint.owners import Share, Shared, share_out
 from shardwise.checkpoint.progress import Progress
 from shardwise.checkpoint.together import Processes, Turn, processes_of
-from shardwise.checkpoint.tree import encode_state, expand, merge, stored_entries
+from shardwise.checkpoint.tree import encode_state, entries, expand, merge, stored_entries, tensors_in
 from shardwise.errors import AgreementError, CheckpointError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
@@ -42,7 +44,7 @@ class Described(NamedTuple):
 class Job(NamedTuple):
     """A save that is decided on: what goes to the index, and what this process writes for which rank."""
 
-    target: Path
+    staging: Staging
     processes: Processes
     tensors: dict[str, Described]
     state: Any
@@ -80,7 +82,8 @@ def save(
         (3, tensor([0., 1., 2., 3., 4., 5., 6., 7.]))
     """
     finish_pending()
-    run_job(prepare_job(state, Path(path), keep, overwrite, process_group, copied=False))
+    turn = Turn()
+    run_job(turn, prepare_job(turn, state, path, keep, overwrite, process_group, copied=False))
 
 
 def async_save(
@@ -106,50 +109,77 @@ def async_save(
         >>> saving.wait()
     """
     finish_pending()
-    job = prepare_job(state, Path(path), keep, overwrite, process_group, copied=True)
-    apart = job._replace(processes=job.processes.apart())
-    return start_pending(lambda: run_job(apart))
+    turn = Turn()
+    job = prepare_job(turn, state, path, keep, overwrite, process_group, copied=True)
+    try:
+        apart = job._replace(processes=job.processes.apart())
+    except BaseException:
+        if job.processes.is_first:
+            atomic.discard(job.staging)
+        raise
+    interrupt = None if isinstance(turn.error, Exception) else turn.error
+    saving = start_pending(lambda: run_job(turn, apart))  # also after an error, for the others to hear of it
+    if interrupt is not None:
+        raise interrupt
+    return saving
 
 
 # ---------------------------------------------------------------- deciding
 
 
-def prepare_job(state: Any, target: Path, keep: int | None, overwrite: bool, group: Any, *, copied: bool) -> Job:
-    """Who writes what; with `copied`, this process's blocks are copied to host memory at once."""
-    turn = Turn()
+def prepare_job(
+    turn: Turn, state: Any, path: str | Path, keep: int | None, overwrite: bool, group: Any, *, copied: bool
+) -> Job:
+    """Who writes what; with `copied`, this process's blocks are copied to host memory at once.
+
+    An error after the first exchange is kept in `turn`, for `run_job` to tell.
+    """
+    tree = turn.attempt(lambda: expand(state), None)
+    found = tensors_in(state) if tree is None else [v for _, v in entries(tree.root) if isinstance(v, torch.Tensor)]
+    processes = processes_of(turn, found, group)
     nothing: tuple[Any, dict[str, torch.Tensor]] = ({}, {})
-    encoded, tensors = turn.attempt(lambda: encode_state(expand(state).root), nothing)
-    processes = processes_of(tensors.values(), group)
-    target = target.absolute()
+    encoded, tensors = turn.attempt(lambda: encode_state(tree.root if tree else {}), nothing)
 
-    def look() -> dict[str, Described]:
+    def look() -> tuple[Path, dict[str, Described], Staging | None]:
+        target = Path(path).absolute()
         known = {name: describe(name, tensor, processes) for name, tensor in tensors.items()}
-        if processes.is_first:
-            atomic.check_target(target, keep, overwrite)
-            atomic.prepare(target)
-        return known
+        if not processes.is_first:
+            return target, known, None
+        atomic.check_target(target, keep, overwrite)
+        return target, known, atomic.prepare(target)
 
-    known = turn.attempt(look, {})
+    target, known, staging = turn.attempt(look, (Path(), {}, None))
     turn.says = (str(target), known, encoded)
     try:
-        told = processes.tell_if_different(turn, (str(target), known, sorted(stored_entries(encoded))))
-        everything, encoded = _agreed(told)
+        told, places = processes.tell_if_different(
+            turn, lambda: (str(target), known, sorted(stored_entries(encoded))), staging
+        )
+    except BaseException:
+        if staging is not None:
+            atomic.discard(staging)
+        raise
+
+    def decide() -> Job:
+        everything, agreed = _agreed(told)
         shares = _shares(processes, tensors, [known for _, known, _ in told])
         mine = {rank: of_rank for rank, of_rank in shares.items() if processes.alone or rank == processes.rank}
         files = {
             rank: [(share, _item(share, tensors[share.name], copied)) for share in of_rank]
             for rank, of_rank in mine.items()
         }
-    except BaseException:
-        if processes.is_first and turn.error is None:
-            atomic.discard(target)
-        raise
-    return Job(target, processes, everything, encoded, files, keep)
+        return Job(places[0], processes, everything, agreed, files, keep)
+
+    return turn.attempt(decide, Job(places[0], processes, {}, {}, {}, keep))
 
 
 def describe(name: str, tensor: torch.Tensor, processes: Processes) -> Described:
     """What others must know of a tensor; an error if a checkpoint cannot hold it."""
-    if tensor.dtype not in NAMES or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not isinstance(tensor, DTensor) and hasattr(tensor, "__tensor_flatten__"):
+        raise CheckpointError(
+            f"{name} is of type {type(tensor).__module__}.{type(tensor).__qualname__}, which a checkpoint cannot hold",
+            hint="it holds DTensors of Shardwise and plain tensors; sw.from_torch() converts those of torch",
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in NAMES:
         raise CheckpointError(f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot hold")
     if tensor.device.type == "meta":
         raise CheckpointError(f"{name} is on the meta device: it has no values")
@@ -237,13 +267,12 @@ def local_of(tensor: torch.Tensor, held: Held) -> torch.Tensor:
 # ---------------------------------------------------------------- writing
 
 
-def run_job(job: Job) -> None:
+def run_job(turn: Turn, job: Job) -> None:
     """Write the files and the index, and give the checkpoint its name; or raise on all processes and leave nothing."""
-    turn, done = Turn(), Turn()
     processes = job.processes
-    directory = atomic.temporary(job.target)
-    written = turn.attempt(lambda: write_files(directory, job.files, shown=processes.is_first), None)
+    written = turn.attempt(lambda: write_files(job.staging.directory, job.files, shown=processes.is_first), None)
     turn.says = (written, job.sums)
+    done = Turn()
     try:
         told = processes.tell(turn)
         if processes.is_first:
@@ -251,7 +280,7 @@ def run_job(job: Job) -> None:
         processes.tell(done)
     except BaseException:
         if processes.is_first:
-            atomic.discard(job.target)
+            atomic.discard(job.staging)
         raise
 
 
@@ -271,10 +300,12 @@ def finish(job: Job, told: Sequence[tuple[Written, Any]]) -> None:
     }
     data = write_index(Index(files, tensors, job.state))
     parse_index(data)  # a checkpoint that could not be read is not given its name
-    atomic.write_flushed(atomic.temporary(job.target) / INDEX, data)
-    atomic.publish(job.target)
+    with atomic.disk_errors(f"{job.staging.target} cannot be saved"):
+        atomic.write_flushed(job.staging.directory / INDEX, data)
+    atomic.publish(job.staging)
     if job.keep is not None:
-        atomic.prune(job.target, job.keep)
+        with atomic.disk_errors(f"{job.staging.target} is saved, but older checkpoints are not removed"):
+            atomic.prune(job.staging.target, job.keep)
 
 
 def write_files(directory: Path, files: dict[int, list[tuple[Share, Item]]], *, shown: bool) -> Written:
@@ -282,7 +313,7 @@ def write_files(directory: Path, files: dict[int, list[tuple[Share, Item]]], *, 
     sizes: dict[str, int] = {}
     stored: list[tuple[str, StoredBlock]] = []
     total = sum(item.nbytes for shares in files.values() for _, item in shares)
-    with Progress("saving", total, shown=shown) as progress:
+    with Progress("saving", total, shown=shown) as progress, atomic.disk_errors(f"{directory} cannot be written"):
         for rank, shares in files.items():
             name = f"blocks-{rank:05d}.safetensors"
             # wide elements first, so that every block begins at a multiple of its element's size
