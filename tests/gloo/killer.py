@@ -101,7 +101,7 @@ def look(folder: Path) -> bool:
         target = state_of(-1, sw.init_device_mesh("cpu", (3,)))
         latest = max(found, key=lambda name: found[name])
         assert load(target, folder / latest).state["number"] == found[latest]
-    return any(path.name.endswith(".saving") for path in folder.iterdir())
+    return any(".saving-" in path.name for path in folder.iterdir())
 
 
 def run(count: int, seed: int = 0) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, reshard, save, writing
 from shardwise.checkpoint.reading import open_index
+from tests.gloo import checkpoint_faults
 from tests.gloo.processes import ProcessPool
 from tests.virtual.checkpoints import OBJECTS, Trained, full, laid_out, mesh_of, same_bits, values, zeroed
 
@@ -172,6 +173,12 @@ def test_an_error_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Pat
         assert "there is no checkpoint" in none
         assert "missing from the checkpoint: y" in more
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_an_error_at_any_step_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Path) -> None:
+    counts = checkpoint_faults.run_all(gloo4, str(tmp_path), checkpoint_faults.EVERY)
+    assert min(counts.values()) > 10
+    assert sum(counts.values()) > 150
 
 
 def test_states_may_differ_as_in_a_pipeline(gloo4: ProcessPool, tmp_path: Path) -> None:

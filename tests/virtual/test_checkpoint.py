@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import pickle
 import random
 import re
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ import safetensors
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import async_save, load, read, save, writing
+from shardwise.checkpoint import async_save, atomic, load, read, save, writing
+from shardwise.checkpoint.atomic import Staging
 from shardwise.checkpoint.reading import open_index
 from shardwise.fabric.base import fabric_of
 from tests.virtual.checkpoints import (
@@ -148,6 +152,93 @@ def test_any_safetensors_reader_can_read_the_blocks(tmp_path: Path) -> None:
             assert same_bits(data, torch.view_as_real(part) if data.dtype is torch.float64 else part)
 
 
+# ---------------------------------------------------------------- kinds of values
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+class Renamed(dict[str, int]):
+    """A dict of a kind that a checkpoint does not know."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OrderedDict(b=1, a=2),
+        OrderedDict({3: OrderedDict(), "$x": (OrderedDict(a=None),)}),
+        defaultdict(list, {"a": [1], "b": []}),
+        defaultdict(None, {1: 2}),
+        defaultdict(OrderedDict, a=OrderedDict(b=[defaultdict(int)])),
+        Counter("abca"),
+        [OrderedDict(a=1), {"b": Counter({5: -1})}],
+    ],
+)
+def test_kinds_of_dicts_come_back(value: Any, tmp_path: Path) -> None:
+    save({"value": value, "beside": OrderedDict(t=torch.ones(1), x=[value])}, tmp_path / "c")
+    back = read(tmp_path / "c")
+    assert type(back["beside"]) is OrderedDict
+    for again in (back["value"], back["beside"]["x"][0]):
+        assert again == value
+        assert repr(again) == repr(value)
+        assert type(again) is type(value)
+    target = {"value": copy.deepcopy(value), "beside": {"t": torch.zeros(1), "x": None}}
+    loaded = load(target, tmp_path / "c").state
+    assert repr(loaded["value"]) == repr(value)
+    assert repr(loaded["beside"]["x"]) == repr([value])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 2)[:1, 0],
+        torch.arange(6.0).reshape(2, 3)[:, 1],
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.arange(3.0).expand(2, 3),
+        torch.tensor(5, dtype=torch.uint16),
+        torch.zeros(0, 3)[:, 1:],
+        torch.zeros(3, 0).T,
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([1 + 2j, 3j]).imag.neg(),
+        torch._neg_view(torch.tensor([1.0, -2.0])),
+        torch.ones(2, 2, dtype=torch.bool)[0, :1],
+        torch.ones(3, 3).to(torch.float8_e5m2)[1:2, 2],
+        torch.ones(2, requires_grad=True)[:1],
+    ],
+    ids=lambda t: f"{t.dtype}{tuple(t.shape)}{t.stride()}",
+)
+def test_views_of_all_kinds(tensor: torch.Tensor, tmp_path: Path) -> None:
+    values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    for name, saving in (("a", save), ("b", lambda *args: async_save(*args).wait())):
+        saving({"x": tensor}, tmp_path / name)
+        assert same_bits(read(tmp_path / name)["x"], values)
+        for staged in (True, False):
+            base = torch.zeros(*(2 * n + 1 for n in tensor.shape), dtype=tensor.dtype)
+            view = base[tuple(slice(1, None, 2) for _ in tensor.shape)]  # with gaps between its elements
+            load({"x": view}, tmp_path / name, staged=staged)
+            assert same_bits(view, values)
+            assert base.count_nonzero() == values.count_nonzero()
+
+
+def test_names_of_all_kinds(tmp_path: Path) -> None:
+    state: dict[Any, Any] = {"a.b": 1, "a": {"b": torch.ones(1), "": torch.zeros(1)}, "ä/ö~": torch.ones(2), 7: {}}
+    state["n" * 5000] = torch.ones(3)
+    save(state, tmp_path / "c")
+    assert repr(read(tmp_path / "c")) == repr(state)
+    save({}, tmp_path / "empty")
+    assert read(tmp_path / "empty") == {}
+
+
+def test_very_many_small_tensors(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.full((2,), i) for i in range(3000)}
+    save(state, tmp_path / "c")
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(target, tmp_path / "c")
+    assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -161,7 +252,11 @@ def test_any_safetensors_reader_can_read_the_blocks(tmp_path: Path) -> None:
         (np.float32(1), "a/b is of type numpy.float32"),
         ({1.5: 2}, "a/b has the key 1.5"),
         ({0: 1, "0": 2}, "two entries of the state have the name a/b/0"),
+        (Pair(1, 2), "a/b is of type tests.virtual.test_checkpoint.Pair"),
+        (Renamed(a=1), "a/b is of type tests.virtual.test_checkpoint.Renamed"),
+        (defaultdict(lambda: 3), "a/b is a defaultdict of <function"),
         (torch.eye(3).to_sparse(), "a/b is a torch.sparse_coo tensor"),
+        (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), "a/b is a torch.strided tensor of torch.qu"),
         (torch.empty(2, device="meta"), "a/b is on the meta device"),
     ],
 )
@@ -236,7 +331,9 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
 
 def test_keep_removes_the_oldest_of_the_family_alone(tmp_path: Path) -> None:
     (tmp_path / "step-7").mkdir()  # not a checkpoint, so not ours to remove
-    (tmp_path / ".step-8.saving").mkdir()  # what a killed save left
+    left = Staging(tmp_path / "step-8", "0" * 16)  # what a killed save left
+    left.directory.mkdir()
+    left.owner.write_text(json.dumps(atomic._this_process() | {"started": 1}))
     save({"i": -1}, tmp_path / "other-1")
     for i in (30, 10, 20):
         save({"i": i}, tmp_path / f"step-{i}", keep=2)
@@ -252,7 +349,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing, "write_blocks", broken)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(sw.CheckpointError, match=r"cannot be written: No space left"):
         save({"x": torch.ones(2)}, tmp_path / "c")
     assert not list(tmp_path.iterdir())
 

@@ -86,7 +86,7 @@ def disk_errors(what: str) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"{what}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""),
-            hint="make room and writable there, or give another path",
+            hint="free space or permissions there, or give another path",
         ) from error
 
 
@@ -125,7 +125,8 @@ def _exists(target: Path) -> bool:
 
 def prepare(target: Path) -> Staging:
     """An empty staging directory for a save; what dead processes left in the same directory is removed."""
-    staging = Staging(target, secrets.token_hex(8), _identity(target))
+    before = _identity(target) if _exists(target) else None
+    staging = Staging(target, secrets.token_hex(8), before)
     with disk_errors(f"{target} cannot be saved"):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

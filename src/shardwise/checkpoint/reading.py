@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,26 +115,25 @@ def load(
         >>> sw.checkpoint.load({"w": w, "extra": 0}, path, strict=False)[1:4]
         (('extra',), ('names',), {})
     """
-    finish_pending()
-    return retry_replaced(lambda: _load(state, Path(path), strict, staged, process_group))
+    return retry_replaced(lambda: _load(state, path, strict, staged, process_group))
 
 
-def _load(state: Any, path: Path, strict: bool, staged: bool, group: Any) -> Loaded:
+def _load(state: Any, path: str | Path, strict: bool, staged: bool, group: Any) -> Loaded:
     """One attempt to load; all processes start over together if the checkpoint is replaced meanwhile."""
     turn = Turn()
+    turn.attempt(finish_pending, None)
     with contextlib.ExitStack() as opened:
-        source = turn.attempt(lambda: opened.enter_context(open_checkpoint(path)), None)
+        source = turn.attempt(lambda: opened.enter_context(open_checkpoint(Path(path))), None)
         index = turn.attempt(lambda: read_index(_given(source)), Index({}, {}, {}))
         tree = turn.attempt(
             lambda: expand(state, lambda owner, at: optimizer_state(owner, at, index), exact=False), None
         )
         root, expanded = ({}, ()) if tree is None else tree
-        found = tensors_in(state) if tree is None else [v for _, v in entries(root) if isinstance(v, torch.Tensor)]
-        processes = processes_of(turn, found, group)
+        processes = processes_of(turn, tensors_in(state if tree is None else root), group)
         fit = _agreed_fit(turn, processes, path, root, expanded, index, strict)
         waiting, read_bytes = _read_and_verify(turn, processes, source, index, fit, staged)
-    tensors = [tensor for tensor, _ in fit.tensors]
-    change_all(turn, processes, Changes(processes.rank, tensors, waiting, state, expanded, fit.objects))
+        tensors = [tensor for tensor, _ in fit.tensors]
+        change_all(turn, processes, lambda: Changes(processes.rank, tensors, waiting, state, expanded, fit.objects))
     return Loaded(state, fit.missing, fit.unexpected, fit.mismatched, read_bytes)
 
 
@@ -199,7 +198,13 @@ def open_index(path: Path) -> Index:
 
 
 def _agreed_fit(
-    turn: Turn, processes: Processes, path: Path, root: Any, expanded: Sequence[Expanded], index: Index, strict: bool
+    turn: Turn,
+    processes: Processes,
+    path: str | Path,
+    root: Any,
+    expanded: Sequence[Expanded],
+    index: Index,
+    strict: bool,
 ) -> Fit:
     """How the states of all processes fit the checkpoint; an error on all of them where one does not, if strict."""
     fit = turn.attempt(lambda: _fit(root, expanded, index), Fit([], {}, (), (), {}))
@@ -463,16 +468,18 @@ def _place(path: Name) -> str:
     return join(path) or "the state"
 
 
-def change_all(turn: Turn, processes: Processes, changes: Changes) -> None:
+def change_all(turn: Turn, processes: Processes, make: Callable[[], Changes]) -> None:
     """Change the states of all processes, or, as long as that is possible, of none."""
     turn.says = None
-    turn.attempt(changes.load_plain, None)
+    changes = turn.attempt(make, None)
+    turn.attempt(lambda: changes.load_plain() if changes else None, None)
     try:
         processes.tell(turn)
     except BaseException:
-        changes.restore_plain()
+        if changes is not None:
+            changes.restore_plain()
         raise
-    turn.attempt(changes.load_rest, None)
+    turn.attempt(lambda: changes.load_rest() if changes else None, None)
     processes.tell(turn)
 
 

@@ -65,22 +65,23 @@ def load_safetensors(
         >>> qk.full_tensor()[:, 0]
         tensor([0., 0., 1., 1.])
     """
-    finish_pending()
-    return retry_replaced(lambda: _load(model, Path(source), mapping, strict, process_group))
+    return retry_replaced(lambda: _load(model, source, mapping, strict, process_group))
 
 
-def _load(model: Any, source: Path, mapping: Mapped, strict: bool, group: Any) -> Loaded:
+def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, group: Any) -> Loaded:
     """One attempt to load; all processes start over together if the directory is replaced meanwhile."""
     turn = Turn()
+    turn.attempt(finish_pending, None)
     tensors = turn.attempt(lambda: _tensors_of(model), {})
     processes = processes_of(turn, tensors.values() or tensors_in(model), group)
     staged: list[Staged] = []
     with contextlib.ExitStack() as opened:
 
         def look() -> tuple[OpenDirectory | None, dict[str, int], dict[str, FileTensor], Fitting]:
-            single = not source.is_dir()
-            directory = opened.enter_context(OpenDirectory(source.parent if single else source))
-            files, found = find_tensors(directory, source.name if single else None)
+            place = Path(source)
+            single = not place.is_dir()
+            directory = opened.enter_context(OpenDirectory(place.parent if single else place))
+            files, found = find_tensors(directory, place.name if single else None)
             return directory, files, found, _fit(tensors, mapping, found)
 
         directory, files, found, fit = turn.attempt(look, (None, {}, {}, Fitting([], [], [], {})))
@@ -110,7 +111,8 @@ def _load(model: Any, source: Path, mapping: Mapped, strict: bool, group: Any) -
             return reader.bytes_read
 
         read_bytes = turn.attempt(read_mine, 0)
-    change_all(turn, processes, Changes(processes.rank, [tensors[name] for name in fit.fitting], staged))
+        filled = [tensors[name] for name in fit.fitting]
+        change_all(turn, processes, lambda: Changes(processes.rank, filled, staged))
     return Loaded(model, tuple(fit.missing), tuple(fit.unexpected), fit.wrong, read_bytes)
 
 
@@ -222,8 +224,8 @@ def export_safetensors(
         >>> sorted(path.name for path in Path(folder).iterdir())[:2]
         ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    finish_pending()
     turn = Turn()
+    turn.attempt(finish_pending, None)
     tensors = turn.attempt(lambda: _tensors_of(model), {})
     processes = processes_of(turn, tensors.values() or tensors_in(model), process_group)
 

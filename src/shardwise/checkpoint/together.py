@@ -153,7 +153,9 @@ def processes_of(turn: Turn, tensors: Iterable[torch.Tensor], group: Any = None)
                 "the state holds tensors of virtual ranks and of processes", hint="save them as two checkpoints"
             )
 
-    turn.attempt(look, None)
+    looking = Turn()  # also after an error: the others must hear of it, if there are any
+    looking.attempt(look, None)
+    turn.error = turn.error or looking.error
     surrounding = fabrics.pop() if len(fabrics) == 1 else mesh_module.chosen_fabric()
     if surrounding != "c10d" or not dist.is_initialized():
         return Processes()

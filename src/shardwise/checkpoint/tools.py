@@ -238,20 +238,20 @@ def reshard(
         >>> sw.checkpoint.inspect(f"{folder}/b").tensors[0].blocks, sw.checkpoint.diff(f"{folder}/a", f"{folder}/b")
         (3, [])
     """
-    finish_pending()
     grid = as_mesh(mesh)
     if grid.fabric == "dry":
         raise UnsupportedError("a dry run has no files", hint="use a virtual mesh, or processes")
     processes = Processes() if grid.fabric == "virtual" else processes_of(Turn(), [], process_group)
-    retry_replaced(lambda: _reshard(Path(path), Path(out), grid, placements or _by_rows(grid), processes))
+    retry_replaced(lambda: _reshard(path, out, grid, placements or _by_rows(grid), processes))
 
 
-def _reshard(path: Path, out: Path, grid: DeviceMesh, layout: Placements, processes: Processes) -> None:
+def _reshard(path: str | Path, out: str | Path, grid: DeviceMesh, layout: Placements, processes: Processes) -> None:
     turn = Turn()
+    turn.attempt(finish_pending, None)
     with contextlib.ExitStack() as opened:
 
         def look() -> tuple[OpenDirectory | None, Index, dict[str, DTensorSpec], Staging | None]:
-            source = opened.enter_context(open_checkpoint(path))
+            source = opened.enter_context(open_checkpoint(Path(path)))
             index = read_index(source)
             specs = {
                 name: DTensorSpec(grid, layout(name, stored.shape), TensorMeta(stored.shape, dtype=stored.dtype))
@@ -259,7 +259,7 @@ def _reshard(path: Path, out: Path, grid: DeviceMesh, layout: Placements, proces
             }
             if not processes.is_first:
                 return source, index, specs, None
-            target = out.absolute()
+            target = Path(out).absolute()
             atomic.check_target(target, None, False)
             return source, index, specs, atomic.prepare(target)
 

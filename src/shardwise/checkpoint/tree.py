@@ -101,9 +101,8 @@ def expand(
     return StateTree(root, tuple(found))
 
 
-def tensors_in(state: Any) -> list[torch.Tensor]:
-    """The tensors of a state that could not be expanded, as far as they are seen: they say whose ranks it lives on."""
-    found: list[torch.Tensor] = []
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a state, expanded or not, as far as they are seen: they say on whose ranks it is."""
     left, seen = [state], set[int]()
     while left:
         value = left.pop()
@@ -111,14 +110,14 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            yield value
         elif isinstance(value, torch.nn.Module):
-            found += [*value.parameters(), *value.buffers()]
+            yield from value.parameters()
+            yield from value.buffers()
         elif isinstance(value, dict):
             left += value.values()
         elif isinstance(value, list | tuple):
             left += value
-    return found
 
 
 def entries(root: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:

@@ -23,7 +23,7 @@ from shardwise.checkpoint.index import INDEX, Index, StoredBlock, StoredTensor, 
 from shardwise.checkpoint.owners import Share, Shared, share_out
 from shardwise.checkpoint.progress import Progress
 from shardwise.checkpoint.together import Processes, Turn, processes_of
-from shardwise.checkpoint.tree import encode_state, entries, expand, merge, stored_entries, tensors_in
+from shardwise.checkpoint.tree import encode_state, expand, merge, stored_entries, tensors_in
 from shardwise.errors import AgreementError, CheckpointError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
@@ -81,7 +81,6 @@ def save(
         >>> sw.checkpoint.load({"x": y, "step": 0}, f"{folder}/step-3").state["step"], y.full_tensor()
         (3, tensor([0., 1., 2., 3., 4., 5., 6., 7.]))
     """
-    finish_pending()
     turn = Turn()
     run_job(turn, prepare_job(turn, state, path, keep, overwrite, process_group, copied=False))
 
@@ -108,7 +107,6 @@ def async_save(
         >>> _ = x.zero_()  # the checkpoint holds ones
         >>> saving.wait()
     """
-    finish_pending()
     turn = Turn()
     job = prepare_job(turn, state, path, keep, overwrite, process_group, copied=True)
     try:
@@ -134,9 +132,9 @@ def prepare_job(
 
     An error after the first exchange is kept in `turn`, for `run_job` to tell.
     """
+    turn.attempt(finish_pending, None)
     tree = turn.attempt(lambda: expand(state), None)
-    found = tensors_in(state) if tree is None else [v for _, v in entries(tree.root) if isinstance(v, torch.Tensor)]
-    processes = processes_of(turn, found, group)
+    processes = processes_of(turn, tensors_in(state if tree is None else tree.root), group)
     nothing: tuple[Any, dict[str, torch.Tensor]] = ({}, {})
     encoded, tensors = turn.attempt(lambda: encode_state(tree.root if tree else {}), nothing)
 
