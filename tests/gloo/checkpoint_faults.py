@@ -182,7 +182,7 @@ def look(folder: Path, beside: Any) -> None:
 
 
 TIMEOUT = 120.0  # seconds for one action
-EVERY = 6
+EVERY = 9
 NAMES = ("load", "load unstaged", "save", "overwrite", "async_save", "reshard", "export", "load_safetensors")
 
 

@@ -75,7 +75,7 @@ def a_rank_fails(folder: str) -> list[str]:
             action()
             told.append("nothing")
         except Exception as error:
-            told.append(f"{type(error).__name__}: {error}")
+            told.append("\n".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()))))
 
     attempt(lambda: save({"x": x, "odd": object() if rank == 2 else 1}, place / "a"))
     original = writing.write_blocks
@@ -177,8 +177,8 @@ def test_an_error_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Pat
 
 def test_an_error_at_any_step_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Path) -> None:
     counts = checkpoint_faults.run_all(gloo4, str(tmp_path), checkpoint_faults.EVERY)
-    assert min(counts.values()) > 10
-    assert sum(counts.values()) > 150
+    assert min(counts.values()) > 5
+    assert sum(counts.values()) > 100
 
 
 def test_states_may_differ_as_in_a_pipeline(gloo4: ProcessPool, tmp_path: Path) -> None:
