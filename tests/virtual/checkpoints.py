@@ -79,7 +79,8 @@ def full(value: Any) -> torch.Tensor:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    dense = [t.detach().clone(memory_format=torch.contiguous_format) for t in (a, b)]  # one element has odd strides
+    flat = [t.reshape(-1).view(torch.uint8) for t in dense]
     return torch.equal(*flat)
 
 

@@ -219,7 +219,8 @@ def test_views_of_all_kinds(tensor: torch.Tensor, tmp_path: Path) -> None:
             view = base[tuple(slice(1, None, 2) for _ in tensor.shape)]  # with gaps between its elements
             load({"x": view}, tmp_path / name, staged=staged)
             assert same_bits(view, values)
-            assert base.count_nonzero() == values.count_nonzero()
+            view.zero_()
+            assert same_bits(base, torch.zeros_like(base))  # nothing beside it was written
 
 
 def test_names_of_all_kinds(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_names_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_very_many_small_tensors(tmp_path: Path) -> None:
-    state = {f"t{i}": torch.full((2,), i) for i in range(3000)}
+    state = {f"t{i}": torch.full((2,), i) for i in range(1000)}
     save(state, tmp_path / "c")
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load(target, tmp_path / "c")
