@@ -215,7 +215,7 @@ def test_views_of_all_kinds(tensor: torch.Tensor, tmp_path: Path) -> None:
         saving({"x": tensor}, tmp_path / name)
         assert same_bits(read(tmp_path / name)["x"], values)
         for staged in (True, False):
-            base = torch.zeros(*(2 * n + 1 for n in tensor.shape), dtype=tensor.dtype)
+            base = torch.zeros([2 * n + 1 for n in tensor.shape], dtype=tensor.dtype)
             view = base[tuple(slice(1, None, 2) for _ in tensor.shape)]  # with gaps between its elements
             load({"x": view}, tmp_path / name, staged=staged)
             assert same_bits(view, values)
