@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwise import loading
 from shardwise.api import distribute_module, distribute_tensor
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh, on_first_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
 from shardwise.errors import (
@@ -30,6 +31,7 @@ from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import init_device_mesh, virtual
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
+from shardwise.imports import when_imported
 from shardwise.interop import from_torch, to_torch
 from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
@@ -122,6 +124,7 @@ __all__ = [
 
 _PACKAGES = ("checkpoint", "debug", "parallel")
 _DCP = "shardwise.checkpoint.dcp"
+_STATE_DICT = "shardwise.checkpoint.torch_state_dict"
 _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
@@ -147,3 +150,12 @@ for _method, _function in (
     ("__get_tensor_shard__", "tensor_shard"),
 ):
     setattr(DTensor, _method, _by_dcp(_function))
+
+
+def _wrap_torch_state_dict(module: Any) -> None:
+    importlib.import_module(_STATE_DICT).wrap(module)
+
+
+# There are no DTensors before there is a mesh, and until then torch is left as it is.
+on_first_mesh.append(loading.wrap_load_state_dict)
+on_first_mesh.append(lambda: when_imported("torch.distributed.checkpoint.state_dict", _wrap_torch_state_dict))

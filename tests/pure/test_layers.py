@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "text"),
+    ("errors", "text", "imports"),
     ("core",),
     ("rng",),
     ("rules",),
@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),
-    ("factories",),
+    ("factories", "loading"),
     ("extend",),
     ("parallel", "checkpoint", "debug"),
     ("__init__",),

@@ -43,6 +43,8 @@ class Host(Protocol):
 # Filled by the fabric layer: the host of each fabric by name, and how to choose one when the user does not say.
 hosts: dict[str, Host] = {}
 choose_fabric: list[Callable[[], str]] = []
+# Run once, when the first mesh is made: what must be in place before there are DTensors, and not earlier.
+on_first_mesh: list[Callable[[], None]] = []
 fabric_mode = ModeStack[str]("fabric")  # what `virtual()` and `dry_run()` choose
 
 
@@ -140,6 +142,8 @@ class DeviceMesh(Interned):
         put(self, "_groups", {})
         put(self, "_coordinates", None)
         put(self, "_positions", None)
+        while on_first_mesh:
+            on_first_mesh.pop(0)()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a plain tuple: torch.load(weights_only=True) knows no range

@@ -1,0 +1,64 @@
+"""torch's own `torch.distributed.checkpoint.state_dict` on models that hold our DTensors: `state_dict` does its work.
+
+torch knows DTensors by its own class, and nothing can be registered with it. Ours are plain tensors to it: of a full state
+dict rank 0 would keep its shard alone. So the four functions of its module that everything goes through are wrapped.
+For models without our DTensors they do what they did before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from shardwise.checkpoint import state_dict as ours
+from shardwise.tensor import DTensor
+
+__all__ = ["wrap"]
+
+
+def wrap(module: ModuleType) -> None:
+    """Let the functions of torch's module take models that hold our DTensors."""
+    for name, instead in _INSTEAD.items():
+        setattr(module, name, _choosing(getattr(module, name), instead))
+
+
+def _choosing(theirs: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def choose(model: nn.Module, *args: Any) -> Any:
+        holds_ours = any(isinstance(t, DTensor) for of in (model.parameters, model.buffers) for t in of())
+        return (instead if holds_ours else theirs)(model, *args)
+
+    return choose
+
+
+def _get_model(model: nn.Module, info: Any) -> dict[str, Any]:
+    if not info.handle_model:
+        return {}
+    return ours.finished(ours.model_state(model, sorted(info.submodule_prefixes), info), info)
+
+
+def _get_optimizers(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]:
+    return ours.get_optimizer_state_dict(model, optimizers, options=info) if info.handle_optim else {}
+
+
+def _set_model(model: nn.Module, state: Any, info: Any) -> Any:
+    return ours.set_model_state_dict(model, state, options=info) if info.handle_model else _IncompatibleKeys([], [])
+
+
+def _set_optimizers(model: nn.Module, optimizers: Any, state: Any, info: Any) -> None:
+    if info.handle_optim:
+        ours.set_optimizer_state_dict(model, optimizers, state, options=info)
+
+
+# torch looks these up in its module at each call, so that it does not matter who imported its public functions when
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "_get_model_state_dict": _get_model,
+    "_get_optim_state_dict": _get_optimizers,
+    "_load_model_state_dict": _set_model,
+    "_load_optim_state_dict": _set_optimizers,
+}
