@@ -35,7 +35,7 @@ def laid_out_as(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
             own = value.spec.with_meta(spec.tensor_meta)
             if own is spec:
                 return value
-            return value.detach().redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
+            return value.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
         if isinstance(value, RankTensor):
             raise UnsupportedError(
                 f"a RankTensor holds the locals of virtual ranks, and {spec} is to be loaded from it",
@@ -56,7 +56,7 @@ def wrap_load_state_dict() -> None:
 def _loading_parameters(load: Callable[..., None]) -> Callable[..., None]:
     """`_load_from_state_dict` that puts values for DTensors into their layouts, after the hooks of the module."""
 
-    @functools.wraps(load)
+    @functools.wraps(load, assigned=("__doc__",))
     def load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         hooks: Any = self._load_state_dict_pre_hooks  # which may rename what is in the state dict
         hooks[key := object()] = functools.partial(_lay_out, self)
@@ -72,12 +72,13 @@ def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadat
     """Replace the values for the module's own parameters and buffers by what can be copied or assigned."""
     assign = metadata.get("assign_to_params_buffers", False)
     for name, held in (*module._parameters.items(), *module._buffers.items()):
-        value = state_dict.get(prefix + name)
+        value: Any = state_dict.get(prefix + name)
         if isinstance(held, DTensor):
             if _can_hold(held.spec, value):
                 state_dict[prefix + name] = laid_out_as(value, held.spec)
         elif held is not None and isinstance(value, DTensor) and not assign:
-            state_dict[prefix + name] = value.detach().full_tensor()
+            with torch.no_grad():
+                state_dict[prefix + name] = value.full_tensor()
 
 
 def _loading_states(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -86,7 +87,7 @@ def _loading_states(process: Callable[..., torch.Tensor]) -> Callable[..., torch
     A state of another shape than its parameter (rows of a factored moment) is replicated.
     """
 
-    @functools.wraps(process)
+    @functools.wraps(process, assigned=("__doc__",))
     def process_value(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         value = process(param, value, *args, **kwargs)
         if not isinstance(param, DTensor) or value.dim() == 0:

@@ -1,4 +1,4 @@
-"""The functions of torch.distributed.checkpoint.state_dict: ours and torch's on our models, beside torch's on torch's."""
+"""torch.distributed.checkpoint.state_dict: our functions and torch's on our models, beside torch's on torch's."""
 
 import copy
 import warnings
@@ -135,7 +135,7 @@ def got(side: Side, kind: str) -> dict[str, Any]:
 def resumed(side: Side, kind: str, how: str) -> dict[str, Any]:
     """A model and an optimizer after what was saved has been loaded into new ones, in one of the ways."""
     model, optimizer = trained(side, kind)
-    full, flat = how.startswith("full") or how.startswith("sent"), "flat" in how
+    full, flat = how.startswith(("full", "sent")), "flat" in how
     chosen = options_of(
         side, full_state_dict=full, cpu_offload=how.startswith("sent"), flatten_optimizer_state_dict=flat
     )

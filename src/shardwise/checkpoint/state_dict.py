@@ -1,7 +1,7 @@
-"""State dicts of parallel models and their optimizers, by parameter names: the functions of torch's module of this name.
+"""State dicts of parallel models and their optimizers, by parameter names, as torch's module of this name has them.
 
-A state dict is sharded (its tensors are the DTensors), or full (plain tensors, as one device would have them). Names are
-those of the model without wrappers (DDP, `torch.compile`, activation checkpointing). Files are not this module's business.
+A state dict is sharded (its tensors are DTensors) or full (plain tensors, as on one device). Names are those of the
+model without wrappers (DDP, `torch.compile`, activation checkpointing). Reads and writes no files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,7 +43,7 @@ class StateDictOptions:
 
     Args:
         full_state_dict: whole plain tensors in place of DTensors.
-        cpu_offload: tensors in the host's memory. With `full_state_dict` rank 0 alone gets them, other ranks an empty dict.
+        cpu_offload: tensors in the host's memory. With `full_state_dict` rank 0 alone gets them, others an empty dict.
         ignore_frozen_params: leave parameters out that require no gradient.
         keep_submodule_prefixes: with `submodules`, names as they are in the whole model.
         strict: of `load_state_dict`; and parameters without a state in the optimizer's state dict are an error.
@@ -94,8 +93,8 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The states of optimizers in one dict, by the names of parameters in place of their numbers.
 
-    For an optimizer that has made no step yet it holds the states that the first step would start from, so that it can be
-    loaded into. The optimizer is left as it is.
+    For an optimizer that has made no step yet it holds states in their layouts, to be loaded into. The optimizer itself
+    is left without.
 
     Args:
         model: the model whose parameters are optimized.
@@ -328,7 +327,8 @@ def finished(state: dict[str, Any], options: Any) -> dict[str, Any]:
 
 def _whole(tensor: DTensor) -> torch.Tensor:
     """The whole tensor, as plain one. All ranks call this."""
-    whole = tensor.detach().full_tensor()
+    with torch.no_grad():
+        whole = tensor.full_tensor()
     if not isinstance(whole, RankTensor):
         return whole
     if any(not torch.equal(other, whole.tensors[0]) for other in whole.tensors[1:]):
@@ -381,21 +381,13 @@ class _Value:
 
     def _sent(self, processes: Processes) -> torch.Tensor:
         source = self.source
-        device = _device_of_group(processes.group, torch.device("cpu") if self.like is None else self.like.device)
+        device = processes.device(torch.device("cpu") if self.like is None else self.like.device)
         if isinstance(source, _Info):
             tensor = torch.empty(source.shape, dtype=source.dtype, device=device)
         else:
             tensor = source.detach().to(device).contiguous()
-        dist.broadcast(tensor, processes.ranks[0], group=processes.group)
+        processes.fill_from_first(tensor)
         return tensor
-
-
-def _device_of_group(group: Any, wanted: torch.device) -> torch.device:
-    """A device that the backends of a group can send from: the wanted one, or else the first that is named."""
-    types = [entry.split(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
-    if wanted.type in types:
-        return wanted
-    return torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
 
 
 def _to_load(given: Any, processes: Processes, options: Any) -> Any:
@@ -409,22 +401,18 @@ def _to_load(given: Any, processes: Processes, options: Any) -> Any:
                 hint="broadcast_from_rank0=True with full_state_dict=True sends that of rank 0",
             )
         return _mapped(given, lambda value: _Value(value) if isinstance(value, torch.Tensor) else value)
-    said: list[Any] = [None]
-    if processes.is_first:
-        sharded = next((leaf for leaf in _leaves(given) if isinstance(leaf, DTensor)), None)
-        if sharded is None:
-            said = [_mapped(given, _announced)]
-        else:
-            said = [
-                CheckpointError(
-                    f"broadcast_from_rank0 sends whole tensors, and the state dict of rank 0 holds {sharded.spec}",
-                    hint="get it with full_state_dict=True, or load it without broadcast_from_rank0",
-                )
-            ]
-    dist.broadcast_object_list(said, processes.ranks[0], group=processes.group)
-    if isinstance(said[0], CheckpointError):
-        raise said[0]
-    made = _mapped(said[0], lambda value: _Value(value) if isinstance(value, _Info | torch.Tensor) else value)
+    sharded = next((leaf for leaf in _leaves(given) if isinstance(leaf, DTensor)), None) if processes.is_first else None
+    if sharded is not None:
+        says: Any = CheckpointError(
+            f"broadcast_from_rank0 sends whole tensors, and the state dict of rank 0 holds {sharded.spec}",
+            hint="get it with full_state_dict=True, or load it without broadcast_from_rank0",
+        )
+    else:
+        says = _mapped(given, _announced) if processes.is_first else None
+    said = processes.said_by_first(says)
+    if isinstance(said, CheckpointError):
+        raise said
+    made = _mapped(said, lambda value: _Value(value) if isinstance(value, _Info | torch.Tensor) else value)
     if processes.is_first:
         for value, tensor in zip(_leaves(made), _leaves(given), strict=True):
             if isinstance(value, _Value):
@@ -479,7 +467,7 @@ def _prefixes(model: nn.Module, submodules: set[nn.Module] | None, options: Any)
 
 def _load_model(model: nn.Module, given: Mapping[str, Any], options: Any) -> Any:
     """Load what is given by names; parameters on the meta device are replaced, those that are tied by one."""
-    keys = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in model.state_dict()}
+    keys: dict[str, str] = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in model.state_dict()}
     held = dict(_named_tensors(model, options))
     processes = processes_of(held.values())
     values = _to_load(given, processes, options)
@@ -489,7 +477,9 @@ def _load_model(model: nn.Module, given: Mapping[str, Any], options: Any) -> Any
         if isinstance(value, _Value) and name in keys and (name not in held or held[name].shape == value.shape):
             value.want(held.get(name))
     _come(values, processes, options)
-    loaded = {name: value.value if isinstance(value, _Value) else value for name, value in values.items()}
+    loaded: dict[str, Any] = {
+        name: value.value if isinstance(value, _Value) else value for name, value in values.items()
+    }
     assign = any(tensor.is_meta for name, tensor in held.items() if name in keys)
     if assign:
         _materialize(loaded, held, options)
@@ -566,7 +556,7 @@ def _init_optim_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer. Without a state yet, what it could be loaded into; the optimizer stays as it is."""
+    """The state dict of an optimizer. Without a state yet, one to be loaded into; the optimizer stays without."""
     if optimizer.state:
         return optimizer.state_dict()
     _init_optim_state(optimizer)
@@ -592,14 +582,16 @@ def _optimizer_state(
         for number, value in own[STATE].items():
             name = ordered[number][0] if isinstance(number, int) else number
             if name in states:
-                raise CheckpointError(f"two optimizers have a state for {name}", hint="get their state dicts one by one")
+                raise CheckpointError(
+                    f"two optimizers have a state for {name}", hint="get their state dicts one by one"
+                )
             states[name] = value
         groups += [{**group, PARAMS: [ordered[number][0] for number in group[PARAMS]]} for group in own[GROUPS]]
     return {STATE: states, GROUPS: groups}
 
 
 def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"state": {"w": {"step": 1}}}` as `{"state.w.step": 1}`; the settings of a group under each of its parameters."""
+    """`{"state": {"w": {"step": 1}}}` as `{"state.w.step": 1}`; settings of a group under each of its parameters."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:

@@ -97,6 +97,25 @@ class Processes:
         same = len({digest for digest, _ in told}) == 1
         return [turn.says] * len(self.ranks) if same else self.tell(turn), [beside for _, beside in told]
 
+    def said_by_first(self, says: Any) -> Any:
+        """What the first process says; what the others give is not used."""
+        said = [says]
+        if self.group is not None:
+            dist.broadcast_object_list(said, self.ranks[0], group=self.group)
+        return said[0]
+
+    def fill_from_first(self, tensor: torch.Tensor) -> None:
+        """Fill a contiguous tensor, on a device that the group can send from, with the values of the first process."""
+        if self.group is not None:
+            dist.broadcast(tensor, self.ranks[0], group=self.group)
+
+    def device(self, wanted: torch.device) -> torch.device:
+        """A device that the backends of the group can send from: the wanted one, or else one that they have."""
+        types = [entry.split(":")[0] for entry in str(dist.get_backend_config(self.group)).split(",")]
+        if wanted.type in types:
+            return wanted
+        return torch.device("cpu" if "cpu" in types else torch.accelerator.current_accelerator() or types[0])
+
     def apart(self) -> Processes:
         """The same processes with a group of their own, so that a thread can talk while the program goes on."""
         if self.group is None:

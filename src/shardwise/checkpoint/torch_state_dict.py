@@ -1,8 +1,8 @@
 """torch's own `torch.distributed.checkpoint.state_dict` on models that hold our DTensors: `state_dict` does its work.
 
-torch knows DTensors by its own class, and nothing can be registered with it. Ours are plain tensors to it: of a full state
-dict rank 0 would keep its shard alone. So the four functions of its module that everything goes through are wrapped.
-For models without our DTensors they do what they did before.
+torch knows DTensors by its own class, and no other can be registered. Ours are plain tensors to it, and rank 0
+would keep its shard alone of a full state dict. So the four functions of its module that everything goes through are wrapped. For
+models without our DTensors they do what they did before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def wrap(module: ModuleType) -> None:
 
 
 def _choosing(theirs: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
+    @functools.wraps(theirs, assigned=("__doc__",))
     def choose(model: nn.Module, *args: Any) -> Any:
         holds_ours = any(isinstance(t, DTensor) for of in (model.parameters, model.buffers) for t in of())
         return (instead if holds_ours else theirs)(model, *args)

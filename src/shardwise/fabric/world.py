@@ -73,7 +73,7 @@ def init_device_mesh(
                 f"a mesh of shape {shape} needs {size} ranks, the world has {world}",
                 hint="use a shape whose product is the number of processes, or DeviceMesh(device_type, ranks)",
             )
-    ranks = torch.arange(size).reshape(shape)
+    ranks = torch.arange(size, device="cpu").reshape(shape)  # also where the default device is meta
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, fabric=fabric)
 
 
