@@ -22,12 +22,9 @@ from shardwise.tensor import DTensor
 
 __all__ = [
     "StateDictOptions",
-    "canonical_name",
-    "finished",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
-    "model_state",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",

@@ -1,8 +1,8 @@
 """torch's own `torch.distributed.checkpoint.state_dict` on models that hold our DTensors: `state_dict` does its work.
 
-torch knows DTensors by its own class, and no other can be registered. Ours are plain tensors to it, and rank 0
-would keep its shard alone of a full state dict. So the four functions of its module that everything goes through are wrapped. For
-models without our DTensors they do what they did before.
+torch knows DTensors by its own class, and no other can be registered. Ours are plain tensors to it, and rank 0 would
+keep its shard alone of a full state dict. Therefore the four functions of its module that everything goes through are
+wrapped. For models without our DTensors they do what they did before.
 """
 
 from __future__ import annotations
