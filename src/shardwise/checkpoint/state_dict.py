@@ -308,7 +308,7 @@ def finished(state: dict[str, Any], options: Any) -> dict[str, Any]:
     """A state dict as the options want it: with whole tensors, in the host's memory, on rank 0 alone."""
     if not options.full_state_dict and not options.cpu_offload:
         return state
-    processes = processes_of(leaf for leaf in _leaves(state) if isinstance(leaf, torch.Tensor))
+    processes = _processes_of(leaf for leaf in _leaves(state) if isinstance(leaf, torch.Tensor))
     is_kept = processes.is_first or not (options.full_state_dict and options.cpu_offload)
 
     def finish(value: Any) -> Any:
@@ -320,6 +320,15 @@ def finished(state: dict[str, Any], options: Any) -> dict[str, Any]:
 
     finished = _mapped(state, finish)
     return finished if is_kept else {}
+
+
+def _processes_of(tensors: Iterable[torch.Tensor]) -> Processes:
+    """Who has these tensors; tensors that no state dict can hold are an error."""
+    turn = Turn()
+    processes = processes_of(turn, tensors)
+    if turn.error is not None:
+        raise turn.error
+    return processes
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
@@ -466,7 +475,7 @@ def _load_model(model: nn.Module, given: Mapping[str, Any], options: Any) -> Any
     """Load what is given by names; parameters on the meta device are replaced, those that are tied by one."""
     keys: dict[str, str] = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in model.state_dict()}
     held = dict(_named_tensors(model, options))
-    processes = processes_of(held.values())
+    processes = _processes_of(held.values())
     values = _to_load(given, processes, options)
     if not values and keys and options.strict:
         raise CheckpointError("the state dict to load is empty", hint="strict=False loads what there is")
@@ -632,7 +641,7 @@ def _load_optimizers(
 ) -> None:
     """Load what is given by names. What does not fit is an error before anything is sent or changed."""
     names = _parameter_names(model, options)
-    processes = processes_of(model.parameters())
+    processes = _processes_of(model.parameters())
     wanted = _to_load(given, processes, options)
     if not wanted:
         raise CheckpointError(
