@@ -17,6 +17,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement, norm_order
 from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta, default_shard_order
+from shardwise.dispatch.views import materialize
 from shardwise.errors import LayoutError, PlainTensorError
 from shardwise.fabric.world import as_mesh, to_torch_mesh
 from shardwise.tensor import DTensor, dtensor_of, gradient_spec, redistributed
@@ -76,6 +77,8 @@ def to_torch(tensor: DTensor) -> torch.Tensor:
             hint="for a plain tensor use torch.distributed.tensor.distribute_tensor(...)",
         )
     mesh = to_torch_mesh(tensor._spec.mesh)
+    if tensor._spec.is_lazy:  # torch may write to what it gets
+        materialize(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _ToTorch.apply(tensor, mesh)
     return _their_tensor(tensor._local_tensor, tensor._spec, mesh)

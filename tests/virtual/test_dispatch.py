@@ -629,9 +629,10 @@ def test_a_gradient_goes_into_grad_as_it_is(mesh: sw.DeviceMesh) -> None:
             return made
 
     x = sharded(mesh, 8, 4).requires_grad_()
+    other = sharded(mesh, 8, 4)  # without it the gradient is constant, and is stored once
     for _ in range(3):  # warm
         x.grad = None
-        Doubled.apply(x).sum().backward()
+        (Doubled.apply(x) * other).sum().backward()
         assert x.grad is not None
         seen.append(id(x.grad) == handed_over[-1])
     assert seen == [True] * 3

@@ -36,6 +36,7 @@ from shardwise.checkpoint.tree import (
 )
 from shardwise.checkpoint.values import Name, decode, join
 from shardwise.core.spec import TensorMeta
+from shardwise.dispatch.views import materialize
 from shardwise.errors import CheckpointError, CheckpointMismatchError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
@@ -369,6 +370,8 @@ def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box
         if box.numel:
             yield tensor, [(box, box.inside(box))]
         return
+    if tensor.spec.is_lazy:  # it is about to be written to
+        materialize(tensor)
     spec = tensor.spec
     for coordinate, local in fabric_of(spec.mesh).parts(spec.mesh, tensor._local_tensor):
         boxes = boxes_of(spec.block(coordinate))

@@ -151,6 +151,7 @@ class ShardOrderEntry(NamedTuple):
 
 
 ShardOrder = tuple[ShardOrderEntry, ...]
+Context = tuple[DeviceMesh, tuple[Placement, ...], ShardOrder, tuple[int, ...]]
 
 
 @constant_to_compilers
@@ -163,6 +164,8 @@ class DTensorSpec(Interned):
         tensor_meta: shape, stride and dtype of the global tensor.
         shard_order: for dims split by several axes, `(dim, axes)` entries, major axis first; by default the order of
             the mesh's axes.
+        broadcast: dims along which the tensor is constant and the local has stride 0. They need no memory and no
+            communication. Never a sharded dim, nor one of size one.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("dp", "tp"))
@@ -171,23 +174,27 @@ class DTensorSpec(Interned):
         (f32[8,32] dp:S0 tp:R, (4, 32), (4, 0))
         >>> DTensorSpec(mesh, [Shard(0), Shard(0)], TensorMeta((8, 32)), shard_order=[(0, ("tp", "dp"))])
         f32[8,32] dp:S0 tp:S0 order 0:tp>dp
+        >>> DTensorSpec(mesh, [Shard(0), Replicate()], TensorMeta((8, 32)), broadcast=[0, 1])
+        f32[8,32] dp:S0 tp:R broadcast 1
     """
 
     __slots__ = (
-        "_blocks", "_largest", "context", "dim_axes", "flattened", "is_replicated", "is_strided", "mesh", "ndim",
-        "partial_axes", "placements", "shape", "shard_order", "tensor_meta",
+        "_blocks", "_largest", "broadcast", "context", "dim_axes", "flattened", "is_lazy", "is_replicated",
+        "is_strided", "mesh", "ndim", "partial_axes", "placements", "shape", "shard_order", "tensor_meta",
     )  # fmt: skip
-    _fields = ("mesh", "placements", "tensor_meta", "shard_order")
+    _fields = ("mesh", "placements", "tensor_meta", "shard_order", "broadcast")
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
     shard_order: ShardOrder
+    broadcast: tuple[int, ...]
     shape: torch.Size
     ndim: int
     dim_axes: tuple[tuple[int, ...], ...]  # for each dim the axes that split it, major first
     partial_axes: tuple[int, ...]
     is_replicated: bool
-    context: tuple[DeviceMesh, tuple[Placement, ...], ShardOrder]  # all but the metadata
+    is_lazy: bool  # whether one device would have stored a broadcast dim: a write must materialize it first
+    context: Context  # all but the metadata
     flattened: tuple[list[str], tuple[Any, ...]]  # what compilers guard of a tensor: where its local is; the context
     is_strided: bool  # whether some placement is a StridedShard
     _blocks: dict[tuple[SupportsIndex, ...], Block]
@@ -199,12 +206,13 @@ class DTensorSpec(Interned):
         placements: Iterable[object] | Placement,
         tensor_meta: TensorMeta,
         shard_order: Iterable[Any] | None = None,
+        broadcast: Iterable[int] = (),
     ) -> DTensorSpec:
         kept = checked_placements(placements, mesh, len(tensor_meta.shape))
         order = default_shard_order(kept)
         if shard_order is not None:
             order = checked_order(shard_order, order, mesh, kept, len(tensor_meta.shape))
-        return cls._intern(mesh, kept, tensor_meta, order)
+        return cls._intern(mesh, kept, tensor_meta, order, broadcastable(broadcast, tensor_meta, order))
 
     @classmethod
     def from_dim_axes(
@@ -213,33 +221,37 @@ class DTensorSpec(Interned):
         placements: tuple[Placement, ...],
         tensor_meta: TensorMeta,
         dim_axes: Iterable[tuple[int, ...]],
+        broadcast: Iterable[int] = (),
     ) -> DTensorSpec:
         """The spec whose placements and order are known to fit; no checks."""
         order = tuple([ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes])
-        return cls._intern(mesh, placements, tensor_meta, order)
+        if broadcast:
+            broadcast = broadcastable(broadcast, tensor_meta, order)
+        return cls._intern(mesh, placements, tensor_meta, order, broadcast)
 
     @classmethod
-    def from_context(
-        cls, context: tuple[DeviceMesh, tuple[Placement, ...], ShardOrder], tensor_meta: TensorMeta
-    ) -> DTensorSpec:
+    def from_context(cls, context: Context, tensor_meta: TensorMeta) -> DTensorSpec:
         """The spec of a tensor that lies as another of as many dims does; no checks."""
-        mesh, placements, order = context
-        return cls._intern(mesh, placements, tensor_meta, order)
+        mesh, placements, order, broadcast = context
+        return cls._intern(mesh, placements, tensor_meta, order, broadcast)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # plain tuples only, so that torch.load(weights_only=True) can read it
-        return DTensorSpec, (self.mesh, self.placements, self.tensor_meta, tuple(tuple(e) for e in self.shard_order))
+        order = tuple(tuple(e) for e in self.shard_order)
+        return DTensorSpec, (self.mesh, self.placements, self.tensor_meta, order, self.broadcast)
 
     def _derive(self) -> None:
         put = object.__setattr__
         shape, placements, by_dim = self.tensor_meta.shape, self.placements, dict(self.shard_order)
-        put(self, "context", (self.mesh, placements, self.shard_order))
+        put(self, "context", (self.mesh, placements, self.shard_order, self.broadcast))
         put(self, "flattened", (["_local_tensor"], self.context))
         put(self, "shape", shape)
         put(self, "ndim", len(shape))
         put(self, "dim_axes", tuple([by_dim.get(dim, ()) for dim in range(len(shape))]))
         put(self, "partial_axes", tuple([a for a, p in enumerate(placements) if isinstance(p, Partial)]))
         put(self, "is_replicated", not by_dim and not self.partial_axes)
+        stride = self.tensor_meta.stride
+        put(self, "is_lazy", bool(self.broadcast) and any(_is_stored(stride[dim]) for dim in self.broadcast))
         put(self, "is_strided", any(isinstance(p, StridedShard) for p in placements))
         put(self, "_blocks", {})
         put(self, "_largest", None)
@@ -336,8 +348,12 @@ class DTensorSpec(Interned):
         return self.block(coordinate).offset
 
     def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
-        """The strides of a dense local block, its dims in memory as those of the global tensor."""
-        return dense_strides(self.local_shape(coordinate), like=self.tensor_meta.stride)
+        """The strides of a local block: 0 for broadcast dims, else dense, in memory as those of the global tensor."""
+        shape = list(self.local_shape(coordinate))
+        for dim in self.broadcast:
+            shape[dim] = 1
+        strides = dense_strides(shape, like=self.tensor_meta.stride)
+        return tuple([0 if dim in self.broadcast else stride for dim, stride in enumerate(strides)])
 
     @property
     def largest_local_shape(self) -> tuple[int, ...]:
@@ -352,7 +368,8 @@ class DTensorSpec(Interned):
     @property
     def local_bytes(self) -> int:
         """The most bytes any rank holds."""
-        return math.prod(self.largest_local_shape) * self.tensor_meta.dtype.itemsize
+        stored = [size for dim, size in enumerate(self.largest_local_shape) if dim not in self.broadcast]
+        return math.prod(stored) * self.tensor_meta.dtype.itemsize
 
     # ---------------------------------------------------------------- the same with something changed
 
@@ -388,7 +405,18 @@ class DTensorSpec(Interned):
 
     def with_meta(self, tensor_meta: TensorMeta) -> DTensorSpec:
         """The same layout for a tensor of the same number of dims."""
-        return self._intern(self.mesh, self.placements, tensor_meta, self.shard_order)
+        return self._intern(self.mesh, self.placements, tensor_meta, self.shard_order, ())
+
+    def materialized(self) -> DTensorSpec:
+        """The same layout without broadcast dims: every element of the local has memory of its own."""
+        return self.with_meta(self.tensor_meta) if self.broadcast else self
+
+    def compact(self) -> DTensorSpec:
+        """What a rank stores: broadcast dims have size one and are replicated."""
+        meta, dims = self.tensor_meta, self.broadcast
+        shape = [1 if dim in dims else size for dim, size in enumerate(meta.shape)]
+        stored = TensorMeta(shape, dense_strides(shape, like=meta.stride), meta.dtype)
+        return self._intern(self.mesh, self.placements, stored, self.shard_order, ())
 
     def with_dtype(self, dtype: torch.dtype) -> DTensorSpec:
         """The same layout with another dtype."""
@@ -403,10 +431,27 @@ class DTensorSpec(Interned):
         for dim, axes in self.shard_order:
             if list(axes) != sorted(axes):
                 parts.append(f"order {dim}:{'>'.join(self.mesh.axis_name(a) for a in axes)}")
+        if self.broadcast:
+            parts.append(f"broadcast {','.join(map(str, self.broadcast))}")
         return " ".join(parts)
 
     def __repr__(self) -> str:
         return f"{self.tensor_meta} {self.layout}"
+
+
+def broadcastable(dims: Iterable[int], meta: TensorMeta, order: ShardOrder) -> tuple[int, ...]:
+    """Those of `dims` that may be broadcast: no axis splits them, and their size is more than one."""
+    split = {entry.dim for entry in order}
+    return tuple(sorted({dim for dim in dims if dim not in split and _is_long(meta.shape[dim])}))
+
+
+def _is_long(size: Any) -> bool:
+    # compilers trace anew for sizes of zero and one, so that a symbolic one is larger
+    return size.__class__ is not int or size > 1
+
+
+def _is_stored(stride: Any) -> bool:
+    return stride.__class__ is not int or stride != 0
 
 
 def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:

@@ -13,6 +13,7 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import named, unrecorded
+from shardwise.dispatch.broadcast import FILLED, INTO_LEAVES, filled_once, into_leaf
 from shardwise.dispatch.decision import Decision, decided, listening
 from shardwise.dispatch.drawing import agree_once, drawing, filling
 from shardwise.dispatch.executors import executor, for_any_size
@@ -24,7 +25,7 @@ from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
-from shardwise.dispatch.writes import reshaping_in_place, through_copies, through_functional
+from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
 from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.base import on_new_world
 from shardwise.fabric.routes import cached_routes
@@ -134,6 +135,8 @@ class OpDispatcher:
             into_plain = any(slot.name in info.writes and not isinstance(t, tensor_class) for slot, t in found)
             return self._resolve_write(signature, key, args, kwargs, into_plain)
         run = self._resolve_new(signature, key, args, kwargs)
+        if info.op in INTO_LEAVES and signature.specs[0].broadcast:
+            run = into_leaf(signature, run)
         return counted_as_base(run) if info.is_view else run
 
     def _resolve_new(
@@ -153,7 +156,8 @@ class OpDispatcher:
             return drawing(signature, drawn)
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
             decided("rule", signature, sharding)
-            return self._laid_out(signature, key, sharding)
+            run = self._laid_out(signature, key, sharding)
+            return filled_once(signature, sharding.outputs[0], run) if info.op in FILLED else run
 
         def directly() -> Executor:
             if sharding is not None:
@@ -178,6 +182,9 @@ class OpDispatcher:
     ) -> Executor:
         """An operator that writes to some of its arguments."""
         info = signature.info
+        if any(signature.specs[i].is_lazy for i in signature.pinned):
+            decided("by a new tensor", signature)
+            return watched(self.wrapping, info, replacing_locals(signature))
         if fills(info.op) and not into_plain:
             decided("random", signature)
             return watched(self.wrapping, info, filling(signature))

@@ -15,6 +15,7 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.broadcast import keeping_broadcast
 from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
@@ -28,6 +29,7 @@ from shardwise.schema import OpInfo
 
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
+EXPAND = torch.ops.aten.expand.default
 SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
 # Views that share memory where that of the local allows for it, and else are copied.
 MAY_COPY = {SHARING, torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype}
@@ -41,11 +43,14 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     routes = routes_between(specs, sharding.inputs)
     patches = _patches(sharding, signature.mesh)
     local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
+    if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):
+        sharding, local_op = keeping_broadcast(signature, sharding, local_op or info.op)
     if any_complex(specs, sharding.outputs):
         local_op = seeing_conjugates(local_op or info.op)
     # zeros on the ranks that hold nothing of a slice are no part of its base
     copies = info.is_view and (
         any(routes)
+        or specs[0].is_lazy  # a write replaces its local
         or info.op in COPYING_VIEWS
         or any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
     )

@@ -36,20 +36,21 @@ def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring
     slots, mesh, wrapping = signature.slots, signature.mesh, signature.wrapping
     # what a view shares memory with may be written to
     remembers = [not signature.info.is_view and _reduces(route) for route in routes]
+    moves = [None if route is None else route.run if signature.info.is_view else route.read for route in routes]
     together = _waiting_together(signature, routes) if any(remembers) else []
 
     def bring(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         for several in together:
             several.settle([slots[i].get(args, kwargs) for i in several.positions])
         brought = []
-        for slot, route, remember in zip(slots, routes, remembers, strict=True):
+        for slot, route, move, remember in zip(slots, routes, moves, remembers, strict=True):
             tensor = slot.get(args, kwargs)
-            if route is None:
+            if route is None or move is None:
                 brought.append(wrapping.local_of(tensor, mesh))
             elif remember:
                 brought.append(_settled(tensor, route))
             else:
-                brought.append(route.run(wrapping.local_of(tensor, mesh)))
+                brought.append(move(wrapping.local_of(tensor, mesh)))
         return brought
 
     return bring
@@ -64,7 +65,7 @@ def _settled(tensor: Any, route: BoundRoute) -> torch.Tensor:
     target = route.route.target
     kept = _remembered(tensor, target)
     if kept is None:
-        kept = route.run(tensor._local_tensor)
+        kept = route.read(tensor._local_tensor)
         tensor._settled = Settled(_versions(tensor), target, kept)
     return kept
 
@@ -117,7 +118,11 @@ def _waiting_together(signature: Signature, routes: Sequence[BoundRoute | None])
 
 def _several(waiting: Mapping[int, DTensorSpec]) -> list[_Together]:
     """Those at least two of which lie alike, sharded on no axis."""
-    fit = {i: spec for i, spec in waiting.items() if spec.tensor_meta.is_contiguous and not any(spec.dim_axes)}
+    fit = {
+        i: spec
+        for i, spec in waiting.items()
+        if spec.tensor_meta.is_contiguous and not any(spec.dim_axes) and not spec.broadcast
+    }
     return [_together(positions, [fit[i] for i in positions]) for positions in alike(fit) if len(positions) > 1]
 
 

@@ -66,7 +66,9 @@ def _pattern(key: Key) -> tuple[tuple[int, ...] | None, Key]:
         kind = part.__class__
         if kind is DTensorSpec:
             meta = part.tensor_meta
-            if meta.shape != (shape or meta.shape) or min(meta.shape, default=0) < 2 or not meta.is_contiguous:
+            if part.broadcast or meta.shape != (shape or meta.shape) or min(meta.shape, default=0) < 2:
+                return None, ()
+            if not meta.is_contiguous:
                 return None, ()
             shape = meta.shape
             part = (part.mesh, part.placements, part.dim_axes, meta.dtype)

@@ -19,6 +19,7 @@ from shardwise.dispatch.signature import Executor, Wrapping, whole_of
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
+from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated
 from shardwise.schema import OpInfo
 
@@ -31,7 +32,9 @@ __all__ = [
     "counted_as_base",
     "is_norm",
     "mark_views",
+    "materialize",
     "push_back",
+    "replace_local",
     "watched",
     "write",
 ]
@@ -170,8 +173,10 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
         if made is OUTSIDE:
             raise UnsupportedError(
                 f"{info.op} in a compiled program writes to {view._spec}, or to what it is a view of: an input that is "
-                "itself a view and, as its base is sharded, shares no memory with it",
-                hint="give the program the base and take the view inside, or write outside of what is compiled",
+                "itself a view and, as its base is sharded, shares no memory with it; or that is stored once along a "
+                "dim, as what `expand` gives",
+                hint="give the program the base and take the view inside, or write outside of what is compiled; "
+                "x.redistribute(placements=x.placements) stores every element",
             )
         base = made.args[0]
         local = base._local_tensor
@@ -211,6 +216,37 @@ def is_norm(spec: DTensorSpec) -> bool:
     return any(norm_order(spec.placements[axis].reduce_op) is not None for axis in spec.partial_axes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def materialize(tensor: Any) -> None:
+    """Give every element of a tensor with broadcast dims memory of its own, in the layout that it has."""
+    spec = tensor._spec.materialized()
+    local = bound_route(tensor._spec, spec).run(tensor._local_tensor)
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+def replace_local(target: Any, value: Any) -> None:
+    """Let a tensor have the value and the layout of another of its shape, which nobody else holds."""
+    if value.shape != target.shape:
+        raise LayoutError(
+            f"a tensor of shape {tuple(target.shape)} cannot be given values of shape {tuple(value.shape)}",
+            hint="an operator that writes does not change the shape of what it writes to",
+        )
+    meta = target._spec.tensor_meta
+    if value.dtype is not meta.dtype:
+        value = value.to(meta.dtype)
+    spec = value._spec
+    if spec.partial_axes:  # what was whole stays whole
+        goal = spec.reduced()
+        value_local = bound_route(spec, goal).run(value._local_tensor)
+        spec = goal
+    else:
+        value_local = value._local_tensor
+    if spec.tensor_meta is not meta:  # in memory as the tensor itself
+        if not spec.broadcast:
+            value_local = laid_out_like(value_local, meta.stride)
+        spec = DTensorSpec.from_context(spec.context, meta)
+    target._local_tensor, target._spec, target._settled = value_local, spec, None
+
+
 def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
     """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it."""
     if not isinstance(target, wrapping.tensor_class):
@@ -225,6 +261,9 @@ def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
             hint="give it a tensor of the result's shape",
         )
     local = value._local_tensor
+    if want.is_lazy:  # it gets a local of its own
+        materialize(target)
+        want = target._spec
     goal = want.with_meta(have.tensor_meta)
     if is_norm(want):
         local = bound_route(have, goal.reduced()).run(local)

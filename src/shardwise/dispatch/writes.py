@@ -11,11 +11,12 @@ from torch._ops import OpOverload
 from shardwise import modes
 from shardwise.dispatch.executors import general_executor, with_written
 from shardwise.dispatch.signature import Executor, Signature
-from shardwise.dispatch.views import write
+from shardwise.dispatch.views import materialize, replace_local, write
 from shardwise.fabric.routes import bound_route
 from shardwise.local import any_complex, seeing_conjugates
+from shardwise.schema import functional_of
 
-__all__ = ["reshaping_in_place", "through_copies", "through_functional"]
+__all__ = ["replacing_locals", "reshaping_in_place", "through_copies", "through_functional"]
 
 
 def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor:
@@ -32,6 +33,33 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
         args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
         args[0]._mark_copied(view._copied_view)
         return args[0]
+
+    return run
+
+
+def replacing_locals(signature: Signature) -> Executor:
+    """Write to tensors with broadcast dims that one device would have stored: they get new locals.
+
+    What the operator without the underscore gives becomes the tensor, in the layout that it has: a replicated gradient
+    to which a sharded one is added is sharded. Where there is no such operator, the tensors are materialized first.
+    """
+    info, wrapping = signature.info, signature.wrapping
+    written = [slot for slot in signature.slots if slot.name in info.writes]
+    functional = functional_of(info.op) if info.returned == (written[0].name,) and not info.outs else None
+    if torch.Tag.inplace_view in info.op.tags or info.draws or len(written) > 1:
+        functional = None
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        targets = [slot.get(args, kwargs) for slot in written]
+        if functional is None:
+            for target in targets:
+                if isinstance(target, wrapping.tensor_class) and target._spec.is_lazy:
+                    materialize(target)
+            return info.op(*args, **kwargs)
+        with modes.decomposing(info.op):
+            result = functional(**info.bind(args, kwargs))
+        replace_local(targets[0], result)
+        return targets[0]
 
     return run
 

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
 from shardwise.fabric.base import BoundStep, Fabric, check_source, register
-from shardwise.fabric.pieces import empty_block
+from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
 from shardwise.plan.route import Route, StepCost
-from shardwise.plan.step import Step
+from shardwise.plan.step import Compact, Expand, Step
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
 
@@ -196,6 +196,9 @@ class DryFabric(Fabric):
 
     def bind(self, step: Step) -> BoundStep:
         coordinate = (0,) * step.after.mesh.ndim
+        if isinstance(step, Compact | Expand):
+            run: Any = local_step(step, coordinate)
+            return lambda local: self.track(run(local))
         return lambda local: self.track(empty_block(step.after, coordinate, local))
 
     def track(self, tensor: torch.Tensor) -> torch.Tensor:

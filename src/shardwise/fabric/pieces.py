@@ -5,6 +5,7 @@ Pure functions on plain tensors and specs, shared by the fabrics. Communicates n
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.layout import Block, EqualChunks, intersect
+from shardwise.core.layout import Block, EqualChunks, dense_strides, intersect
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import settled, unrecorded
-from shardwise.plan.step import AllReduce, ReduceScatter, Slice, Step, Unreduce, average_over
+from shardwise.plan.step import AllReduce, Compact, Expand, ReduceScatter, Slice, Step, Unreduce, average_over
 
 __all__ = [
     "Box", "Piece", "box_of", "choose_sender", "chunk_rows", "chunk_views", "local_step", "overlap", "pieces_for",
@@ -146,6 +147,10 @@ def local_step(step: Step, coordinate: Coordinate) -> Local | None:
             return slicer(step.before.block(coordinate), step.after.block(coordinate))
         case Unreduce():
             return _unreducer(step, coordinate)
+        case Compact():
+            return functools.partial(compacted, dims=step.before.broadcast)
+        case Expand():
+            return _expander(step, coordinate)
         case _:
             return None
 
@@ -169,6 +174,27 @@ def slicer(before: Block, after: Block) -> Local:
         return local.clone()
 
     return cut
+
+
+def compacted(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """One index of each of the broadcast `dims` of a local: a view."""
+    for dim in dims:
+        local = torch.ops.aten.slice.Tensor(local, dim, 0, 1)
+    return local
+
+
+def _expander(step: Expand, coordinate: Coordinate) -> Local:
+    shape, dims, still = step.after.local_shape(coordinate), step.dims, step.after.broadcast
+    stored = tuple([1 if dim in still else size for dim, size in enumerate(shape)])
+    stride = dense_strides(stored, like=step.after.tensor_meta.stride)
+
+    def expand(local: torch.Tensor) -> torch.Tensor:
+        part = compacted(local, dims)
+        if not step.reads:
+            part = torch.empty_strided(stored, stride, dtype=local.dtype, device=local.device).copy_(part)
+        return part.expand(shape)
+
+    return expand
 
 
 def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:

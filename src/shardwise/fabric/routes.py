@@ -16,6 +16,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import BoundStep, fabric_of
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
+from shardwise.plan.step import Expand
 
 __all__ = ["BoundRoute", "bound_route", "observers", "scatter", "scatter_observers"]
 
@@ -34,6 +35,7 @@ class BoundRoute:
     route: Route
     run: BoundStep
     communicates: bool
+    read: BoundStep  # the same for what is only read: broadcast dims stay so
     _begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
     def start(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -62,30 +64,45 @@ def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None 
 def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model: CostModel) -> BoundRoute:
     route = DTensorRedistributePlanner(model).plan(source, target, max_bytes=max_bytes)
     run = fabric_of(source.mesh).bind_route(route)
+    read = fabric_of(source.mesh).bind_route(_only_read(route)) if source.broadcast else run
     if not route.collectives:
-        return BoundRoute(route, run, False)
+        return BoundRoute(route, run, False, read)
 
-    def announced(local: torch.Tensor) -> torch.Tensor:
-        if observers:
-            _notify(route)
-        return run(local)
+    def announced(bound: BoundStep) -> BoundStep:
+        def announce_and_run(local: torch.Tensor) -> torch.Tensor:
+            if observers:
+                _notify(route)
+            return bound(local)
 
-    return BoundRoute(route, announced, True)
+        return announce_and_run
+
+    both = announced(run)
+    return BoundRoute(route, both, True, announced(read) if source.broadcast else both)
+
+
+def _only_read(route: Route) -> Route:
+    """A route of a tensor with broadcast dims whose result is not written to."""
+    last = route.steps[-1]
+    return replace(route, steps=(*route.steps[:-1], replace(last, reads=True))) if isinstance(last, Expand) else route
 
 
 def _bind_symbolic(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model: CostModel) -> BoundRoute:
     """The route that is the cheapest for the sizes at hand; it is right for all sizes. Not kept: it is traced once."""
 
-    def symbolic(spec: DTensorSpec) -> DTensorSpec:
-        return spec.with_meta(source.tensor_meta)
-
     meta = source.tensor_meta.hinted()
-    planned = DTensorRedistributePlanner(model).plan(
-        source.with_meta(meta), target.with_meta(meta), max_bytes=max_bytes
-    )
+    known, goal = DTensorSpec.from_context(source.context, meta), DTensorSpec.from_context(target.context, meta)
+    stored = known.compact().tensor_meta
+
+    def symbolic(spec: DTensorSpec) -> DTensorSpec:
+        is_stored = source.broadcast and spec.tensor_meta is stored
+        return DTensorSpec.from_context(spec.context, (source.compact() if is_stored else source).tensor_meta)
+
+    planned = DTensorRedistributePlanner(model).plan(known, goal, max_bytes=max_bytes)
     steps = tuple(replace(step, before=symbolic(step.before), after=symbolic(step.after)) for step in planned.steps)
     route = Route(source, target, steps, planned.costs)
-    return BoundRoute(route, fabric_of(source.mesh).bind_route(route), bool(route.collectives))
+    run = fabric_of(source.mesh).bind_route(route)
+    read = fabric_of(source.mesh).bind_route(_only_read(route)) if source.broadcast else run
+    return BoundRoute(route, run, bool(route.collectives), read)
 
 
 def _notify(route: Route) -> None:

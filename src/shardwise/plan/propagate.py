@@ -312,7 +312,7 @@ def _lay_out(
     mesh = specs[0].mesh
     order = _factor_order(specs, factors, rows, pinned)
     inputs = tuple(
-        _spec(mesh, spec.tensor_meta, dims, [row.inputs[i] for row in rows], order)
+        _spec(mesh, spec.tensor_meta, dims, [row.inputs[i] for row in rows], order, spec.broadcast)
         for i, (spec, dims) in enumerate(zip(specs, factors.operands, strict=True))
     )
     outputs = tuple(
@@ -328,6 +328,7 @@ def _spec(
     dims: Sequence[str | None],
     placements: Sequence[Placement],
     order: Mapping[str, tuple[int, ...]],
+    broadcast: tuple[int, ...] = (),
 ) -> DTensorSpec:
     axes: list[list[int]] = [[] for _ in meta.shape]
     for axis, placement in enumerate(placements):
@@ -337,7 +338,7 @@ def _spec(
     for dim, found in enumerate(axes):
         wanted = order.get(dims[dim] or "", ())
         ordered.append(tuple(found) if len(found) < 2 else tuple(sorted(found, key=lambda a: _rank_in(wanted, a))))
-    return DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, ordered)
+    return DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, ordered, broadcast)
 
 
 def _rank_in(order: tuple[int, ...], axis: int) -> int:

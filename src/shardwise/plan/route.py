@@ -16,7 +16,7 @@ from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.move import Move, all_reduce, exchange, gather
 from shardwise.plan.search import Path, cheapest_path
 from shardwise.plan.state import DistState, Problem
-from shardwise.plan.step import Slice, Step, Unreduce
+from shardwise.plan.step import Compact, Expand, Slice, Step, Unreduce
 
 __all__ = ["DTensorRedistributePlanner", "DistState", "Route", "StepCost", "plain_route"]
 
@@ -102,6 +102,9 @@ class DTensorRedistributePlanner:
         _check_reachable(source, target)
         if source is target and max_bytes is None:
             return Route(source, target, (), ())
+        if source.broadcast:
+            return self._plan_compact(source, target, max_bytes)
+        assert not target.broadcast, f"{source} is not known to be constant as {target} is"
         if max_bytes is None and _only_sliced(source, target):
             return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, target.local_bytes),))
         if max_bytes is not None and (ends := max(source.local_bytes, target.local_bytes)) > max_bytes:
@@ -112,6 +115,22 @@ class DTensorRedistributePlanner:
             )
         problem = Problem(self.cost_model, source, target)
         return _route(problem, cheapest_path(problem, max_bytes))
+
+    def _plan_compact(self, source: DTensorSpec, target: DTensorSpec, max_bytes: int | None) -> Route:
+        """Only what is stored is moved; along broadcast dims each rank makes its part of the target by itself."""
+        dims, stored = source.broadcast, source.compact()
+        placements = tuple(
+            [Replicate() if isinstance(p, Shard | StridedShard) and p.dim in dims else p for p in target.placements]
+        )
+        axes = [() if dim in dims else split for dim, split in enumerate(target.dim_axes)]
+        goal = DTensorSpec.from_dim_axes(target.mesh, placements, stored.tensor_meta, axes)
+        inner = self.plan(stored, goal, max_bytes=max_bytes)
+        last = StepCost(0.0, 0.0, target.local_bytes)
+        if not inner.steps:
+            return Route(source, target, (Expand(source, target, dims),), (last,))
+        first = StepCost(0.0, 0.0, stored.local_bytes)
+        steps = (Compact(source, stored), *inner.steps, Expand(goal, target, dims))
+        return Route(source, target, steps, (first, *inner.costs, last))
 
 
 def _route(problem: Problem, path: Path) -> Route:

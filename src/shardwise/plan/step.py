@@ -10,7 +10,10 @@ from typing import ClassVar
 
 from shardwise.core.spec import DTensorSpec
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Collective", "Exchange", "ReduceScatter", "Slice", "Step", "Unreduce"]
+__all__ = [
+    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "ReduceScatter", "Slice",
+    "Step", "Unreduce",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,33 @@ class Slice(Step):
             if len(after) > len(before)
         ]
         return f"slice {', '.join(cut)}" if cut else "slice"
+
+
+@dataclass(frozen=True, slots=True)
+class Compact(Step):
+    """Of each broadcast dim one index is kept, so that collectives move what is stored. No communication."""
+
+    def describe(self) -> str:
+        return f"compact {_dims(self.before.broadcast)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expand(Step):
+    """Broadcast dims get their size back, in any layout. No communication.
+
+    `reads`: the result is only read, so it may have stride 0 along `dims`. Otherwise each element has memory of its
+    own, but for dims that are broadcast afterwards.
+    """
+
+    dims: tuple[int, ...]
+    reads: bool = False
+
+    def describe(self) -> str:
+        return f"expand {_dims(self.dims)}"
+
+
+def _dims(dims: tuple[int, ...]) -> str:
+    return f"dim{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import introduce_sizes, is_tracing
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
-from shardwise.dispatch.views import OUTSIDE
+from shardwise.dispatch.views import OUTSIDE, materialize
 from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.recorded import recording
@@ -177,7 +177,7 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if new.shape == spec.shape and new._spec.mesh is spec.mesh and not spec.partial_axes:  # it keeps its layout
             with torch.no_grad():
-                new = redistributed(new, spec)
+                new = redistributed(new, spec.materialized())
         _DATA.__set__(self, new)
         self._mark_copied(None)
         self._settled, self._local_tensor, self._spec = None, new._local_tensor, new._spec
@@ -245,6 +245,8 @@ class DTensor(torch.Tensor):
             >>> sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).to_local().shape
             torch.Size([2])
         """
+        if self._spec.is_lazy:  # what it gives may be written to
+            materialize(self)
         if torch.is_grad_enabled() and self.requires_grad:
             return ToLocal.apply(self, gradient_spec_as(self._spec, grad_placements))
         return self._local_tensor
@@ -357,7 +359,10 @@ class DTensor(torch.Tensor):
             spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
             if key is not None:
                 _unflattened.keep(key, spec)
-        return dtensor_of(spec, local)
+        made = dtensor_of(spec, local)
+        if spec.is_lazy and is_tracing():  # a write would replace its local, which no compiler sees
+            made._copied_view = OUTSIDE
+        return made
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """What compilers ask for to know which inputs share memory; a DTensor's own has no values."""
@@ -590,6 +595,8 @@ class CopiedDTensor(DTensor):
             with recording(self._held):
                 again = self._copied_view.again()
                 local = again._held
+                if self._spec.broadcast and again._spec is not self._spec:  # what was constant need not be so now
+                    self._spec = self._spec.materialized()
                 _LOCAL.__set__(
                     self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
                 )

@@ -32,7 +32,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the gradient of a tensor of this spec lies."""
     if not spec.partial_axes:
-        return spec
+        return spec.materialized()
     placements = tuple(GRADIENT_OF[type(p)](p) for p in spec.placements)
     return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
 

@@ -1,0 +1,289 @@
+"""Broadcast dims: results that are constant along a dim are computed once and need no memory along it.
+
+An operator that treats the indices of a dim alike gives equal results for equal operands. So it runs on one index, and
+the result is expanded. Views keep a broadcast dim because the local has stride 0 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.layout import dense_strides
+from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import unrecorded
+from shardwise.dispatch.signature import Executor, Signature
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.pieces import compacted, empty_block
+from shardwise.fabric.routes import bound_route
+from shardwise.local import like
+from shardwise.plan.propagate import OutputSharding
+from shardwise.rules.notation import Factors
+from shardwise.rules.reduction import local_share
+from shardwise.rules.slicing import local_input_sizes
+from shardwise.rules.view import NOT_A_VIEW
+from shardwise.schema import Slot
+
+__all__ = ["FILLED", "INTO_LEAVES", "filled_once", "into_leaf", "keeping_broadcast"]
+
+aten = torch.ops.aten
+VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
+# Functions that give arguments for each rank, of rules that treat the indices of a factor alike; what they replace, if
+# it holds the sizes of the result.
+UNIFORM: dict[Any, str | None] = {None: None, local_share: None, local_input_sizes: "input_sizes"}
+
+_current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Operators beside the pointwise ones that read operands of stride 0 as any others. Some of torch's do not: the median
+# of an expanded tensor is not computed. They are given what one device gives them.
+ANY_STRIDES = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default, aten.amin.default,
+    aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.mm.default,
+    aten.bmm.default, aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.copy.default,
+    aten.cat.default, aten.linalg_vector_norm.default, aten.slice_backward.default, aten.select_backward.default,
+}  # fmt: skip
+
+
+class Constant(NamedTuple):
+    """A factor along which all operands are constant: (operand, dim) and (result, dim) of each place it has."""
+
+    operands: tuple[tuple[int, int], ...]
+    results: tuple[tuple[int, int], ...]
+
+
+def keeping_broadcast(
+    signature: Signature, sharding: OutputSharding, op: Callable[..., Any]
+) -> tuple[OutputSharding, Callable[..., Any]]:
+    """The call with broadcast dims of its results marked, and what to run on the locals in place of `op`."""
+    info = signature.info
+    if info.is_view or info.op in VIEWS_OF_COPIES:
+        sharding = _with_broadcast(sharding, _broadcast_in_views(signature, sharding))
+        return sharding, _apart(op, sharding.outputs) if sharding.inputs[0].is_lazy else op
+    if not info.pointwise and info.op not in ANY_STRIDES:
+        op = _on_dense(op, [slot for slot, spec in zip(signature.slots, signature.specs, strict=True) if spec.is_lazy])
+    if info.writes or info.draws or sharding.rule.layouts is not None or sharding.rule.localize not in UNIFORM:
+        return sharding, op
+    factors = sharding.rule.factors(sharding.call)
+    constant = [] if factors is None else list(_constant_factors(factors, sharding))
+    if not constant:
+        return sharding, op
+    dims = [[dim for found in constant for at, dim in found.results if at == i] for i in range(len(sharding.outputs))]
+    sizes = UNIFORM[sharding.rule.localize]
+    return _with_broadcast(sharding, dims), _run_once(op, signature, constant, dims, sizes)
+
+
+def _with_broadcast(sharding: OutputSharding, dims: Sequence[Sequence[int]]) -> OutputSharding:
+    outputs = tuple(
+        DTensorSpec.from_dim_axes(out.mesh, out.placements, out.tensor_meta, out.dim_axes, kept)
+        for out, kept in zip(sharding.outputs, dims, strict=True)
+    )
+    return replace(sharding, outputs=outputs)
+
+
+# ---------------------------------------------------------------- operators that compute
+
+
+def _constant_factors(factors: Factors, sharding: OutputSharding) -> Iterator[Constant]:
+    """The factors along which every operand that has them is broadcast, and that some result has."""
+    differ = factors.whole | factors.even | factors.summed | factors.barred | {name for name, _ in factors.untouched}
+    for name in factors.names:
+        if name in differ:
+            continue
+        operands, results = _places(factors.operands, name), _places(factors.results, name)
+        if operands and results and all(dim in sharding.inputs[i].broadcast for i, dim in operands):
+            yield Constant(operands, results)
+
+
+def _places(tensors: Sequence[Sequence[str | None]], name: str) -> tuple[tuple[int, int], ...]:
+    return tuple([(i, dim) for i, dims in enumerate(tensors) for dim, own in enumerate(dims) if own == name])
+
+
+def _run_once(
+    op: Callable[..., Any],
+    signature: Signature,
+    constant: Sequence[Constant],
+    results: Sequence[Sequence[int]],
+    sizes: str | None,
+) -> Callable[..., Any]:
+    """`op` on one index of each constant factor; results get their sizes back by `expand`."""
+    slots, names = signature.slots, signature.info.names
+    narrowed: dict[int, list[int]] = {}
+    for found in constant:
+        for i, dim in found.operands:
+            narrowed.setdefault(i, []).append(dim)
+    given = [(slots[i], dims) for i, dims in narrowed.items()]
+    # for each result its broadcast dims, and of which operand and dim the size is read
+    sources: list[list[tuple[int, Slot, int]]] = [[] for _ in results]
+    for found in constant:
+        operand, of = found.operands[0]
+        for i, dim in found.results:
+            sources[i].append((dim, slots[operand], of))
+    at = None if sizes is None else names.index(sizes)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, dims in given:
+            slot.put(new_args, new_kwargs, compacted(slot.get(args, kwargs), dims))
+        if sizes is not None and at is not None:
+            _put_ones(new_args, new_kwargs, at, sizes, results[0])
+        made = op(*new_args, **new_kwargs)
+        if isinstance(made, tuple | list):
+            pairs = zip(made, sources, strict=True)
+            return like(made, (_expanded(one, found, args, kwargs) for one, found in pairs))
+        return _expanded(made, sources[0], args, kwargs)
+
+    return run
+
+
+def _on_dense(op: Callable[..., Any], slots: Sequence[Slot]) -> Callable[..., Any]:
+    """`op` on operands each of whose elements has memory of its own."""
+    if not slots:
+        return op
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot in slots:
+            slot.put(new_args, new_kwargs, slot.get(args, kwargs).contiguous())
+        return op(*new_args, **new_kwargs)
+
+    return run
+
+
+def _put_ones(args: list[Any], kwargs: dict[str, Any], at: int, name: str, dims: Sequence[int]) -> None:
+    """Put ones in place of `dims` in the argument that holds the sizes of the result."""
+    sizes = list(args[at] if at < len(args) else kwargs[name])
+    for dim in dims:
+        sizes[dim] = 1
+    if at < len(args):
+        args[at] = sizes
+    else:
+        kwargs[name] = sizes
+
+
+def _expanded(made: Any, dims: Sequence[tuple[int, Slot, int]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if not dims or not isinstance(made, torch.Tensor):
+        return made
+    shape: list[Any] = [-1] * made.dim()
+    for dim, slot, at in dims:
+        shape[dim] = slot.get(args, kwargs).shape[at]
+    return made.expand(shape)
+
+
+# ---------------------------------------------------------------- views
+
+
+def _broadcast_in_views(signature: Signature, sharding: OutputSharding) -> list[list[int]]:
+    """The dims that have stride 0 in views of a tensor that is stored once along its broadcast dims."""
+    base, results = sharding.inputs[0], len(sharding.outputs)
+    stored = [1 if dim in base.broadcast else size for dim, size in enumerate(base.shape)]
+    strides = dense_strides(stored, like=base.tensor_meta.stride)
+    held = [0 if dim in base.broadcast else stride for dim, stride in enumerate(strides)]
+    _, *others = signature.info.names
+    try:
+        with unrecorded():
+            whole = torch.empty_strided(base.shape, held, device="meta", dtype=base.tensor_meta.dtype)
+            if signature.info.op in VIEWS_OF_COPIES:
+                made = aten.view.default(whole, signature.arguments[others[0]])
+            else:
+                made = signature.info.op(whole, **{name: signature.arguments[name] for name in others})
+    except NOT_A_VIEW:  # broadcast dims and others would be one dim: it is copied
+        return [[] for _ in range(results)]
+    views = made if isinstance(made, tuple | list) else (made,)
+    return [[dim for dim, stride in enumerate(view.stride()) if _is_zero(stride)] for view in views]
+
+
+def _apart(op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
+    """A view of what is stored once in place of several times: a write to it must not go to all of these.
+
+    A view that is itself stored so is given another local when it is written to. Any other gets memory of its own.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        views = op(*args, **kwargs)
+        if not isinstance(views, tuple | list):
+            return views if outputs[0].is_lazy else views.clone()
+        pairs = zip(views, outputs, strict=True)
+        return like(views, (view if spec.is_lazy else view.clone() for view, spec in pairs))
+
+    return run
+
+
+def _is_zero(stride: Any) -> bool:
+    return stride.__class__ is int and stride == 0
+
+
+# ---------------------------------------------------------------- constants of a shape
+
+# Operators that make a tensor of one number.
+FILLED = {
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.zeros_like.default,
+    aten.ones_like.default, aten.full_like.default,
+}  # fmt: skip
+
+
+def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Executor:
+    """`run`, but what autograd's formulas make of one number is stored once: they add something to it.
+
+    Outside of autograd such a tensor is most often a buffer, about to be written to.
+    """
+    info, spec = signature.info, signature.specs[0]
+    dims = [dim for dim, axes in enumerate(result.dim_axes) if not axes]
+    made = DTensorSpec.from_dim_axes(result.mesh, result.placements, result.tensor_meta, result.dim_axes, dims)
+    wrap, mesh = signature.wrapping.wrapper(made), result.mesh
+
+    def stored(args: tuple[Any, ...], kwargs: Mapping[str, Any], at: Any, local: torch.Tensor) -> torch.Tensor:
+        shape = made.local_shape(at)
+        sizes = [1 if dim in made.broadcast else size for dim, size in enumerate(shape)]
+        bound = info.bind((local, *args[1:]), kwargs)
+        value = bound["fill_value"] if "fill_value" in bound else 1 if "ones" in info.op.name() else 0
+        return local.new_full(sizes, value, dtype=made.tensor_meta.dtype).expand(shape)
+
+    def run_or_fill(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if _current_node() is None:
+            return run(args, kwargs)
+        held = args[0]._local_tensor
+        return wrap(fabric_of(mesh).map(mesh, lambda at, local: stored(args, kwargs, at, local), held))
+
+    return run_or_fill if made.is_lazy and spec.mesh is mesh else run
+
+
+# ---------------------------------------------------------------- gradients on their way into `.grad`
+
+
+def into_leaf(signature: Signature, run: Executor) -> Executor:
+    """`run`, but a gradient that autograd is putting into the `.grad` of a leaf gets the layout of the leaf.
+
+    Autograd detaches a gradient that nobody else holds; of any other it makes an empty tensor and copies.
+    """
+    spec, wrapping = signature.specs[0], signature.wrapping
+    detaches = signature.info.op is aten.detach.default
+
+    def run_or_lay_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        target = _leaf_layout(wrapping.tensor_class, spec)
+        if target is None:
+            return run(args, kwargs)
+        local = args[0]._local_tensor
+        if detaches:
+            return wrapping.wrapper(target)(bound_route(spec, target).run(local))
+        made = fabric_of(target.mesh).map(target.mesh, lambda at, part: empty_block(target, at, part), local)
+        return wrapping.wrapper(target)(made)
+
+    return run_or_lay_out
+
+
+INTO_LEAVES = {aten.detach.default, aten.new_empty_strided.default}
+
+
+def _leaf_layout(tensor_class: type[torch.Tensor], spec: DTensorSpec) -> DTensorSpec | None:
+    """How a gradient of this spec is to lie that autograd is about to put into the `.grad` of a leaf: as the leaf does.
+
+    None where autograd is doing something else, or where the leaf lies on another mesh.
+    """
+    leaf: Any = getattr(_current_node(), "variable", None)
+    if not isinstance(leaf, tensor_class) or leaf._spec.mesh is not spec.mesh or leaf.shape != spec.shape:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    return leaf._spec.reduced().materialized().with_dtype(spec.tensor_meta.dtype)  # pyright: ignore[reportAttributeAccessIssue]
