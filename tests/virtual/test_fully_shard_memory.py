@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.fabric.target_kernels import WORKSPACE
 
 RANKS, LAYERS, WIDTH, HIDDEN, VOCABULARY, HEADS, TOKENS = 64, 32, 4096, 11008, 32000, 32, 512
 FLOAT = 4
@@ -56,11 +57,12 @@ def arithmetic() -> tuple[int, int]:
     layer = FLOAT * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN + 2 * WIDTH)
     table = FLOAT * VOCABULARY * WIDTH
     shards = (LAYERS * layer + 2 * table + FLOAT * WIDTH) // RANKS
-    between = shards + 2 * shards  # parameters, and the two moments of Adam
-    # What a layer saves: its input and the stream after attention; of each norm what it normalizes and scales; q, k, v;
-    # what was attended to. Then gate, silu, up and their product. And the weights of attention.
+    # parameters, the two moments of Adam, and the workspaces of matrix products in forward and in backward
+    between = shards + 2 * shards + 2 * WORKSPACE
+    # What a layer saves on a GPU, where norms and attention are fused: its input and the stream after attention; the
+    # result of each norm; q, k, v; what was attended to. Then gate, silu, up and their product.
     rows = TOKENS * FLOAT
-    activations = rows * (WIDTH * (2 + 4 + 3 + 1) + HIDDEN * 4 + HEADS * TOKENS)
+    activations = rows * (WIDTH * (2 + 2 + 3 + 1) + HIDDEN * 4)
     # The peak is in the backward of the last layer: the outermost module keeps both tables, and has the gradient of
     # one; the other layers' activations wait; the layer has its gradients and the flat buffer that reduces them, and
     # the layer before it is on its way in another.
@@ -88,6 +90,6 @@ def test_the_peak_of_a_step_is_as_computed() -> None:
         optimizer.zero_grad()
         between, peak = arithmetic()
         assert run.live_bytes == pytest.approx(between, rel=0.001)
-        assert run.peak_bytes == pytest.approx(peak, rel=0.05)
+        assert run.peak_bytes == pytest.approx(peak, rel=0.02)
         counts = Counter(run.collectives)
         assert (counts["all_gather"], counts["reduce_scatter"]) == (2 * LAYERS + 1, LAYERS + 1)
