@@ -30,7 +30,7 @@ EXCHANGING = {
     "save", "async_save", "prepare_job", "run_job", "load", "_load", "retry_replaced", "_agreed_fit",
     "_read_and_verify", "change_all", "export_safetensors", "load_safetensors", "reshard", "_reshard",
     "load.<locals>.<lambda>", "load_safetensors.<locals>.<lambda>", "reshard.<locals>.<lambda>",
-    "async_save.<locals>.<lambda>",
+    "async_save.<locals>.run",
     "OpenDirectory.__exit__",  # after the last exchange
     "_by_rows",  # before the first
 }  # fmt: skip
@@ -181,7 +181,7 @@ def look(folder: Path, beside: Any) -> None:
     dist.barrier(beside)
 
 
-TIMEOUT = 120.0  # seconds for one action
+TIMEOUT = 300.0  # seconds for one action, all steps of it
 EVERY = 9
 NAMES = ("load", "load unstaged", "save", "overwrite", "async_save", "reshard", "export", "load_safetensors")
 

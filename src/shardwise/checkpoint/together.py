@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.ranges import Replaced
 from shardwise.core import mesh as mesh_module
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError
+from shardwise.fabric.c10d import new_group
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
 
@@ -126,7 +127,7 @@ class Processes:
         _apart[()] = world
         made = _apart.get(self.ranks)
         if made is None:
-            made = _apart[self.ranks] = dist.new_group(list(self.ranks), backend="gloo", use_local_synchronization=True)
+            made = _apart[self.ranks] = new_group(self.ranks, backend="gloo")
         return Processes(made)
 
 

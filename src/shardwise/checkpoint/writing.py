@@ -116,7 +116,15 @@ def async_save(
             atomic.discard(job.staging)
         raise
     interrupt = None if isinstance(turn.error, Exception) else turn.error
-    saving = start_pending(lambda: run_job(turn, apart))  # also after an error, for the others to hear of it
+
+    def run() -> None:  # also after an error, for the others to hear of it
+        try:
+            run_job(turn, apart)
+        except BaseException as error:
+            if error is not interrupt:
+                raise
+
+    saving = start_pending(run)
     if interrupt is not None:
         raise interrupt
     return saving

@@ -41,7 +41,7 @@ from shardwise.fabric.wire import as_carried
 from shardwise.plan.route import Route
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, Unreduce, reduction
 
-__all__ = ["C10dFabric", "c10d"]
+__all__ = ["C10dFabric", "c10d", "new_group"]
 
 T = TypeVar("T")
 _Tensor = torch.Tensor
@@ -125,9 +125,9 @@ class C10dFabric(Fabric):
             if key == tuple(range(dist.get_world_size())):
                 found = dist.group.WORLD
             elif self._check is not None:
-                found = self._check.run(lambda: _new_group(key), key, f"a group is made for {use}")
+                found = self._check.run(lambda: new_group(key), key, f"a group is made for {use}")
             else:
-                found = _new_group(key)
+                found = new_group(key)
             self._groups[key] = found
         return found
 
@@ -354,7 +354,7 @@ def _is_product(step: AllReduce | ReduceScatter) -> bool:
 _made: Counter[tuple[int, ...]] = Counter()
 
 
-def _new_group(ranks: tuple[int, ...]) -> Any:
+def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     """A process group made by its members alone, whatever groups each of them has made before.
 
     torch names such a group after its ranks and the number of groups that this process knows. Where members have made
@@ -367,7 +367,7 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
     distributed_c10d._hash_ranks_to_str = lambda *_: name
     try:
         with unrecorded():
-            return dist.new_group(list(ranks), use_local_synchronization=True)
+            return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
 
