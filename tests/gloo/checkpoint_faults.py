@@ -31,7 +31,7 @@ EXCHANGING = {
     "_read_and_verify", "change_all", "export_safetensors", "load_safetensors", "reshard", "_reshard",
     "load.<locals>.<lambda>", "load_safetensors.<locals>.<lambda>", "reshard.<locals>.<lambda>",
     "async_save.<locals>.run",
-    "OpenDirectory.__exit__",  # after the last exchange
+    "OpenDirectory.__exit__", "FileReader.__exit__",  # after the last exchange
     "_by_rows",  # before the first
 }  # fmt: skip
 ERRORS: tuple[Callable[[], BaseException], ...] = (

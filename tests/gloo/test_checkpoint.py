@@ -137,6 +137,47 @@ def exports(folder: str) -> None:
     assert loaded.bytes_read == 12 * 8 + 3 * 2
 
 
+def groups_differ(folder: str) -> list[str]:
+    """Ranks that know different numbers of groups save together; what only some of them can do is an error on all."""
+    place, rank = Path(folder), dist.get_rank()
+    first = dist.new_group([0, 1])
+    for i in range(2):
+        if rank < 2:
+            async_save({"x": torch.full((2,), i)}, place / f"first{i}", process_group=first).wait()
+        async_save({"x": torch.full((2,), i)}, place / f"all{i}").wait()
+    with sw.virtual():
+        locals_of_ranks = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).to_local()
+    told = []
+    for action in (
+        lambda: save({"x": locals_of_ranks if rank == 2 else torch.ones(1)}, place / "none"),
+        lambda: load({"x": torch.zeros(2)}, place / ("all0" if rank == 1 else "all1")),
+        lambda: load({}, place / "none", process_group=first),
+    ):
+        try:
+            action()
+            told.append("nothing")
+        except sw.ShardwiseError as error:
+            told.append(error.problem)
+    return told
+
+
+def readers_beside_writers(folder: str, count: int) -> int:
+    """Two ranks save over one checkpoint again and again, two load it: every load is of one save."""
+    place, rank = Path(folder) / "last", dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, mesh = groups[rank // 2], sw.DeviceMesh("cpu", [0, 1] if rank < 2 else [2, 3])
+    save({"x": torch.zeros(2**14), "n": 0}, place)
+    for number in range(1, count + 1):
+        x = sw.full((2**14,), float(number), device_mesh=mesh, placements=[sw.Shard(0)])
+        state = {"x": x, "n": number}
+        if rank < 2:
+            save(state, place, overwrite=True, process_group=group)
+        else:
+            load(state, place, process_group=group, staged=number % 2 == 0)
+            assert (x.to_local() == state["n"]).all()
+    return count
+
+
 # ---------------------------------------------------------------- tests
 
 
@@ -179,6 +220,19 @@ def test_an_error_at_any_step_of_one_rank_is_raised_on_all(gloo4: ProcessPool, t
     counts = checkpoint_faults.run_all(gloo4, str(tmp_path), checkpoint_faults.EVERY)
     assert min(counts.values()) > 5
     assert sum(counts.values()) > 100
+
+
+def test_ranks_that_know_different_groups(gloo4: ProcessPool, tmp_path: Path) -> None:
+    for rank, (locals_of_ranks, different, outside) in enumerate(gloo4.run(groups_differ, str(tmp_path))):
+        assert "the state holds a RankTensor" in locals_of_ranks
+        assert "the ranks do not find the same checkpoint at" in different
+        assert ("is not in the process_group" if rank > 1 else "there is no checkpoint") in outside
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all0", "all1", "first0", "first1"]
+
+
+def test_ranks_read_beside_others_that_write(gloo4: ProcessPool, tmp_path: Path) -> None:
+    gloo4.run(readers_beside_writers, str(tmp_path), 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
 def test_states_may_differ_as_in_a_pipeline(gloo4: ProcessPool, tmp_path: Path) -> None:
