@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.tensor import PendingDTensor
 from tests.gloo.processes import ProcessPool
 from tests.transformer import (
     Transformer,
@@ -59,6 +58,11 @@ def test_training(gloo4: ProcessPool) -> None:
     assert gloo4.run(trains_like_one_device, timeout=120) == ["done"] * 4
 
 
+def is_in_flight(state: Any) -> bool:
+    gathered = state.groups[0].current
+    return gathered is not None and gathered.is_in_flight
+
+
 def runs_ahead() -> list[bool]:
     """In the second step the next block is in flight while one computes, and gradients while backward goes on."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
@@ -69,13 +73,13 @@ def runs_ahead() -> list[bool]:
         seen.clear()
         handles = [
             model.blocks[at].register_forward_pre_hook(
-                lambda *_, at=at: seen.append(type(model.blocks[at + 1]._state.groups[0]._gathering) is PendingDTensor)
+                lambda *_, at=at: seen.append(is_in_flight(model.blocks[at + 1]._state))
             )
             for at in range(2)
         ]
         handles.append(
             model.blocks[0].register_full_backward_pre_hook(
-                lambda *_: seen.append(len(model._state.context.reductions) == 1)
+                lambda *_: seen.append(sum(len(state.reductions) for state in model._states()) == 1)
             )
         )
         loss_of(model(tokens), targets).backward()

@@ -270,12 +270,11 @@ def test_the_next_module_is_gathered_ahead(monkeypatch: pytest.MonkeyPatch) -> N
         name = names[id(state)]
         group = state.groups[0]
 
-        def start(group: Any = group, name: str = name, original: Any = group.start_gathering) -> None:
-            if not group.is_gathered and group._gathering is None:
-                said.append(f"gather {name}")
-            original()
+        def launch(source: Any, name: str = name, original: Any = group.launch) -> Any:
+            said.append(f"gather {name}")
+            return original(source)
 
-        monkeypatch.setattr(group, "start_gathering", start)
+        monkeypatch.setattr(group, "launch", launch)
     for name, module in model.named_modules():
         if hasattr(module, "_state"):
             module.register_forward_pre_hook(lambda *_, name=name: said.append(f"run {name or 'root'}"))
@@ -297,8 +296,9 @@ def test_the_next_module_is_gathered_ahead(monkeypatch: pytest.MonkeyPatch) -> N
 
 def gathered_bytes(model: Any) -> int:
     """What is held of gathered parameters on one rank."""
-    wholes = [p.whole for state in model._states() for group in state.groups for p in group.parameters]
-    return sum(w.tensors[0].untyped_storage().nbytes() for w in wholes if w is not None)
+    copies = [group.current for state in model._states() for group in state.groups]
+    tensors = [tensor for copy in copies if copy is not None and copy.tensors is not None for tensor in copy.tensors]
+    return sum(tensor.tensors[0].untyped_storage().nbytes() for tensor in tensors)
 
 
 def test_gathered_parameters_are_freed_when_a_module_is_through() -> None:

@@ -1,14 +1,17 @@
-"""When data parallel modules gather, free and reduce: the hooks of forward and backward, and what runs ahead of them.
+"""When data parallel modules gather, drop and reduce: the hooks of forward and backward, and what runs ahead of them.
 
-A `ModuleState` belongs to the modules of one `fully_shard` or `replicate` call, a `Context` to all states under the
-module that runs outermost. Nothing is kept between the hooks but what must be, so that an exception in forward or
-backward leaves the modules usable. How things are moved is the group's business.
+A `ModuleState` belongs to the modules of one `fully_shard` or `replicate` call. A `Run` is one forward of an outermost
+module, a `Backward` one pass of autograd. States know of each other only through these two, so modules may be called in
+any order: a module is outermost when no other one is running. How things are moved is the group's business.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +20,13 @@ from torch import nn
 from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import MeshError
+from shardwise.parallel.gathered import Gathered, save_handles
 from shardwise.parallel.group import Bucket, Finish, ParameterGroup
 from shardwise.parallel.precision import MixedPrecisionPolicy, cast_floats
-from shardwise.parallel.tree import STATE, states_under, tensors_in
+from shardwise.parallel.tree import STATE, tensors_in
 from shardwise.tensor import DTensor
 
-__all__ = ["ModuleState"]
+__all__ = ["ModuleState", "abandon_forward"]
 
 
 def in_backward() -> bool:
@@ -30,57 +34,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Context:
-    """What the states under one outermost module share."""
+class Run:
+    """One forward of an outermost module, with all that it calls."""
 
-    def __init__(self) -> None:
-        self.states: list[ModuleState] = []
-        self.outermost: ModuleState | None = None  # whose forward is running
-        self.compute_mesh: DeviceMesh | None = None
-        self.forward_order: list[ModuleState] = []  # of the forward before
-        self.entered: list[ModuleState] = []  # in this forward
+    def __init__(self, outermost: ModuleState, is_repeated: bool) -> None:
+        self.outermost, self.is_repeated = outermost, is_repeated
+        self.entered: list[ModuleState] = []
+        self.gathered: dict[ModuleState, None] = {}  # whose parameters this forward has gathered
         self.left: list[ModuleState] = []  # in the order that backward goes through from the end
-        self.reductions: list[Finish] = []
-        self.awaits_end = False
-        self.is_last_backward = True
-
-    def begin(self, state: ModuleState, inputs: Any) -> None:
-        """The outermost forward begins. What is still gathered was left over, and may be out of date."""
-        if self.awaits_end:
-            self.give_up()
-        for other in self.states:
-            if not other.is_held:
-                other.free()
-        self.compute_mesh = _compute_mesh(self.states, inputs)
-        self.outermost = state
-        self.entered = []
-
-    def give_up(self) -> None:
-        """A forward or backward has failed: what it left behind goes, unreduced gradients included."""
-        self.outermost, self.awaits_end = None, False
-        self.left.clear()
-        self.finish_reductions(give=False)
-        for state in self.states:
-            state.is_held, state.depth = False, 0
-            state.still_to_run.clear()
-            state.free()
-            for group in state.groups:
-                group.forget_gradients()
-
-    def end(self) -> None:
-        """The outermost forward is over, or has failed."""
-        self.outermost = None
-        self.forward_order, self.entered = self.entered, []
-        for state in self.states:
-            state.still_to_run.clear()
-            if not state.awaits_backward and not state.is_held:
-                state.free()
 
     def next_in_forward(self, state: ModuleState) -> ModuleState | None:
         """Which module came after this one the last time, if the order has been the same so far."""
         self.entered.append(state)
-        at = len(self.entered)
-        order = self.forward_order
+        at, order = len(self.entered), self.outermost.forward_order
         return order[at] if at < len(order) and order[at - 1] is state else None
 
     def next_in_backward(self, state: ModuleState) -> ModuleState | None:
@@ -89,34 +55,119 @@ class Context:
             if self.left[at] is state:
                 del self.left[at:]
                 return self.left[-1] if self.left else None
-        return None  # another output of a module that backward has come to already
+        return None
 
-    def reduce(self, group: ParameterGroup, bucket: Bucket, mesh: DeviceMesh | None, state: ModuleState) -> None:
+    def end(self) -> None:
+        """The outermost forward is over, or has failed."""
+        if self.is_repeated:
+            return
+        self.outermost.forward_order = self.entered
+        for state in self.gathered:
+            state.still_to_run.clear()
+            if not state.awaits_backward and not state.is_held:
+                state.drop()
+
+
+class Backward:
+    """One pass of autograd, with those that it runs inside of itself, and the states that it has come to."""
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.states: dict[ModuleState, None] = {}
+        self.is_over = False
+        self._reducing: ModuleState | None = None
+
+    def reduce(self, state: ModuleState, group: ParameterGroup, bucket: Bucket) -> None:
         """Begin a reduction; of sharded groups one is in flight at a time, so that few buffers are alive."""
         if group.is_sharded:
-            self.finish_reductions()
-        self.reductions += group.reduce(bucket, mesh, state.requires_all_reduce)
+            if self._reducing is not None:
+                self._reducing.finish_reductions()
+            self._reducing = state
+        state.reductions += group.reduce(bucket, state.requires_all_reduce)
 
-    def finish_reductions(self, *, give: bool = True) -> None:
-        """Wait for the reductions in flight, and hand out the gradients."""
-        reductions, self.reductions = self.reductions, []
-        for finish in reductions:
-            finish(give)
+    def end(self) -> None:
+        """Drop what is gathered, and wait for the reductions."""
+        self.is_over = True
+        for state in self.states:
+            state.backward = None
+            state.backward_over(self)
+        for state in self.states:
+            if state.is_last_backward:
+                state.finish_reductions()
 
-    def backward_begins(self) -> None:
-        """Ask to be called at the end of the backward that is running, once."""
-        if not self.awaits_end:
-            self.awaits_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
+    def give_up(self) -> None:
+        """This pass has failed: what it left behind goes, gradients that are not reduced included."""
+        self.is_over = True
+        for state in self.states:
+            state.backward = None
+            state.give_up()
 
-    def backward_ends(self) -> None:
-        """Reduce what is left (parameters that got no gradient kept their bucket waiting) and free everything."""
-        self.awaits_end = False
-        self.left.clear()
-        for state in reversed(self.states):
-            state.backward_over()
-        if self.is_last_backward:
-            self.finish_reductions()
+
+class _AtEnd:
+    """What a pass of autograd calls when it ends. If it fails it only forgets this; then modules show their own."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.end()
+
+    def __del__(self) -> None:
+        if not self._backward.is_over:
+            self._backward.is_over = True
+            for state in self._backward.states:
+                for group in state.groups:
+                    group.show_stored()
+
+
+def current_backward() -> Backward:
+    """The outermost backward that is running on this thread. Asked for the first time, it is told to call back."""
+    found = _thread.backward
+    if found is None or found.is_over:
+        task = torch._C._current_graph_task_id()
+        with _lock:
+            found = _backwards.get(task)
+            if found is None:
+                found = _backwards[task] = Backward(task)
+                torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(found))  # pyright: ignore[reportAttributeAccessIssue]
+        _thread.backward = found
+    return found
+
+
+_backwards: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()  # by number of the graph task
+_lock = threading.Lock()
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """One call of a wrapped module that is running."""
+
+    state: ModuleState
+    module: nn.Module
+    run: Run
+    meshes: tuple[DeviceMesh, ...]  # of the DTensors that it was given
+    compute_mesh: DeviceMesh | None = None
+    hooks: Any = None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.backward: Backward | None = None
+
+
+_thread = _Thread()
+
+
+def abandon_forward() -> None:
+    """Forget the forwards that are running on this thread."""
+    while _thread.frames:
+        _close(_thread.frames.pop())
+
+
+def _close(frame: Frame) -> None:
+    if frame.hooks is not None:
+        frame.hooks.__exit__()
 
 
 class ModuleState:
@@ -125,7 +176,7 @@ class ModuleState:
     Args:
         modules: the modules.
         policy: dtypes.
-        reshard_after_forward: free the gathered parameters after forward; None: unless the module is the outermost.
+        reshard_after_forward: drop the gathered parameters after forward; None: unless the module is the outermost.
     """
 
     def __init__(
@@ -133,188 +184,280 @@ class ModuleState:
     ) -> None:
         self.modules, self.policy = tuple(modules), policy
         self.groups: list[ParameterGroup] = []
-        self.context = Context()
-        self.context.states = [self]
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
+        self.is_last_backward = True
         self.forward_prefetch: list[ModuleState] | None = None
         self.backward_prefetch: list[ModuleState] | None = None
-        self.is_root = True
         self.is_held = False  # the user asked for the gathered parameters, or to keep them
         self.awaits_backward = False
-        self.depth = 0  # how many forwards of this state's modules are inside each other
-        self._knows_children = False
+        self.forward_order: list[ModuleState] = []  # of the last forward in which this one was outermost
+        self.run: Run | None = None  # the last forward that gathered
+        self.compute_mesh: DeviceMesh | None = None  # of the last forward
+        self.backward: Backward | None = None  # the pass that has come to this module
+        self.reductions: list[Finish] = []
         self.still_to_run: set[nn.Module] = set()
         for module in self.modules:
             setattr(module, STATE, self)
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, always_call=True)
 
-    @property
-    def keeps_after_forward(self) -> bool:
-        """Whether the gathered parameters wait for backward."""
-        return self.is_root if self.reshard_after_forward is None else not self.reshard_after_forward
-
     # ---------------------------------------------------------------- gathered or not
 
     def start(self) -> None:
-        """Begin to gather."""
+        """Begin to gather, for a forward."""
         for group in self.groups:
-            group.start_gathering()
+            group.start()
 
-    def show(self) -> None:
-        """Gather, and let the modules see the whole parameters."""
+    def show(self, compute_mesh: DeviceMesh | None) -> None:
+        """Gather, and let the modules see the gathered parameters."""
         for group in self.groups:
-            group.gather()
-            group.show_leaves(self.context.compute_mesh)
+            group.show(compute_mesh)
 
-    def free(self) -> None:
-        """Free the gathered parameters; the modules see the stored ones."""
+    def show_stored(self) -> None:
+        """Let the modules see the stored parameters; keep what was written to the gathered ones."""
+        try:
+            for group in self.groups:
+                group.keep_writes()
+        finally:
+            for group in self.groups:
+                group.show_stored()
+
+    def drop(self) -> None:
+        """Drop the gathered parameters; the modules see the stored ones."""
         self.awaits_backward = False
-        for group in self.groups:
-            group.free()
-            group.show_stored()
+        try:
+            self.show_stored()
+        finally:
+            for group in self.groups:
+                group.drop()
+
+    def _join(self, run: Run) -> None:
+        """Take part in a forward. What is still gathered was left over by another one, and may be out of date."""
+        if self.run is run:
+            return
+        if self.backward is not None:  # it has not come to its end
+            self.backward.give_up()
+        if self.reductions:
+            self.finish_reductions()
+        if not self.is_held:
+            self.drop()
+        else:
+            for group in self.groups:
+                group.drop_outdated()
+        self.run = run
+        run.gathered[self] = None
 
     # ---------------------------------------------------------------- forward
 
     @not_compiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The hook before a module's forward: have its parameters, and begin to gather the next module's."""
-        self.depth += 1
-        repeated = in_backward()
-        if not repeated and self.context.outermost is None:
-            self._share_context()
-            self.context.begin(self, (args, kwargs))
+        frames = _thread.frames
+        run = frames[-1].run if frames else Run(self, in_backward())
+        is_inside = any(frame.state is self for frame in frames)
+        frame = Frame(self, module, run, _meshes_of(args, kwargs))
+        frame.compute_mesh = self._compute_mesh(frame, frames)
+        frames.append(frame)
+        if run.is_repeated:
+            self._touch()
+        else:
+            self._join(run)
+        self.compute_mesh = frame.compute_mesh
         if not self.still_to_run:
             self.still_to_run = set(self.modules)
-        self.show()
-        if not repeated and self.depth == 1:
-            following = self.context.next_in_forward(self)
-            for state in self._ahead(self.forward_prefetch, following):
+        self.show(frame.compute_mesh)
+        if not run.is_repeated and not is_inside:
+            for state in _ahead(self.forward_prefetch, run.next_in_forward(self)):
+                state._join(run)
                 state.start()
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
-        self._watch_inputs((args, kwargs))
+        if torch.is_grad_enabled():
+            if self._drops_after_forward(run):
+                frame.hooks = save_handles()
+            self._watch_inputs((args, kwargs))
         return args, kwargs
 
     @not_compiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The hook after a module's forward, with None where that has raised: free, and wait for backward."""
-        self.depth = max(self.depth - 1, 0)
-        if self.depth:  # a part of a module that treats it as one with itself, or one that calls itself
-            return cast_floats(output, self.policy.output_dtype)
-        watched = self._watch_outputs(output)
-        self.still_to_run.discard(module)
-        if not in_backward():
-            if not self.still_to_run:
-                self._leave(watched)
-            if self.context.outermost is self:
-                self.context.end()
+        """The hook after a module's forward, with None where that has raised: drop, and wait for backward."""
+        frames = _thread.frames
+        at = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
+        if at is None:  # the hook before it has not run
+            return output
+        frame = frames[at]
+        while len(frames) > at:
+            _close(frames.pop())
+        try:
+            self._leave(frame, output)
+        finally:
+            if not frames:
+                frame.run.end()
         return cast_floats(output, self.policy.output_dtype)
 
-    def _leave(self, backward_will_come: bool) -> None:
-        """All modules of this state have run."""
-        kept = backward_will_come and self.keeps_after_forward
-        if not kept and (self.reshard_after_backward or not self.is_held):
-            self.is_held = False
-            self.free()
-        for group in self.groups:
-            group.show_stored()
-        self.awaits_backward = backward_will_come
-        if backward_will_come:
-            self.context.left.append(self)
+    def _leave(self, frame: Frame, output: Any) -> None:
+        outer = next((other for other in reversed(_thread.frames) if other.state is self), None)
+        if outer is not None:  # a part of a module that treats it as one with itself, or one that calls itself
+            if outer.compute_mesh is not frame.compute_mesh:
+                self.show(outer.compute_mesh)
+            return
+        self.still_to_run.discard(frame.module)
+        if frame.run.is_repeated:  # backward is about to use what is gathered, and drops it
+            for group in self.groups:
+                group.keep_writes()
+        elif not self.still_to_run:
+            waits = torch.is_grad_enabled() and self._watch_outputs(frame, output)
+            if not waits or self._drops_after_forward(frame.run):
+                if self.reshard_after_backward or not self.is_held:
+                    self.is_held = False
+                    self.drop()
+            else:
+                self.awaits_backward = True
+            self.show_stored()
+            if waits:
+                frame.run.left.append(self)
 
-    def _watch_outputs(self, output: Any) -> bool:
+    def _drops_after_forward(self, run: Run) -> bool:
+        """Whether the gathered parameters are dropped after forward, and gathered again for backward."""
+        reshard = run.outermost is not self if self.reshard_after_forward is None else self.reshard_after_forward
+        return reshard and any(group.is_sharded for group in self.groups)
+
+    def _watch_outputs(self, frame: Frame, output: Any) -> bool:
         """Be told when backward reaches this module; whether it may. Into some objects one cannot look."""
-        if not torch.is_grad_enabled():
-            return False
         found, opaque = tensors_in(output)
-        hook = functools.partial(self._before_backward, self.context.compute_mesh)
+        hook = functools.partial(self._before_backward, frame.run, frame.compute_mesh)
         for tensor in found:
             if tensor.requires_grad:
-                tensor.register_hook(hook)
                 opaque = True
+                tensor.register_hook(hook)
         return opaque
 
     def _watch_inputs(self, inputs: Any) -> None:
-        """Be told when backward is through, where gradients of the parameters do not tell: some get none."""
-        if not torch.is_grad_enabled() or not any(group.has_frozen and group.is_sharded for group in self.groups):
+        """Drop where gradients of the parameters do not tell that backward is through: some parameters get none."""
+        if not any(group.has_frozen and group.is_sharded for group in self.groups):
             return
         found = [tensor for tensor in tensors_in(inputs)[0] if tensor.requires_grad]
         if found:
-            torch.autograd.graph.register_multi_grad_hook(found, lambda _: self._after_backward())
+            torch.autograd.graph.register_multi_grad_hook(found, lambda _: self._through(self.groups))
+
+    def _compute_mesh(self, frame: Frame, outer: Sequence[Frame]) -> DeviceMesh | None:
+        """The mesh to compute on: that of the inputs over the data axes, of this module or of one that calls it."""
+        for given in (frame, *reversed(outer)):
+            found = _mesh_over(self.groups, given.meshes) if given.meshes else None
+            if found is not None:
+                return found
+        return self.compute_mesh if frame.run.is_repeated else None
 
     # ---------------------------------------------------------------- backward
 
-    def _before_backward(self, compute_mesh: DeviceMesh | None, grad: torch.Tensor) -> None:
-        self.context.compute_mesh = compute_mesh
-        self.context.backward_begins()
-        self.show()
-        following = self.context.next_in_backward(self)
-        for state in self._ahead(self.backward_prefetch, following):
-            state.start()
+    def _touch(self) -> Backward:
+        """Take part in the backward that is running."""
+        found = current_backward()
+        found.states[self] = None
+        self.backward = found
+        return found
 
-    def _ahead(self, chosen: list[ModuleState] | None, following: ModuleState | None) -> Iterable[ModuleState]:
-        return chosen if chosen is not None else () if following is None else (following,)
-
-    def bucket_complete(self, group: ParameterGroup, bucket: Bucket, mesh: DeviceMesh | None) -> None:
-        """All gradients of a bucket are there."""
-        self.context.backward_begins()
-        if group.is_sharded and not group.has_frozen:  # first of all: the reduction needs memory
-            self._after_backward([group])
-        if self.requires_gradient_sync:
-            self.context.reduce(group, bucket, mesh, self)
-        else:
-            group.accumulate()
-
-    def _after_backward(self, groups: Sequence[ParameterGroup] | None = None) -> None:
-        if self.reshard_after_backward:
-            for group in self.groups if groups is None else groups:
-                group.free()
-                group.show_stored()
-
-    def backward_over(self) -> None:
-        """The whole backward is over: reduce what waits for gradients that did not come, and be as between steps."""
-        self.awaits_backward = False
+    def _before_backward(self, run: Run, compute_mesh: DeviceMesh | None, grad: torch.Tensor) -> None:
+        """Backward has come to an output of this module. Memory is gathered early, and one module ahead."""
+        self._touch()
         for group in self.groups:
-            for bucket in group.buckets:
-                for mesh in group.compute_meshes() if self.requires_gradient_sync else ():
-                    self.context.reduce(group, bucket, mesh, self)
-                bucket.arrived.clear()
-            if not self.requires_gradient_sync:
-                group.accumulate()
-        if self.reshard_after_backward:
-            self.is_held = False
-            self.free()
-        else:
-            self.is_held = True
-        for group in self.groups:
-            group.show_stored()
+            group.start_again()
+            group.show_again(compute_mesh)
+        self._gather_ahead(run)
 
-    # ---------------------------------------------------------------- the tree
-
-    def _share_context(self) -> None:
-        """Bring the states of all modules below into one context, the first time that this one runs outermost."""
-        if self._knows_children:
+    def needed(self, gathered: Gathered) -> None:
+        """Backward has come to an operator of this module that needs its parameters."""
+        if not in_backward():
+            gathered.finish()
             return
-        self._knows_children = True
-        found = list(states_under(*self.modules))
-        for state in found:
-            if state is not self:
-                state.is_root = False
-            state.context = self.context
-        self.context.states = found
+        self._touch()
+        gathered.finish()
+        for group in self.groups:
+            group.show_again(self.compute_mesh)
+        if self.run is not None:
+            self._gather_ahead(self.run)
+
+    def _gather_ahead(self, run: Run) -> None:
+        for state in _ahead(self.backward_prefetch, run.next_in_backward(self)):
+            state._touch()
+            for group in state.groups:
+                group.start_again()
+
+    def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
+        """Backward has run everything that gives gradients to a bucket."""
+        backward = self._touch()
+        is_inner = torch._C._current_graph_task_id() != backward.task
+        if is_inner and not group.has_all_gradients(bucket):
+            return  # one part of a module that checkpointing goes through part by part
+        if not group.has_frozen:  # first of all: the reduction needs memory
+            self._through([group])
+        if self.requires_gradient_sync:
+            backward.reduce(self, group, bucket)
+
+    def _through(self, groups: Iterable[ParameterGroup]) -> None:
+        if self.reshard_after_backward:
+            for group in groups:
+                group.drop()
+
+    def backward_over(self, backward: Backward) -> None:
+        """The whole backward is over: be as between steps."""
+        if self.requires_gradient_sync:
+            for group in self.groups:
+                for bucket in group.buckets:
+                    if bucket.pending:
+                        backward.reduce(self, group, bucket)
+        self.awaits_backward = False
+        self.is_held = not self.reshard_after_backward
+        if self.reshard_after_backward:
+            self.drop()
+
+    def finish_reductions(self, *, give: bool = True) -> None:
+        """Wait for the reductions in flight, and hand out the gradients."""
+        reductions, self.reductions = self.reductions, []
+        for finish in reductions:
+            finish(give)
+
+    def give_up(self) -> None:
+        """A forward or backward has failed: what it left behind goes, gradients that are not reduced included."""
+        self.is_held, self.run = False, None
+        self.still_to_run.clear()
+        self.finish_reductions(give=False)
+        for group in self.groups:
+            group.drop()
+            group.forget_gradients()
 
 
-def _compute_mesh(states: Iterable[ModuleState], inputs: Any) -> DeviceMesh | None:
-    """The mesh of the inputs, where they are DTensors over the data axes; None where each rank computes on its own."""
-    meshes = {tensor._spec.mesh for tensor in tensors_in(inputs)[0] if isinstance(tensor, DTensor)}
-    data = {group.data_mesh for state in states for group in state.groups}
+def _ahead(chosen: list[ModuleState] | None, following: ModuleState | None) -> Iterable[ModuleState]:
+    return chosen if chosen is not None else () if following is None else (following,)
+
+
+def _meshes_of(args: Any, kwargs: Any) -> tuple[DeviceMesh, ...]:
+    """The meshes of the DTensors among the inputs."""
+    plain = (torch.Tensor, nn.Parameter)
+    if not kwargs and all(type(arg) in plain for arg in args):
+        return ()
+    found: list[Any] = tensors_in((args, kwargs))[0]
+    if torch._C._are_functorch_transforms_active():
+        found = [_unwrapped(tensor) for tensor in found]
+    return tuple(dict.fromkeys([tensor._spec.mesh for tensor in found if isinstance(tensor, DTensor)]))
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """The tensor under those of transforms of torch.func."""
+    native: Any = getattr(torch._C, "_functorch")  # noqa: B009  # not declared to type checkers
+    while native.is_functorch_wrapped_tensor(tensor):
+        tensor = native.get_unwrapped(tensor)
+    return tensor
+
+
+def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
+    """Which of the meshes has the data axes; None where each rank computes on its own."""
     found: DeviceMesh | None = None
     for mesh in meshes:
-        for axes in data:
+        for axes in dict.fromkeys([group.data_mesh for group in groups]):
             if mesh.root is not axes.root or not _grid_axes(mesh) & _grid_axes(axes):
                 continue
             if not set(axes.axes) <= set(mesh.axes) or (found is not None and found is not mesh):

@@ -18,7 +18,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Shard, as_placement
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.world import init_device_mesh
-from shardwise.parallel.engine import ModuleState
+from shardwise.parallel.engine import ModuleState, abandon_forward
 from shardwise.parallel.group import ParameterGroup, by_dtype
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.module import DataParallelModule
@@ -43,7 +43,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the module has its whole parameters."""
         if self._state is not None:
-            self._state.show()
+            self._state.show(None)
             self._state = None
 
 
@@ -69,6 +69,8 @@ class FSDPModule(DataParallelModule):
         Args:
             async_op: return at once with a handle to wait on.
         """
+        if not self._state.is_held:
+            self._state.drop()
         self._state.is_held = True
         self._state.start()
         handle = UnshardHandle(self._state)
@@ -80,7 +82,7 @@ class FSDPModule(DataParallelModule):
     def reshard(self) -> None:
         """Free the gathered parameters of the module; it shows its shards."""
         self._state.is_held = False
-        self._state.free()
+        self._state.drop()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a hybrid mesh: whether backward also adds gradients up over the replicas, or only scatters them."""
@@ -90,7 +92,7 @@ class FSDPModule(DataParallelModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward waits for the reductions; if not, a later one does."""
         for state in self._states():
-            state.context.is_last_backward = is_last_backward
+            state.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the gathered parameters are freed after forward, and gathered again for backward."""
@@ -112,7 +114,9 @@ class FSDPModule(DataParallelModule):
 
     def reset_iter_state(self) -> None:
         """Drop what a failed forward or backward left behind. The next forward does it too, so it is seldom needed."""
-        self._state.context.give_up()
+        abandon_forward()
+        for state in self._states():
+            state.give_up()
 
 
 def fully_shard(
@@ -171,7 +175,7 @@ def fully_shard(
     state = ModuleState(modules, policy, reshard)
     for group in by_dtype(managed):
         own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
-        state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state.bucket_complete))
+        state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state))
     for each in modules:
         subclass_with(each, FSDPModule, "FSDP")
     return modules if not isinstance(module, nn.Module) else module

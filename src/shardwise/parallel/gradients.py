@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from shardwise.dispatch.together import alike
 from shardwise.parallel.together import redistributed_together
 from shardwise.tensor import DTensor
 
-__all__ = ["add_up", "add_up_after_backward"]
+__all__ = ["add_up", "add_up_after_backward", "users_hooks"]
 
 _WATCHED = "_shardwise_added_up"  # on a parameter whose gradient is added up
 _lock = threading.Lock()
@@ -35,6 +36,15 @@ def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
             parameter.register_hook(functools.partial(_about_to_reach, weakref.ref(parameter)))
             parameter.register_post_accumulate_grad_hook(_reached)
             setattr(parameter, _WATCHED, True)
+
+
+def users_hooks(hooks: Mapping[int, Callable[..., Any]] | None) -> list[Callable[..., Any]]:
+    """The hooks of a parameter that are not from here."""
+    return [
+        hook
+        for hook in (hooks or {}).values()
+        if hook is not _reached and getattr(hook, "func", None) is not _about_to_reach
+    ]
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
@@ -19,6 +20,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.parallel.flat import FlatLayout
+from shardwise.parallel.gathered import Gathered, Leaves, Source, at_once, completion_token
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.sums import parts_of_sums
@@ -27,17 +29,34 @@ from shardwise.tensor import DTensor, dtensor_of
 __all__ = ["Bucket", "Finish", "ParameterGroup", "by_dtype"]
 
 Finish = Callable[[bool], None]  # waits; with True it gives the gradients out, with False they are lost
-Arrived = Callable[["ParameterGroup", "Bucket", DeviceMesh | None], None]
+Key = tuple[DeviceMesh | None, Source]
+
+
+@runtime_checkable
+class Owner(Protocol):
+    """What a group asks of the state that it belongs to."""
+
+    requires_gradient_sync: bool
+
+    def needed(self, gathered: Gathered) -> None:
+        """Backward needs gathered memory that has been dropped."""
+        ...
+
+    def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
+        """A backward has run everything that gives gradients to a bucket."""
+        ...
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, and which of them have got theirs."""
+    """Parameters whose gradients are reduced together."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         self.indices = tuple(indices)
-        self.arrived: set[int] = set()
-        # by where they were computed and whose they are: gradients scattered, and not yet added up over the replicas
-        self.unreduced: dict[DeviceMesh | None, dict[tuple[int, ...], DTensor]] = {}
+        self.token: torch.Tensor | None = None
+        # by where they were computed and whose they are: gradients that are not reduced yet, by index
+        self.pending: dict[Key, dict[int, Any]] = {}
+        # and those that are scattered, but not yet reduced over the replicas, by the indices that they are of
+        self.unreduced: dict[Key, dict[tuple[int, ...], DTensor]] = {}
 
 
 class ParameterGroup:
@@ -48,7 +67,7 @@ class ParameterGroup:
         data_mesh: the data axes.
         policy: dtypes.
         buckets: indices of the parameters whose gradients travel together.
-        arrived: called when a bucket has all its gradients.
+        owner: is told what backward needs, and when a bucket has all its gradients.
     """
 
     def __init__(
@@ -57,20 +76,19 @@ class ParameterGroup:
         data_mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         buckets: Sequence[Sequence[int]],
-        arrived: Arrived,
+        owner: Owner,
     ) -> None:
         self.parameters, self.data_mesh, self.policy = tuple(parameters), data_mesh, policy
         for parameter in self.parameters:
             parameter.install()
-        self._all = tuple(range(len(self.parameters)))
         self.buckets = [Bucket(indices) for indices in buckets]
-        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
-        self._on_complete = arrived
-        self.is_gathered = False
-        self._shows_leaves = False
+        self._owner = owner
+        self.current: Gathered | None = None  # the copy that was gathered last; its memory may have been dropped
+        self._others: list[Gathered] = []  # earlier ones that backward has asked for
+        self.shown: list[Any] | None = None  # what the modules hold in the place of the stored parameters
+        self._held: list[Any] = []  # what they held before
         self.is_sharded = any(parameter.is_sharded for parameter in self.parameters)
-        self._gathering: DTensor | None = None
-        self._accumulated: dict[tuple[DeviceMesh | None, int], torch.Tensor] = {}
+        self._source = Source([parameter.stored for parameter in self.parameters], {})
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
 
     @property
@@ -98,46 +116,90 @@ class ParameterGroup:
 
     # ---------------------------------------------------------------- gathering
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered parameters are there."""
+        return self.current is not None and self.current.tensors is not None
+
+    def _look(self) -> Source:
+        """What the modules hold now: stored parameters, or tensors that a caller has put in their place."""
+        held = [parameter.held() for parameter in self.parameters]
+        if all(have is stored for have, stored in zip(held, self._source.stored, strict=True)):
+            return self._source
+        stored: list[Any] = []
+        for parameter, have in zip(self.parameters, held, strict=True):
+            if have is not parameter.stored and isinstance(have, nn.Parameter):
+                parameter.check_assigned(have)
+                parameter.stored = have  # by load_state_dict(assign=True), a conversion, ...
+            stored.append(have if have is parameter.stored else None)
+        substituted = {index: have for index, have in enumerate(held) if stored[index] is None}
+        self._source = Source(stored, substituted)
+        return self._source
+
+    def start(self) -> None:
+        """Begin to gather for a forward, in the background where the fabric can; nothing where it is there."""
+        if self.shown is not None:
+            return
+        source, current = self._look(), self.current
+        if current is not None and current.source is source and current.is_present and self._is_valid(current):
+            return
+        self._drop_all()
+        self.current = Gathered(self, source)
+        self.current.start()
+
+    def start_again(self) -> None:
+        """Begin to gather for backward what forward had gathered."""
+        if self.current is not None and self.current.is_up_to_date:
+            self.current.start()
+
+    def show_again(self, compute_mesh: DeviceMesh | None) -> None:
+        """Let the modules see in backward what they saw in forward: checkpointing may repeat parts of it."""
+        current = self.current
+        if self.shown is None and current is not None and current.is_present and current.source is self._look():
+            self.show(compute_mesh)
+
+    def drop_outdated(self) -> None:
+        """Drop the gathered parameters if the stored ones have changed since."""
+        if self.current is not None and not (self.current.is_present and self._is_valid(self.current)):
+            self.drop()
+
+    def _is_valid(self, gathered: Gathered) -> bool:
+        """Whether a copy has the values of the stored parameters, or where nothing is gathered, their memory."""
+        if self.is_sharded:
+            return gathered.is_up_to_date
+        tensors, stored = gathered.tensors, gathered.source.stored
+        return tensors is not None and all(tensors[i] is stored[i]._local_tensor for i in gathered.source.indices)
+
     @torch.no_grad()
-    def start_gathering(self) -> None:
-        """Begin to gather, in the background where the fabric can."""
-        if self.is_gathered or self._gathering is not None:
-            return
-        if not self._shows_leaves:
-            for parameter in self.parameters:
-                parameter.refresh()
-        if not self.is_sharded:
-            return
-        self._check_dtypes()
-        layout = self._layout(self._all)
-        locals_ = [_local(parameter.stored) for parameter in self.parameters]
+    def launch(self, source: Source) -> DTensor | None:
+        """Begin the all-gather of stored parameters."""
+        if not self.is_sharded or not source.indices:
+            return None
+        self._check_dtypes(source)
+        layout = self._layout(source.indices)
+        locals_ = [_local(source.stored[index]) for index in source.indices]
         row = fabric_of(self.data_mesh).map(
             self.data_mesh, lambda _, *tensors: layout.joined(tensors, self.dtype), *locals_
         )
         whole = [Replicate()] * self.data_mesh.ndim
         flat = dtensor_of(self._flat_spec(layout, self.dtype, [*whole[:-1], Shard(0)]), row)
-        self._gathering = flat.redistribute(placements=whole, async_op=True)
+        return flat.redistribute(placements=whole, async_op=True)
 
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Have the parameters whole: begin if need be, wait, and copy each to the memory of its leaves."""
-        if self.is_gathered:
-            return
-        self.start_gathering()
-        with torch.inference_mode(False):
-            for parameter in self.parameters:
-                parameter.prepare(self.dtype if parameter.is_sharded else parameter.stored.dtype)
-        if self._gathering is not None:
-            self._spread(self._gathering._local_tensor)
-            self._gathering = None
-        self.is_gathered = True
-
-    def _spread(self, gathered: torch.Tensor) -> None:
-        layout = self._layout(self._all)
-        self._resize(filled=True)
-        wholes = [parameter.whole for parameter in self.parameters]
-        for buffer, coordinates, tensors in self._rank_by_rank(gathered, self._all, wholes):
-            layout.spread(buffer, coordinates, tensors)
+    def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
+        """Wait for an all-gather, and copy each parameter to memory of its own; by index."""
+        found: list[Any] = [None] * len(self.parameters)
+        for index in source.indices:
+            stored = source.stored[index]
+            if buffer is None:
+                found[index] = _local(stored)
+            else:
+                found[index] = self.parameters[index].empty_gathered(self.dtype, stored.device)
+        if buffer is not None:
+            layout = self._layout(source.indices)
+            tensors = [found[index] for index in source.indices]
+            for flat, coordinates, wholes in self._rank_by_rank(buffer._local_tensor, source.indices, tensors):
+                layout.spread(flat, coordinates, wholes)
+        return found
 
     def _rank_by_rank(
         self, buffer: torch.Tensor, indices: tuple[int, ...], locals_: Sequence[Any]
@@ -149,40 +211,108 @@ class ParameterGroup:
         for (_, flat), *row in zip(buffers, *columns, strict=True):
             yield flat, [coordinate for coordinate, _ in row], [tensor for _, tensor in row]
 
-    def _resize(self, *, filled: bool) -> None:
-        """Take or give back the memory of the gathered parameters, behind every tensor that looks at it."""
-        fabric = fabric_of(self.data_mesh)
-        for parameter in self.parameters:
-            for storage, size, tensor in parameter.storages:
-                storage.resize_(size if filled else 0)
-                fabric.resized(tensor)
+    def needed(self, gathered: Gathered) -> None:
+        """Backward needs memory that has been dropped: share that of an equal copy, or gather again."""
+        for other in (self.current, *self._others):
+            if other is not None and other.lend(gathered):
+                self._others.append(gathered)
+                return
+        if self.current is not None and self.current.is_present and self.current is not gathered:
+            self._others.append(gathered)
+        else:
+            self.current = gathered
+        self._owner.needed(gathered)
 
-    def free(self) -> None:
-        """Give back the memory of the gathered parameters. What autograd has saved of them stays, empty."""
-        if self._gathering is not None:
-            _ = self._gathering._local_tensor  # a collective in flight is finished before its buffer goes
-            self._gathering = None
-        if self.is_gathered and self.is_sharded:
-            self._resize(filled=False)
-        self.is_gathered = False
+    def drop(self) -> None:
+        """Drop the gathered parameters. What somebody else keeps of them stays."""
+        self.show_stored()
+        if self.is_sharded:
+            self._drop_all()
 
-    def show_leaves(self, compute_mesh: DeviceMesh | None) -> None:
+    def _drop_all(self) -> None:
+        for gathered in (self.current, *self._others):
+            if gathered is not None:
+                gathered.drop()
+        self._others.clear()
+
+    # ---------------------------------------------------------------- what modules see
+
+    def show(self, compute_mesh: DeviceMesh | None) -> None:
         """Let the modules see the gathered parameters."""
-        self._shows_leaves = True
-        with torch.inference_mode(False):
-            for index, parameter in enumerate(self.parameters):
-                parameter.register(parameter.leaf(compute_mesh, self._gradient_came, index))
+        if self.shown is None:
+            self.start()
+        gathered = self.current
+        assert gathered is not None
+        gathered.finish()
+        leaves = gathered.leaves(compute_mesh)
+        substituted = gathered.source.substituted
+        if substituted:
+            leaves = list(leaves)
+            for index, given in substituted.items():
+                leaves[index] = self.parameters[index].from_caller(given, compute_mesh, self._compute_dtype(index))
+        if self.shown is None:
+            self._held = [parameter.held() for parameter in self.parameters]
+        self.shown = leaves
+        for parameter, leaf in zip(self.parameters, leaves, strict=True):
+            parameter.register(leaf)
+
+    def _compute_dtype(self, index: int) -> torch.dtype:
+        return self.dtype if self.is_sharded else self.parameters[index].stored.dtype
 
     def show_stored(self) -> None:
-        """Let the modules, and whoever looks, see the stored parameters."""
-        if not self._shows_leaves:  # whatever stands there now may be the user's
+        """Let the modules, and whoever looks, see what they held before."""
+        if self.shown is None:  # what they hold now may be the user's
             return
-        self._shows_leaves = False
-        for parameter in self.parameters:
-            parameter.register(parameter.stored)
+        for parameter, leaf, held in zip(self.parameters, self.shown, self._held, strict=True):
+            if parameter.held() is leaf:
+                parameter.register(held)
+        self.shown, self._held = None, []
 
-    def _check_dtypes(self) -> None:
-        dtypes = {parameter.stored.dtype for parameter in self.parameters}
+    def make_leaves(self, gathered: Gathered, compute_mesh: DeviceMesh | None) -> list[Any]:
+        """A leaf for each gathered parameter; the gradients of a bucket come back through one node of autograd."""
+        source, tensors = gathered.source, gathered.tensors
+        assert tensors is not None
+        found: list[Any] = [None] * len(self.parameters)
+        for index in source.indices:
+            found[index] = self.parameters[index].leaf(tensors[index], compute_mesh)
+        for bucket in self.buckets:
+            chosen = [i for i in bucket.indices if found[i] is not None and source.stored[i].requires_grad]
+            if not chosen:
+                continue
+            take = functools.partial(self._take, bucket, (compute_mesh, source), chosen)
+            token = self._token(bucket, source.stored[chosen[0]])
+            leaves: Any = Leaves.apply(token, take, [found[index] for index in chosen])
+            at_once(leaves[0])
+            for index, leaf in zip(chosen, leaves, strict=True):
+                found[index] = leaf
+        return found
+
+    def _token(self, bucket: Bucket, stored: Any) -> torch.Tensor:
+        if bucket.token is None or stored.device not in (bucket.token.device, torch.device("meta")):
+            bucket.token = completion_token(stored, functools.partial(self._owner.completed, self, bucket))
+        return bucket.token
+
+    def keep_writes(self) -> None:
+        """Keep what forward has written to parameters, where that is the same on all ranks; else raise."""
+        gathered = self.current
+        if gathered is None or gathered.tensors is None:
+            return
+        for index, writes in gathered.take_writes().items():
+            parameter = self.parameters[index]
+            stored: Any = gathered.source.stored[index]
+            whole = gathered.tensors[index]
+            for mesh, in_graph in writes:
+                if in_graph or mesh is None or whole.dtype is not stored.dtype:
+                    raise UnsupportedError(
+                        f"{parameter.name} was written to while it was gathered{_why(mesh, in_graph)}",
+                        hint="write to the parameter when it is not gathered, under torch.no_grad(); or give inputs as "
+                        "DTensors over the data axes, with which all ranks write the same",
+                    )
+            parameter.write_back(stored, whole)
+            gathered.versions = gathered.source.versions()
+
+    def _check_dtypes(self, source: Source) -> None:
+        dtypes = {source.stored[index].dtype for index in source.indices}
         if len(dtypes) > 1 and self.policy.param_dtype is None:
             raise UnsupportedError(
                 f"parameters that were of one dtype when they were sharded are now of {sorted(map(str, dtypes))}",
@@ -191,90 +321,74 @@ class ParameterGroup:
 
     # ---------------------------------------------------------------- gradients
 
-    def _gradient_came(self, compute_mesh: DeviceMesh | None, index: int) -> None:
-        bucket = self._bucket_of[index]
-        bucket.arrived.add(index)
-        if all(i in bucket.arrived for i in bucket.indices if self.parameters[i].stored.requires_grad):
-            bucket.arrived.clear()
-            self._on_complete(self, bucket, compute_mesh)
+    @torch.no_grad()
+    def _take(self, bucket: Bucket, key: Key, indices: Sequence[int], grads: Sequence[Any]) -> None:
+        """Gradients of a bucket have come; there may be others in this backward, and earlier ones."""
+        pending = bucket.pending.setdefault(key, {})
+        for index, grad in zip(indices, grads, strict=True):
+            if grad is None:
+                continue
+            before = pending.get(index)
+            if self._owner.requires_gradient_sync:
+                pending[index] = grad if before is None else before + grad
+            else:  # kept for long: in the dtype of the reduction, in memory of its own
+                kept = grad.to(self.policy.reduce_dtype or grad.dtype, copy=before is None)
+                pending[index] = kept if before is None else before + kept
 
-    def compute_meshes(self) -> list[DeviceMesh | None]:
-        """Where leaves have gradients that are not reduced yet; in an order that is the same on all ranks."""
-        waiting = [mesh for p in self.parameters for mesh, leaf in p.leaves.items() if leaf.grad is not None]
-        return list(dict.fromkeys([*waiting, *(mesh for mesh, _ in self._accumulated)]))
+    def has_all_gradients(self, bucket: Bucket) -> bool:
+        """Whether every parameter of a bucket that wants a gradient has got one."""
+        wanted = {index for index in bucket.indices if self.parameters[index].stored.requires_grad}
+        return all(wanted <= grads.keys() for grads in bucket.pending.values())
 
     @torch.no_grad()
-    def accumulate(self) -> None:
-        """Keep gradients for a later reduction, in the dtype that they will be reduced in."""
-        dtype = self.policy.reduce_dtype
-        for index, parameter in enumerate(self.parameters):
-            for mesh, leaf in parameter.leaves.items():
-                if leaf.grad is None or dtype is None or leaf.grad.dtype is dtype:
-                    continue
-                key = (mesh, index)
-                more = leaf.grad.to(dtype)
-                self._accumulated[key] = self._accumulated[key] + more if key in self._accumulated else more
-                leaf.grad = None
-
-    def _take_gradient(self, index: int, compute_mesh: DeviceMesh | None) -> torch.Tensor:
-        leaf = self.parameters[index].leaves[compute_mesh]
-        grad, before = leaf.grad, self._accumulated.pop((compute_mesh, index), None)
-        leaf.grad = None
-        if grad is None or before is None:
-            return before if grad is None else grad  # pyright: ignore[reportReturnType]  # one of them is there
-        return before + grad
-
-    @torch.no_grad()
-    def reduce(self, bucket: Bucket, compute_mesh: DeviceMesh | None, all_reduce: bool) -> list[Finish]:
+    def reduce(self, bucket: Bucket, all_reduce: bool) -> list[Finish]:
         """Begin to reduce the gradients of a bucket; what comes back waits, and gives the stored parameters theirs."""
-        bucket.arrived.clear()
+        pending, bucket.pending = bucket.pending, {}
+        found: list[Finish] = []
+        for key in dict.fromkeys([*bucket.unreduced, *pending]):
+            found += self._reduce(bucket, key, pending.get(key, {}), all_reduce)
+        return found
+
+    def _reduce(self, bucket: Bucket, key: Key, grads: dict[int, Any], all_reduce: bool) -> list[Finish]:
         # plain leaves compute a loss for each rank, of which the mean is meant; DTensors compute the loss of all
-        part = Partial("avg") if compute_mesh is None else Partial()
+        part = Partial("avg") if key[0] is None else Partial()
         scattered: Placement = Shard(0) if self.is_sharded else Replicate()
         replicas = self.data_mesh.ndim - 1
-        waiting = bucket.unreduced.setdefault(compute_mesh, {})
-        indices = tuple(index for index in bucket.indices if self._has_gradient(index, compute_mesh))
+        waiting = bucket.unreduced.setdefault(key, {})
+        indices = tuple(index for index in bucket.indices if index in grads)
         if indices:
-            flat = self._flattened(indices, self._layout(indices), compute_mesh, part)
+            flat = self._flattened(indices, self._layout(indices), [grads.pop(i) for i in indices], key[0], part)
             if not all_reduce or indices in waiting:
                 flat = flat.redistribute(placements=[part] * replicas + [scattered])
                 flat: Any = waiting[indices] + flat if indices in waiting else flat
             waiting[indices] = flat
         if not all_reduce:
             return []
-        del bucket.unreduced[compute_mesh]
+        del bucket.unreduced[key]
         goal = [Replicate()] * replicas + [scattered]
         return [
-            functools.partial(self._finish, flat.redistribute(placements=goal, async_op=True), of)
+            functools.partial(self._finish, flat.redistribute(placements=goal, async_op=True), of, key[1])
             for of, flat in waiting.items()
         ]
 
-    def _finish(self, reduced: DTensor, indices: tuple[int, ...], give: bool) -> None:
+    def _finish(self, reduced: DTensor, indices: tuple[int, ...], source: Source, give: bool) -> None:
         local = reduced._local_tensor
         if give:
-            self._give(local, indices, self._layout(indices))
+            self._give(local, indices, source)
 
     def forget_gradients(self) -> None:
         """Drop gradients that were not reduced: those of a backward that failed."""
-        self._accumulated.clear()
         for bucket in self.buckets:
-            bucket.arrived.clear()
+            bucket.pending.clear()
             bucket.unreduced.clear()
-        for parameter in self.parameters:
-            for leaf in parameter.leaves.values():
-                leaf.grad = None
-
-    def _has_gradient(self, index: int, compute_mesh: DeviceMesh | None) -> bool:
-        leaf = self.parameters[index].leaves.get(compute_mesh)
-        return (leaf is not None and leaf.grad is not None) or (compute_mesh, index) in self._accumulated
 
     def _flattened(
-        self, indices: tuple[int, ...], layout: FlatLayout, mesh: DeviceMesh | None, part: Partial
+        self, indices: tuple[int, ...], layout: FlatLayout, grads: list[Any], mesh: DeviceMesh | None, part: Partial
     ) -> DTensor:
         """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
-        leaves = [self.parameters[index].leaves[mesh] for index in indices]
-        grads = [self._take_gradient(index, mesh) for index in indices]
-        locals_ = parts_of_sums(grads, leaves, self.data_mesh)
+        specs = [self.parameters[index].leaf_spec(mesh) for index in indices]
+        locals_ = parts_of_sums(grads, specs, self.data_mesh)
+        grads.clear()
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
@@ -288,16 +402,38 @@ class ParameterGroup:
         fabric = fabric_of(self.data_mesh)
         return fabric.map(self.data_mesh, lambda _, tensor: make(size, dtype=dtype, device=tensor.device), like)
 
-    def _give(self, row: torch.Tensor, indices: tuple[int, ...], layout: FlatLayout) -> None:
-        """Add each stored parameter's part of a reduced buffer to its gradient."""
+    def _give(self, row: torch.Tensor, indices: tuple[int, ...], source: Source) -> None:
+        """Give each stored parameter its part of a reduced buffer, as autograd would: with its hooks."""
+        layout = self._layout(indices)
         for at, index in enumerate(indices):
-            parameter = self.parameters[index]
-            stored: Any = parameter.stored
-            mesh = parameter.spec.mesh
+            stored: Any = source.stored[index]
+            mesh = self.parameters[index].spec.mesh
             local = fabric_of(mesh).map(mesh, functools.partial(_block, layout, at), row)
-            grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
             with torch.no_grad():
-                stored.grad = grad if stored.grad is None else stored.grad + grad
+                grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
+                accumulate(stored, grad)
+
+
+def accumulate(stored: Any, grad: DTensor) -> None:
+    """Add to the gradient of a parameter, and call its hooks. The gradient has the layout of the parameter."""
+    given: Any = grad
+    for hook in [*(stored._backward_hooks or {}).values()]:
+        changed = hook(given)
+        given = given if changed is None else changed
+    total = given if stored.grad is None else stored.grad + given
+    if total._spec is not stored._spec:
+        total = total.redistribute(placements=stored._spec.placements, shard_order=stored._spec.shard_order)
+    stored.grad = total
+    for hook in [*(stored._post_accumulate_grad_hooks or {}).values()]:
+        hook(stored)
+
+
+def _why(mesh: DeviceMesh | None, in_graph: bool) -> str:
+    if in_graph:
+        return " by an operator that autograd follows"
+    if mesh is None:
+        return ", where each rank computes on its own plain tensors: the ranks' copies of it may differ now"
+    return " in another dtype than it is stored in"
 
 
 def by_dtype(parameters: Iterable[ManagedParameter]) -> list[list[ManagedParameter]]:

@@ -1,31 +1,65 @@
 """One parameter of a data parallel module: how it is stored between steps, and the tensor that computes in its place.
 
 Stored it is a DTensor parameter over the data axes and those of tensor parallelism. Forward and backward see a leaf
-that stands for the gathered parameter: a plain tensor, or a DTensor. All leaves of a parameter share one memory, which
-comes and goes without autograd noticing. Moves nothing between ranks.
+in its place, on gathered memory: a plain tensor, or a DTensor. Issues no collective, except for tensors that a caller
+puts in the place of the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Replicate, Shard
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.flat import Slot
+from shardwise.parallel.gradients import users_hooks
 from shardwise.tensor import DTensor, dtensor_of
 
-__all__ = ["ManagedParameter", "Owner"]
+__all__ = ["GatheredParameter", "ManagedParameter", "Owner"]
 
 Owner = tuple[nn.Module, str]
 MARK = "_shardwise_managed"
+
+
+class _CountsWrites:
+    """Its `data` counts versions with it, so that a write to it is seen."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()  # pyright: ignore[reportAttributeAccessIssue]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class GatheredParameter(_CountsWrites, nn.Parameter):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """A gathered parameter in plain memory.
+
+    Example:
+        >>> leaf = torch.Tensor._make_subclass(GatheredParameter, torch.zeros(2))
+        >>> _ = leaf.data.add_(1)
+        >>> leaf._version
+        1
+    """
+
+
+class GatheredRanks(_CountsWrites, RankTensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """A gathered parameter of virtual ranks.
+
+    Example:
+        >>> GatheredRanks([torch.zeros(2)]).data.tensors
+        (tensor([0., 0.]),)
+    """
 
 
 class ManagedParameter:
@@ -53,9 +87,7 @@ class ManagedParameter:
         self.slot = _slot(self.origin, meta, data_mesh, dim, name)
         self.stored = self._store(parameter)
         self._given = parameter
-        self.whole: torch.Tensor | None = None  # the memory of the leaves
-        self.storages: list[tuple[torch.UntypedStorage, int, torch.Tensor]] = []  # those that come and go, how large
-        self.leaves: dict[DeviceMesh | None, nn.Parameter] = {}
+        self._leaf_specs: dict[DeviceMesh | None, DTensorSpec | None] = {}
 
     @property
     def spec(self) -> DTensorSpec:
@@ -83,6 +115,10 @@ class ManagedParameter:
         for key, value in parameter.__dict__.items():
             if key not in ("_local_tensor", "_spec", "_is_param"):
                 setattr(stored, key, value)
+        for hook in users_hooks(parameter._backward_hooks):
+            stored.register_hook(hook)
+        for hook in users_hooks(parameter._post_accumulate_grad_hooks):
+            stored.register_post_accumulate_grad_hook(hook)
         return stored
 
     # ---------------------------------------------------------------- what the modules hold
@@ -93,77 +129,94 @@ class ManagedParameter:
         del self._given
         self.register(self.stored)
 
-    def register(self, tensor: nn.Parameter) -> None:
+    def register(self, tensor: torch.Tensor | None) -> None:
         """Let every owner hold `tensor` as its parameter."""
         for module, name in self.owners:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = tensor
-            else:  # who watches for parameters keeps a list of them (nn.LSTM)
-                setattr(module, name, tensor)
+            module._parameters[name] = tensor  # pyright: ignore[reportArgumentType]
+            names = module.__dict__.get("_flat_weights_names")  # recurrent layers also keep a list
+            if names is not None and name in names:
+                module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
 
-    def refresh(self) -> None:
-        """Take over a stored parameter that was put in the place of ours (by `load_state_dict(assign=True)`, ...)."""
+    def held(self) -> Any:
+        """What the modules hold as this parameter now; None where they have none any more."""
         module, name = self.owners[0]
-        held = module._parameters[name]
-        if held is self.stored:
-            return
-        same = isinstance(held, DTensor) and held._spec.with_dtype(self.spec.tensor_meta.dtype) is self.spec
-        if not same or held is None:
+        return module._parameters.get(name)
+
+    def check_assigned(self, held: Any) -> None:
+        """Refuse a parameter in the place of the stored one that has another layout."""
+        if not isinstance(held, DTensor) or held._spec.with_dtype(self.spec.tensor_meta.dtype) is not self.spec:
             given = held._spec if isinstance(held, DTensor) else type(held).__name__
             raise LayoutError(
                 f"{self.name} was replaced by {given}, but the module stores it as {self.spec}",
                 hint="copy values into the parameter, or assign a DTensor of that layout",
             )
-        self.stored = held  # pyright: ignore[reportAttributeAccessIssue]  # a Parameter by its mark
-        self.register(self.stored)
 
-    # ---------------------------------------------------------------- leaves
+    # ---------------------------------------------------------------- what computes
 
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Have memory to compute with, of this dtype. What is replicated computes with the stored memory itself."""
-        if not self.is_sharded and dtype is self.stored.dtype:
-            if self.whole is not self.stored._local_tensor:  # pyright: ignore[reportAttributeAccessIssue]
-                self.whole = self.stored._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-                self.leaves.clear()
-        elif self.whole is None or self.whole.dtype is not dtype or self.whole.device != self.stored.device:
-            mesh, device = self.spec.mesh, self.stored.device
-            self.whole = fabric_of(mesh).build(
-                mesh,
-                lambda coordinate: torch.empty(self.slot.gathered_shape(coordinate), dtype=dtype, device=device),
-            )
-            tensors = [tensor for _, tensor in fabric_of(mesh).parts(mesh, self.whole)]
-            self.storages = [(t.untyped_storage(), t.numel() * t.element_size(), t) for t in tensors]
-            self.leaves.clear()
+    def empty_gathered(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """New memory for the gathered parameter."""
+        return fabric_of(self.spec.mesh).build(
+            self.spec.mesh,
+            lambda coordinate: torch.empty(self.slot.gathered_shape(coordinate), dtype=dtype, device=device),
+        )
 
-    def leaf(
-        self, compute_mesh: DeviceMesh | None, came: Callable[[DeviceMesh | None, int], None], index: int
-    ) -> nn.Parameter:
-        """The leaf that computes: on `compute_mesh`, or with None as the parameter was before it was stored.
+    def leaf_spec(self, compute_mesh: DeviceMesh | None) -> DTensorSpec | None:
+        """The layout of the gathered parameter on the mesh of the inputs; None where it is a plain tensor."""
+        if compute_mesh not in self._leaf_specs:
+            self._leaf_specs[compute_mesh] = self.origin if compute_mesh is None else self._remapped(compute_mesh)
+        return self._leaf_specs[compute_mesh]
 
-        `came(compute_mesh, index)` is called when it has got a gradient.
-        """
-        found = self.leaves.get(compute_mesh)
-        if found is None:
-            found = self._make_leaf(compute_mesh)
-            self.leaves[compute_mesh] = found
-        if found.requires_grad is not self.stored.requires_grad:
-            found.requires_grad_(self.stored.requires_grad)
-        if found.requires_grad and not found._post_accumulate_grad_hooks:  # pyright: ignore[reportAttributeAccessIssue]
-            found.register_post_accumulate_grad_hook(lambda _: came(compute_mesh, index))
-        return found
-
-    def _make_leaf(self, compute_mesh: DeviceMesh | None) -> nn.Parameter:
-        assert self.whole is not None
-        spec = self.origin if compute_mesh is None else self._seen_on(compute_mesh)
+    def leaf(self, gathered: torch.Tensor, compute_mesh: DeviceMesh | None) -> Any:
+        """A tensor on gathered memory that modules take for a parameter; without a gradient yet."""
+        spec = self.leaf_spec(compute_mesh)
         if spec is not None:
-            made: torch.Tensor = dtensor_of(spec.with_dtype(self.whole.dtype), self.whole)
-        elif isinstance(self.whole, RankTensor):
-            made = self.whole
+            made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
+        elif isinstance(gathered, RankTensor):
+            made = GatheredRanks(gathered.tensors)
         else:
-            made = self.whole.data  # counts versions of its own, so that gathering again is no change to autograd
-        return nn.Parameter(made, requires_grad=self.stored.requires_grad)
+            return torch.Tensor._make_subclass(GatheredParameter, gathered)
+        made._is_param = True  # what makes isinstance(made, nn.Parameter) true
+        return made
 
-    def _seen_on(self, mesh: DeviceMesh) -> DTensorSpec:
+    def from_caller(self, given: Any, compute_mesh: DeviceMesh | None, dtype: torch.dtype) -> Any:
+        """A tensor that a caller has put in the place of the parameter (`functional_call`), to compute with.
+
+        DTensors on the mesh of the stored parameter are gathered by operators that autograd follows; what else there
+        may be is used as it is.
+        """
+        if not isinstance(given, DTensor) or given._spec.mesh is not self.spec.mesh:
+            return given
+        data = {axis for axis, grid in enumerate(self.spec.mesh.axes) if grid in self.data_mesh.axes}
+        placements = [Replicate() if axis in data else p for axis, p in enumerate(self.spec.placements)]
+        dim_axes = [tuple(axis for axis in axes if axis not in data) for axes in self.spec.dim_axes]
+        goal = DTensorSpec.from_dim_axes(self.spec.mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
+        whole = given.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+        whole: Any = whole if whole.dtype is dtype else whole.to(dtype)
+        spec = self.leaf_spec(compute_mesh)
+        if spec is not None and spec.mesh is self.spec.mesh:
+            return whole
+        if compute_mesh is None:  # the mean of the ranks' losses is meant, as for stored parameters
+            average = [Partial("avg") if axis in data else p for axis, p in enumerate(placements)]
+            local = whole.to_local(grad_placements=average)
+        else:
+            local = whole.to_local()
+        if spec is None:
+            return local
+        return DTensor.from_local(local, spec.mesh, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride)
+
+    @torch.no_grad()
+    def write_back(self, stored: Any, gathered: torch.Tensor) -> None:
+        """Keep what was written to the gathered parameter, which is the same on all ranks."""
+        mesh = self.spec.mesh
+        parts = fabric_of(mesh).parts
+        for (coordinate, whole), (_, kept) in zip(
+            parts(mesh, gathered), parts(mesh, stored._local_tensor), strict=True
+        ):
+            if kept.data_ptr() != whole.data_ptr() or self.is_sharded:
+                kept.copy_(self.slot.cut(whole, coordinate))
+        torch.autograd.graph.increment_version(stored)
+
+    def _remapped(self, mesh: DeviceMesh) -> DTensorSpec:
         """How the gathered parameter lies on the mesh of the inputs."""
         placements: list[Placement] = [Replicate()] * mesh.ndim
         dim_axes: list[tuple[int, ...]] = [()] * self.spec.ndim

@@ -84,7 +84,7 @@ def replicate(
     for group in by_dtype(managed):
         _broadcast(group, data_mesh)
         buckets = _buckets(group, bucket_cap_mb * 2**20)
-        state.groups.append(ParameterGroup(group, data_mesh, policy, buckets, state.bucket_complete))
+        state.groups.append(ParameterGroup(group, data_mesh, policy, buckets, state))
     subclass_with(module, ReplicateModule, "Replicate")
     return module
 

@@ -22,16 +22,18 @@ from shardwise.tensor import DTensor
 __all__ = ["parts_of_sums"]
 
 
-def parts_of_sums(grads: Sequence[Any], leaves: Sequence[Any], data_mesh: DeviceMesh) -> list[torch.Tensor]:
-    """The local of each gradient of a leaf that is a part of a sum over the data axes, and else lies as the leaf.
+def parts_of_sums(
+    grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh
+) -> list[torch.Tensor]:
+    """The local of each gradient as a part of a sum over the data axes, on the other axes in the layout of its leaf.
 
-    Gradients of plain leaves are such locals; those of DTensors may lie in any way on the mesh that they lie on.
+    Gradients of plain leaves, which have no spec, are such locals. Those of DTensors may have any layout on their mesh.
     """
-    grads = _added_up_together(grads, leaves, data_mesh)
+    grads = _added_up_together(grads, specs, data_mesh)
     locals_ = []
-    for grad, leaf in zip(grads, leaves, strict=True):
+    for grad, spec in zip(grads, specs, strict=True):
         if isinstance(grad, DTensor):
-            local = _part_of_sum(grad, leaf, data_mesh)
+            local = _part_of_sum(grad, spec, data_mesh)
         elif data_mesh.fabric == "virtual" and not isinstance(grad, RankTensor):
             local = RankTensor([grad] * data_mesh.grid_size)
         else:
@@ -45,12 +47,12 @@ def _data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
     return {axis for axis, grid in enumerate(mesh.axes) if grid in data_mesh.axes}
 
 
-def _added_up_together(grads: Sequence[Any], leaves: Sequence[Any], data_mesh: DeviceMesh) -> list[Any]:
+def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh) -> list[Any]:
     """Gradients that wait for a sum over other axes, and are whole on each rank, in one buffer for each kind."""
     whole = {
         at: grad._spec
-        for at, (grad, leaf) in enumerate(zip(grads, leaves, strict=True))
-        if isinstance(grad, DTensor) and leaf._spec.is_replicated and not any(grad._spec.dim_axes)
+        for at, (grad, leaf) in enumerate(zip(grads, specs, strict=True))
+        if isinstance(grad, DTensor) and leaf is not None and leaf.is_replicated and not any(grad._spec.dim_axes)
     }
     found = list(grads)
     for positions in alike(whole):
@@ -67,7 +69,7 @@ def _added_up_together(grads: Sequence[Any], leaves: Sequence[Any], data_mesh: D
 def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:
     data = _data_axes(grad._spec.mesh, data_mesh)
     for make_goal in (_made_whole, _made_partial):
-        goal = make_goal(grad._spec, leaf._spec, data)
+        goal = make_goal(grad._spec, leaf, data)
         if goal is not grad._spec:
             grad = grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
     return grad._local_tensor
