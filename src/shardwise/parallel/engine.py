@@ -436,11 +436,12 @@ def _ahead(chosen: list[ModuleState] | None, following: ModuleState | None) -> I
 
 def _meshes_of(args: Any, kwargs: Any) -> tuple[DeviceMesh, ...]:
     """The meshes of the DTensors among the inputs."""
+    transformed = torch._C._are_functorch_transforms_active()
     plain = (torch.Tensor, nn.Parameter)
-    if not kwargs and all(type(arg) in plain for arg in args):
+    if not kwargs and not transformed and all(type(arg) in plain for arg in args):
         return ()
     found: list[Any] = tensors_in((args, kwargs))[0]
-    if torch._C._are_functorch_transforms_active():
+    if transformed:
         found = [_unwrapped(tensor) for tensor in found]
     return tuple(dict.fromkeys([tensor._spec.mesh for tensor in found if isinstance(tensor, DTensor)]))
 

@@ -42,7 +42,7 @@ class _CountsWrites:
             self.copy_(value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class GatheredParameter(_CountsWrites, nn.Parameter):  # pyright: ignore[reportIncompatibleMethodOverride]
+class GatheredParameter(_CountsWrites, nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A gathered parameter in plain memory.
 
     Example:
@@ -53,7 +53,7 @@ class GatheredParameter(_CountsWrites, nn.Parameter):  # pyright: ignore[reportI
     """
 
 
-class GatheredRanks(_CountsWrites, RankTensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+class GatheredRanks(_CountsWrites, RankTensor):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A gathered parameter of virtual ranks.
 
     Example:
