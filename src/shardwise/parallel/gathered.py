@@ -232,7 +232,8 @@ def _pack(tensor: Any) -> Any:
         if found is not None and not part.is_conj() and not part.is_neg():
             gathered, index = found
             assert gathered.tensors is not None
-            if gathered.tensors[index].dtype is part.dtype:
+            whole = gathered.tensors[index]
+            if whole.dtype is part.dtype and isinstance(whole, RankTensor) is (part is not local):
                 return gathered.handle(tensor, index, spec, local)
     return tensor, tensor._version
 

@@ -29,21 +29,8 @@ Owner = tuple[nn.Module, str]
 MARK = "_shardwise_managed"
 
 
-class _CountsWrites:
-    """Its `data` counts versions with it, so that a write to it is seen."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()  # pyright: ignore[reportAttributeAccessIssue]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class GatheredParameter(_CountsWrites, nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A gathered parameter in plain memory.
+class GatheredParameter(nn.Parameter):
+    """A gathered parameter in plain memory. Its `data` counts versions with it, so that a write to it is seen.
 
     Example:
         >>> leaf = torch.Tensor._make_subclass(GatheredParameter, torch.zeros(2))
@@ -52,14 +39,14 @@ class GatheredParameter(_CountsWrites, nn.Parameter):  # pyright: ignore[reportI
         1
     """
 
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.detach()
 
-class GatheredRanks(_CountsWrites, RankTensor):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A gathered parameter of virtual ranks.
-
-    Example:
-        >>> GatheredRanks([torch.zeros(2)]).data.tensors
-        (tensor([0., 0.]),)
-    """
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
 
 
 class ManagedParameter:
@@ -172,7 +159,7 @@ class ManagedParameter:
         if spec is not None:
             made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
         elif isinstance(gathered, RankTensor):
-            made = GatheredRanks(gathered.tensors)
+            made = RankTensor(gathered.tensors)
         else:
             return torch.Tensor._make_subclass(GatheredParameter, gathered)
         made._is_param = True  # what makes isinstance(made, nn.Parameter) true
