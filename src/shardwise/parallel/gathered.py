@@ -15,6 +15,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
@@ -250,6 +251,9 @@ def _unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
+never_traced(_pack, _unpack)
+
+
 def save_handles() -> saved_tensors_hooks | None:
     """From now on operators save handles of gathered memory; what comes back ends it, by `__exit__`.
 
@@ -320,6 +324,9 @@ class Leaves(torch.autograd.Function):
             )
         ctx.take(grads)
         return None, None, None
+
+
+never_traced(Completion.forward, Completion.backward, Leaves.forward, Leaves.backward)
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
