@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -137,32 +139,39 @@ x.full_tensor()
 """
 
 
-def start(script: Path, how: str) -> list[subprocess.Popen[str]]:
-    """Two ranks of a program that parts, checked because the environment says so."""
+def start(script: Path, *args: str, ranks: Sequence[int | None] = (0, 1)) -> list[subprocess.Popen[str]]:
+    """Two ranks of a program that parts, checked because the environment says so; None: it starts them itself."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": LOOPBACK, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2",
-        "SHARDWISE_CHECK": "1", "SHARDWISE_CHECK_INTERVAL": str(INTERVAL),
+        "SHARDWISE_CHECK": "1", "SHARDWISE_CHECK_INTERVAL": str(INTERVAL), "SHARDWISE_CHECK_SILENCE": "5",
     }  # fmt: skip
-    command = [sys.executable, str(script), how]
+    command = [sys.executable, str(script), *args]
     return [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
+        subprocess.Popen(
+            command, env=environment | ({} if rank is None else {"RANK": str(rank)}), stderr=subprocess.PIPE, text=True
+        )
+        for rank in ranks
     ]
 
 
-def test_whole_programs_end_by_themselves_and_say_why(tmp_path: Path) -> None:
-    """One rank raises, or issues another collective: every process ends, although collectives are in flight."""
-    script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
-    ranks = start(script, "raises") + start(script, "parts")
+def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    """The exit status of each process, and what it said."""
     try:
         said = [rank.communicate(timeout=3 * LIMIT)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == [1, 1, 1, 1], said
+    return [rank.returncode for rank in ranks], said
+
+
+def test_whole_programs_end_by_themselves_and_say_why(tmp_path: Path) -> None:
+    """One rank raises, or issues another collective: every process ends, although collectives are in flight."""
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    status, said = ended(start(script, "raises") + start(script, "parts"))
+    assert status == [1, 1, 1, 1], said
     assert "AgreementError: rank 1 ended with ValueError: no more data, but rank 0 waits" in said[0]
     assert f"{script}:13" in said[0]
     assert "ValueError: no more data" in said[1]
@@ -170,3 +179,104 @@ def test_whole_programs_end_by_themselves_and_say_why(tmp_path: Path) -> None:
         assert "AgreementError: ranks 0 and 1 issue different collectives in the group of ranks 0, 1" in text
         assert f"all-reduce (sum) over 0 of f32[8] P, at {script}:12" in text
         assert f"all-gather dim 0 over 0 of f32[8] S0, at {script}:13" in text
+
+
+# ---------------------------------------------------------------- the last second
+
+ENDS = Path(__file__).with_name("ends.py")
+PARTED = "ranks 0 and 1 issue different collectives in the group of ranks 0, 1, from number 3 on"
+
+
+@pytest.mark.parametrize("how", ["swapped", "skipped", "destroyed"])
+def test_a_difference_just_before_the_end_is_an_error_on_all_ranks(how: str, tmp_path: Path) -> None:
+    status, said = ended(start(ENDS, how, str(tmp_path / "saved")))
+    assert status == [1, 1], said
+    assert all(PARTED in text for text in said), said
+
+
+def test_a_program_that_does_not_part_ends_well(tmp_path: Path) -> None:
+    """With a checkpoint that is written meanwhile, and groups that are destroyed."""
+    assert ended(start(ENDS, "fine", str(tmp_path / "saved"))) == ([0, 0], ["", ""])
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_rank_that_is_interrupted_inside_a_collective(tmp_path: Path) -> None:
+    status, said = ended(start(ENDS, "interrupted", str(tmp_path / "saved")))
+    assert status[0] == 1
+    assert status[1] != 0
+    assert "rank 1 ended with KeyboardInterrupt, but rank 0 waits" in said[0], said
+    assert "KeyboardInterrupt" in said[1]
+
+
+def test_a_rank_that_stops_before_a_checkpoint(tmp_path: Path) -> None:
+    ranks = start(ENDS, "stopped", str(tmp_path / "saved"))
+    try:
+        said = ranks[0].communicate(timeout=3 * LIMIT)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+        ranks[1].communicate()
+    assert ranks[0].returncode == 1
+    assert "rank 1 has not been heard of for" in said, said
+    assert "an exchange of a checkpoint" in said
+    assert not (tmp_path / "saved").exists()
+
+
+def test_processes_that_a_program_starts_itself(tmp_path: Path) -> None:
+    """A rank that ends early, with status 0: the program that started it hears of both."""
+    status, said = ended(start(ENDS, "early", str(tmp_path / "saved"), ranks=[None]))
+    assert status == [1], said
+    assert PARTED in said[0]
+    assert "the end of the program" in said[0]
+
+
+def last_moves() -> dict[str, str]:
+    """Ways to part after which nothing more is issued, each in a check of its own."""
+    rank = dist.get_rank()
+    mesh = sw.init_device_mesh("cpu", (2,))
+    line = torch.arange(8.0)
+
+    def dtypes() -> None:
+        whole = line.int() if rank else line
+        sw.distribute_tensor(whole, mesh, [sw.Shard(0)], src_data_rank=None).full_tensor()
+
+    def placements() -> None:
+        square = torch.arange(16.0).reshape(4, 4)
+        sw.distribute_tensor(square, mesh, [sw.Shard(rank)], src_data_rank=None).full_tensor()
+
+    def random_states() -> None:
+        for seed in (0, rank):
+            torch.manual_seed(seed)
+            sw.rand(8, device_mesh=mesh, placements=[sw.Shard(0)])
+
+    def threads() -> None:
+        """Two threads gather, and which comes first differs."""
+        tensors = [sharded(mesh), sharded(mesh).reshape(2, 4)]
+        first = tensors[rank].redistribute(placements=[sw.Replicate()], async_op=True)
+        other = threading.Thread(target=tensors[1 - rank].full_tensor, name="gatherer")
+        other.start()
+        other.join()
+        first.to_local()
+
+    def nothing() -> None:
+        sharded(mesh).full_tensor()
+
+    found = {}
+    for program in (dtypes, placements, random_states, nothing, threads):
+        found[program.__name__] = outcome(lambda program=program: checked(program))[0]
+    return found
+
+
+def checked(program: Callable[[], None]) -> None:
+    with sw.debug.check_ranks(interval=60):  # no look before the end
+        program()
+
+
+def test_the_last_moves_are_compared_when_a_check_ends() -> None:
+    for found in run_processes(last_moves, 2, timeout=3 * LIMIT):
+        assert "f32[8] S0" in found["dtypes"], found
+        assert "i32[8] S0" in found["dtypes"]
+        assert "f32[4,4] S1" in found["placements"]
+        assert "aten.uniform_.default from the random state" in found["random_states"]
+        assert found["nothing"] == "no error"
+        assert "in thread gatherer" in found["threads"]

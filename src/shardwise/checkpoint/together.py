@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.ranges import Replaced
 from shardwise.core import mesh as mesh_module
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError
-from shardwise.fabric.c10d import new_group
+from shardwise.fabric.c10d import c10d, new_group
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
 
@@ -83,7 +83,9 @@ class Processes:
     def _exchange(self, mine: Any) -> list[Any]:
         """All-gather an object. All communication of checkpoints is here."""
         said: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(said, mine, group=self.group)
+        c10d.checked(
+            self.group, "an exchange of a checkpoint", lambda: dist.all_gather_object(said, mine, group=self.group)
+        )
         return said
 
     def tell_if_different(self, turn: Turn, fact: Callable[[], Any], beside: Any = None) -> tuple[list[Any], list[Any]]:
@@ -102,13 +104,22 @@ class Processes:
         """What the first process says; what the others give is not used."""
         said = [says]
         if self.group is not None:
-            dist.broadcast_object_list(said, self.ranks[0], group=self.group)
+            c10d.checked(
+                self.group,
+                "an object is sent by the first process",
+                lambda: dist.broadcast_object_list(said, self.ranks[0], group=self.group),
+            )
         return said[0]
 
     def fill_from_first(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor, on a device that the group can send from, with the values of the first process."""
         if self.group is not None:
-            dist.broadcast(tensor, self.ranks[0], group=self.group)
+            c10d.checked(
+                self.group,
+                f"{tuple(tensor.shape)} {tensor.dtype} is sent by the first process",
+                lambda: dist.broadcast(tensor, self.ranks[0], group=self.group),
+                compare=False,
+            )
 
     def device(self, wanted: torch.device) -> torch.device:
         """A device that the backends of the group can send from: the wanted one, or else one that they have."""
@@ -127,7 +138,9 @@ class Processes:
         _apart[()] = world
         made = _apart.get(self.ranks)
         if made is None:
-            made = _apart[self.ranks] = new_group(self.ranks, backend="gloo")
+            made = _apart[self.ranks] = c10d.checked(
+                self.group, "a group is made for a checkpoint", lambda: new_group(self.ranks, backend="gloo")
+            )
         return Processes(made)
 
 

@@ -21,7 +21,8 @@ _checks = ModeStack[float]("rank checks")
 def check_ranks(interval: float = 1.0) -> Iterator[None]:
     """Inside, ranks that issue different collectives all raise an error, instead of waiting for each other.
 
-    Call it on every rank. `SHARDWISE_CHECK=1` in the environment does the same for a whole program. On the virtual
+    Call it on every rank: they wait for each other where it ends, and compare once more. `SHARDWISE_CHECK=1` in the
+    environment does the same for a whole program, whose exit status is then 1 on all ranks. On the virtual
     fabric, where ranks cannot part, it does nothing.
 
     Args:
@@ -36,6 +37,7 @@ def check_ranks(interval: float = 1.0) -> Iterator[None]:
     _switch()
     try:
         yield
+        c10d.settle_check("the end of check_ranks()")
     finally:
         _checks.leave(entry)
         _switch()

@@ -92,6 +92,7 @@ class _Parts:
         if mesh.fabric == dry.name:
             dtype = spec.tensor_meta.dtype
             return fabric_of(mesh).build(mesh, lambda c: torch.empty(spec.local_shape(c), dtype=dtype, device="meta"))
+        _note_state(mesh, op, generator)
         return self.given(_drawn(self.wanted(op, numbers, spec.tensor_meta.dtype), self.blocks, generator))
 
     def draw_into(
@@ -105,6 +106,7 @@ class _Parts:
             return
         first = {self.of_rank[coordinate]: tensor for coordinate, tensor in reversed(parts)}
         outs = [first[block] for block in self.blocks]
+        _note_state(self.spec.mesh, op, generator)
         philox.draw(wanted, self.blocks, generator or default_generator(wanted.device), outs)
         for coordinate, tensor in parts:
             if tensor is not first[self.of_rank[coordinate]]:
@@ -130,6 +132,16 @@ class _Parts:
             return (found if first else found.clone()).permute(self.back)
 
         return fabric_of(self.spec.mesh).build(self.spec.mesh, part)
+
+
+def _note_state(mesh: DeviceMesh, op: OpOverload, generator: torch.Generator | None) -> None:
+    """What is about to be drawn must be drawn from one random state on all ranks; compared where ranks are checked."""
+
+    def text() -> str:
+        state = (generator or default_generator(device_of(mesh))).get_state()
+        return f"{op} from the random state {hashlib.sha1(state.numpy().tobytes()).hexdigest()[:12]}"
+
+    fabric_of(mesh).note(mesh, text)
 
 
 def _drawn(wanted: Draw, blocks: list[Block], generator: torch.Generator | None) -> list[torch.Tensor]:
@@ -303,6 +315,7 @@ def _cuda_mask(spec: DTensorSpec) -> Callable[[float], torch.Tensor] | None:
         if modes.draws_by_index():
             return by_index(p)
         wanted = parts.wanted(aten.native_dropout.default, (p,), meta.dtype)
+        _note_state(spec.mesh, wanted.op, None)
         return parts.given(philox.draw(wanted, parts.blocks, default_generator(wanted.device)))
 
     return draw
@@ -334,6 +347,7 @@ def _on_whole(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
             local = wrapping.local_of(slot.get(args, kwargs), mesh)
             whole = fabric_of(mesh).parts(mesh, local if route is None else route.run(local))[0][1]
             slot.put(new_args, new_kwargs, whole)
+        _note_state(mesh, info.op, kwargs.get("generator"))
         results = info.op(*new_args, **new_kwargs)
         tools = iter(zip(keeps, wraps, strict=True))
 

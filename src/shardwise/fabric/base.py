@@ -75,6 +75,9 @@ class Fabric(ABC):
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
         """What each rank of the mesh says, in the order of the grid; the same list on every rank."""
 
+    def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:  # noqa: B027  # most compare nothing
+        """Something that must be the same on all ranks of a mesh, for the check of ranks, if that is on."""
+
     def resized(self, tensor: torch.Tensor) -> None:  # noqa: B027  # most need not know
         """The memory behind a local was given back or taken again; who counts memory must know."""
 

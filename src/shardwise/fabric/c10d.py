@@ -6,9 +6,11 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import itertools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -150,6 +152,7 @@ class C10dFabric(Fabric):
             prefix = f"shardwise_check_{self._checked}"
             own: Any = distributed_c10d._get_default_store()
             store = dist.PrefixStore(prefix, own.clone())  # a connection of its own: the program's may be waiting
+            _settle_before_destroying(self)
             self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), self._interval, self._leave_groups)
 
     def _leave_groups(self) -> None:
@@ -167,6 +170,46 @@ class C10dFabric(Fabric):
     def _together(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
         """What ranks do together outside of steps."""
         return function() if self._check is None else self._check.run(function, tuple(sorted(ranks)), text)
+
+    def checked(self, group: Any, text: str, function: Callable[[], T], compare: bool = True) -> T:
+        """What the ranks of a process group do together. Where ranks are checked, they are compared first.
+
+        Args:
+            group: their process group. One that is not used by meshes has a sequence of its own: it may be used by
+                another thread, and nothing is compared before.
+            text: what they do, the same on all ranks.
+            function: does it.
+            compare: whether to compare before; otherwise they are compared at the next look.
+        """
+        if self._check is None:
+            return function()
+        known = group is dist.group.WORLD or any(group is one for one in self._groups.values())
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        if known and compare:
+            self._check.meet(ranks, text)
+        return self._check.run(function, ranks, text, "" if known else "another group")
+
+    def settle_check(self, text: str) -> None:
+        """Compare for the last time what ranks have issued, if they are checked. Raises on all of them."""
+        if self._check is not None:
+            self._check.settle(text)
+
+    def end_check(self) -> None:
+        """Check no longer in this world; compare for the last time, unless the program is failing."""
+        check, self._check = self._check, None
+        if check is None:
+            return
+        error = sys.exc_info()[1]
+        if error is not None:
+            check.fail(error)
+        try:
+            check.settle("the end of the process groups")
+        finally:
+            check.close()
+
+    def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:
+        if self._check is not None and self.coordinate(mesh) is not None:
+            self._check.enter(tuple(sorted(self._line(mesh, tuple(range(mesh.ndim))).ranks)), text())
 
     def adopt(self, group: Any) -> None:
         """Use an existing process group for its ranks instead of making one."""
@@ -349,6 +392,22 @@ def _finish(operations: list[dist.P2POp]) -> None:
 
 def _is_product(step: AllReduce | ReduceScatter) -> bool:
     return reduction(step) == "product"
+
+
+def _settle_before_destroying(fabric: C10dFabric) -> None:
+    """While ranks are checked, compare them before process groups are destroyed: the store goes with them."""
+    original = distributed_c10d.destroy_process_group
+    if hasattr(original, "_settles"):
+        return
+
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            fabric.end_check()
+        original(group)
+
+    setattr(destroy_process_group, "_settles", True)  # noqa: B010  # pyright knows no attributes of functions
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group
 
 
 _made: Counter[tuple[int, ...]] = Counter()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "GroupLog", "Ranks", "caller", "difference_text", "first_difference", "ranks_name"]
+__all__ = ["Entry", "GroupLog", "Ranks", "caller", "difference_text", "ranks_name"]
 
 Ranks = tuple[int, ...]
 KEPT = 4096  # entries of a group
@@ -51,9 +51,26 @@ class GroupLog:
         self.entries.append(Entry(text, line, self._digest.hex()))
         self.count += 1
 
-    def summary(self, last: int) -> dict[str, Any]:
-        """How many there were, and the digests of the last ones."""
-        return {"count": self.count, "digests": [entry.digest for entry in list(self.entries)[-last:]]}
+    def summary(self) -> dict[str, Any]:
+        """How many there were, and the digest of the last one, which stands for all."""
+        entries = list(self.entries)
+        return {"count": self.count, "digest": entries[-1].digest if entries else ""}
+
+    def differs_from(self, summary: Mapping[str, Any]) -> bool:
+        """Whether another rank's sequence, or what is its beginning here, is another one; False if it is longer.
+
+        Example:
+            >>> log, other = GroupLog(), GroupLog()
+            >>> other.add("x", "")
+            >>> log.differs_from(other.summary())
+            False
+            >>> log.add("y", "")
+            >>> log.differs_from(other.summary())
+            True
+        """
+        entries, count = list(self.entries), self.count
+        at = summary["count"] - 1 - (count - len(entries))
+        return 0 <= at < len(entries) and entries[at].digest != summary["digest"]
 
     def evidence(self) -> dict[str, Any]:
         """All that is kept."""
@@ -64,33 +81,13 @@ def _by_index(count: int, kept: Sequence[str]) -> dict[int, str]:
     return {count - len(kept) + i: digest for i, digest in enumerate(kept)}
 
 
-def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> int | None:
-    """The first index at which two summaries differ, as far back as both reach; None where they do not.
-
-    Example:
-        >>> a, b = GroupLog(), GroupLog()
-        >>> for text in ("x", "y"):
-        ...     a.add(text, "")
-        >>> b.add("x", "")
-        >>> first_difference(a.summary(8), b.summary(8)) is None
-        True
-        >>> b.add("z", "")
-        >>> first_difference(a.summary(8), b.summary(8))
-        1
-    """
-    of_a, of_b = _by_index(a["count"], a["digests"]), _by_index(b["count"], b["digests"])
-    common = sorted(of_a.keys() & of_b.keys())
-    if not common or of_a[common[-1]] == of_b[common[-1]]:  # a digest stands for all before it
-        return None
-    return next(index for index in common if of_a[index] != of_b[index])
-
-
 def difference_text(group: Ranks, evidence: Mapping[int, Mapping[str, Any]], around: int = 3) -> str:
     """The sequences of two ranks side by side, around the first difference."""
     logs = {rank: [Entry(*entry) for entry in said["entries"]] for rank, said in evidence.items()}
     (a, of_a), (b, of_b) = ((rank, _by_index(evidence[rank]["count"], [e.digest for e in logs[rank]])) for rank in logs)
     common = sorted(of_a.keys() & of_b.keys())
-    at = next((index for index in common if of_a[index] != of_b[index]), max(common, default=0))
+    ends = min(evidence[a]["count"], evidence[b]["count"])  # one may have issued what the other has and then more
+    at = next((index for index in common if of_a[index] != of_b[index]), ends)
     where = f"in the group of {ranks_name(group)}, from number {at + 1} on"
     lines = [f"ranks {a} and {b} issue different collectives {where}:"]
     for rank in (a, b):
@@ -100,6 +97,8 @@ def difference_text(group: Ranks, evidence: Mapping[int, Mapping[str, Any]], aro
             mark = ">" if index == at else " "
             entry = logs[rank][index - first]
             lines.append(f"  {mark} {index + 1}. {entry.text}, at {entry.line}")
+        if at >= evidence[rank]["count"]:
+            lines.append("  > nothing more")
     return "\n".join(lines)
 
 
