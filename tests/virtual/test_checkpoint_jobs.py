@@ -115,7 +115,7 @@ def test_a_file_system_without_exchange_is_found_before_anything_is_written(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_leftovers_of_the_dead_alone_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_the_dead_alone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me = atomic._this_process()
     places = {}
     for number, record in enumerate(
@@ -131,13 +131,24 @@ def test_leftovers_of_the_dead_alone_are_removed(tmp_path: Path) -> None:
     for path in (places[4].owner, places[4].directory):
         os.utime(path, long_ago)  # but a file in it was written just now
     (tmp_path / f".old.removing-{7:016x}").mkdir()
+    kill = os.kill
+
+    def kill_of_others(pid: int, signal: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        kill(pid, signal)
+
+    hidden = Staging(tmp_path / "hidden", "a" * 16)
+    hidden.owner.write_text(json.dumps(me | {"pid": 1, "started": atomic._start_time(1)}))
+    hidden.directory.mkdir()
+    monkeypatch.setattr(os, "kill", kill_of_others)
     (tmp_path / ".mine.saving").mkdir()
     save({"n": 1}, tmp_path / "new")
     left = {number for number, staging in places.items() if staging.directory.exists()}
     assert left == {0, 2, 4, 5}
     assert {number for number, staging in places.items() if staging.owner.exists()} == left
     names = {path.name for path in tmp_path.iterdir() if "old.saving" not in path.name}
-    assert names == {"new", ".mine.saving"}
+    assert names == {"new", ".mine.saving", hidden.directory.name, hidden.owner.name}
 
 
 def test_keep_leaves_what_another_job_published_later(tmp_path: Path) -> None:

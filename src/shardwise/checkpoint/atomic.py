@@ -182,12 +182,24 @@ def _machine() -> dict[str, str]:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in ticks of the system; None if it is not running any more."""
+    """When a process started, in ticks of the system; None if it is not running any more, or cannot be seen."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if state in "ZX" else int(fields[18])
+
+
+def _is_dead(pid: int, started: int) -> bool:
+    """Whether the process with this number that started at this time has ended; one that is hidden has not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # of another user: it may be hidden, but its number is taken
+        found = _start_time(pid)
+        return found is not None and found != started
+    return _start_time(pid) != started
 
 
 def _remove_leftovers(parent: Path, now: float) -> None:
@@ -210,8 +222,8 @@ def _is_abandoned(directory: Path, owner: Path, now: float) -> bool:
         record = json.loads(owner.read_bytes())
         here, pid, started = _machine(), record["pid"], record["started"]
         if here and all(record.get(key) == value for key, value in here.items()):
-            return started is None or _start_time(pid) != started
-    except (OSError, ValueError, KeyError, TypeError):
+            return _is_dead(pid, started)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         pass  # no owner record, or a part of one
     changed = 0.0
     for path in (owner, directory, *(directory.iterdir() if directory.is_dir() else ())):
