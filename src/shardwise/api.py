@@ -14,12 +14,12 @@ from shardwise.core.layout import whole_block
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.pieces import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import DTensor, dtensor_of, entered
-from shardwise.tensor.given import inside_transform
+from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, entered, is_dtensor
+from shardwise.transforms import alive, is_wrapped, outside_transforms, without_derivatives
 
 __all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
 
@@ -32,7 +32,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
     shard_order: Sequence[Any] | None = None,
-) -> DTensor:
+) -> AnyDTensor:
     """A whole tensor laid out over a mesh; each rank is sent its block only.
 
     Args:
@@ -40,7 +40,8 @@ def distribute_tensor(
         device_mesh: the mesh.
         placements: how to lay it out; replicated by default.
         src_data_rank: whose values count, as a rank of the mesh. None: every rank cuts its block out of its own
-            tensor, and nothing is moved. Inside torch.compile it must be None.
+            tensor, and nothing is moved. Inside torch.compile it must be None, and so it must on process groups for
+            an argument of a function that torch.func transforms.
         shard_order: which axis splits a dim first, where it is not the order of the mesh.
 
     Example:
@@ -51,15 +52,31 @@ def distribute_tensor(
         [[0, 1, 2], [3, 4, 5], [6]]
     """
     mesh = mesh_or_error(device_mesh)
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         if tensor.device_mesh is not mesh:
             raise MeshError(f"the tensor is a DTensor on {tensor.device_mesh} already", hint="use redistribute(...)")
         if placements is not None and DTensorSpec(mesh, placements, tensor._spec.tensor_meta) is not tensor._spec:
             raise LayoutError(f"the tensor is a DTensor already: {tensor._spec}", hint="use redistribute(...)")
         return tensor
-    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportAttributeAccessIssue]
-        raise inside_transform("distribute_tensor")
     placements = (Replicate(),) * mesh.ndim if placements is None else placements
+    if is_wrapped(tensor := without_derivatives(alive(tensor))):
+        return _distribute_transformed(tensor, mesh, placements, src_data_rank, shard_order)
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "distribute_tensor of a tensor that was computed: its gradients would end here",
+            hint="DTensor.from_local(tensor, mesh).redistribute(placements=...) keeps them; detach() drops them",
+        )
+    with outside_transforms("distribute_tensor"):
+        return _distribute(tensor, mesh, placements, src_data_rank, shard_order)
+
+
+def _distribute(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    src_data_rank: int | None,
+    shard_order: Sequence[Any] | None,
+) -> DTensor:
     spec = DTensorSpec(mesh, placements, TensorMeta.of(tensor).dense(), shard_order)
     whole = spec.reduced()
     source = tensor.detach().resolve_conj().resolve_neg()
@@ -73,6 +90,22 @@ def distribute_tensor(
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made
+
+
+def _distribute_transformed(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    src_data_rank: int | None,
+    shard_order: Sequence[Any] | None,
+) -> AnyDTensor:
+    """Inside a function that torch.func transforms: with derivatives, each rank from its own tensor."""
+    if src_data_rank is not None and mesh.fabric == "c10d":
+        raise UnsupportedError(
+            "distribute_tensor inside a function that torch.func transforms cannot send the values of one rank",
+            hint="pass src_data_rank=None, so that every rank takes its own; or make the DTensor outside",
+        )
+    return DTensor.from_local(tensor, mesh).redistribute(placements=placements, shard_order=shard_order)
 
 
 def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:

@@ -23,7 +23,7 @@ from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
 from shardwise.rules.notation import Factors, Row, candidates, parse
 from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
 from shardwise.schema import OpInfo, load_rules
-from shardwise.tensor import DTensor, dtensor_of, forget_operators
+from shardwise.tensor import DTensor, dtensor_of, forget_operators, is_dtensor
 
 __all__ = ["check_rule", "local_map", "register_sharding"]
 
@@ -200,7 +200,7 @@ def local_map(
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
-        mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+        mesh = next((leaf.device_mesh for leaf in leaves if is_dtensor(leaf)), None)
         mesh = mesh or (as_mesh(device_mesh) if device_mesh is not None else None)
         new_args, new_kwargs = tree_unflatten(
             _locals_of(leaves, in_placements, in_grad_placements, redistribute_inputs), tree
@@ -221,9 +221,7 @@ def _locals_of(leaves: Sequence[Any], in_placements: Any, in_grad_placements: An
             hint="give one for each argument, None for what is no DTensor",
         )
     return [
-        _as_wanted(leaf, want, i, redistribute_inputs).to_local(grad_placements=gradient)
-        if isinstance(leaf, DTensor)
-        else leaf
+        _as_wanted(leaf, want, i, redistribute_inputs).to_local(grad_placements=gradient) if is_dtensor(leaf) else leaf
         for i, (leaf, want, gradient) in enumerate(zip(leaves, wanted, gradients, strict=True))
     ]
 

@@ -16,6 +16,7 @@ from shardwise.errors import LayoutError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
 from shardwise.tensor import DTensor, dtensor_of
+from shardwise.transforms import outside_transforms
 
 __all__ = ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"]
 
@@ -39,13 +40,16 @@ class Layout(NamedTuple):
         return DTensorSpec(mesh, placements, TensorMeta(size, dtype=dtype), self.shard_order)
 
 
-def _new(spec: DTensorSpec, requires_grad: bool, make: Callable[[DTensorSpec], torch.Tensor]) -> DTensor:
-    """A DTensor whose local `make` gives, for a spec without Partial."""
+def _new(
+    spec: DTensorSpec, requires_grad: bool, make: Callable[[DTensorSpec], torch.Tensor], draws: bool = False
+) -> DTensor:
+    """A DTensor whose local `make` gives, for a spec without Partial. `draws`: it holds random numbers."""
     whole = spec.reduced()
-    local = make(whole)
-    if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank
-        local = bound_route(whole, spec).run(local)
-    made = dtensor_of(spec, local)
+    with outside_transforms("a factory of random numbers" if draws else "a factory", draws=draws):
+        local = make(whole)
+        if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank
+            local = bound_route(whole, spec).run(local)
+        made = dtensor_of(spec, local)
     if requires_grad:
         made.requires_grad_()
     return made
@@ -180,7 +184,7 @@ def _drawn(
             f"{spec} cannot be drawn: random numbers do not add up to random numbers",
             hint="ask for Replicate() or Shard()",
         )
-    return _new(spec, requires_grad, lambda whole: fill_parts(whole, fill, numbers, generator))
+    return _new(spec, requires_grad, lambda whole: fill_parts(whole, fill, numbers, generator), draws=True)
 
 
 @traceable
@@ -286,4 +290,4 @@ def randperm(
         whole = torch.randperm(n, generator=generator, dtype=spec.tensor_meta.dtype, device=device)
         return fabric_of(spec.mesh).build(spec.mesh, lambda c: cut_block(whole, spec, c))
 
-    return _new(spec, requires_grad, permuted)
+    return _new(spec, requires_grad, permuted, draws=True)

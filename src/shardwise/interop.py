@@ -20,7 +20,7 @@ from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta, defaul
 from shardwise.dispatch.views import materialize
 from shardwise.errors import LayoutError, PlainTensorError
 from shardwise.fabric.world import as_mesh, to_torch_mesh
-from shardwise.tensor import DTensor, dtensor_of, gradient_spec, redistributed
+from shardwise.tensor import DTensor, apply_function, dtensor_of, gradient_spec, moved, wants_derivatives
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -48,8 +48,8 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
             hint="for a plain tensor use distribute_tensor(...) or DTensor.from_local(...)",
         )
     spec = _our_spec(theirs)
-    if torch.is_grad_enabled() and theirs.requires_grad:
-        return _FromTorch.apply(theirs, spec)
+    if wants_derivatives(theirs):
+        return apply_function(_FromTorch, theirs, spec, theirs.device_mesh)
     return dtensor_of(spec, _local_of(theirs))
 
 
@@ -79,37 +79,62 @@ def to_torch(tensor: DTensor) -> torch.Tensor:
     mesh = to_torch_mesh(tensor._spec.mesh)
     if tensor._spec.is_lazy:  # torch may write to what it gets
         materialize(tensor)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return _ToTorch.apply(tensor, mesh)
-    return _their_tensor(tensor._local_tensor, tensor._spec, mesh)
+    return _to_their_mesh(tensor, mesh)
 
 
 # ---------------------------------------------------------------- gradients
 
 
 class _FromTorch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, theirs: torch.Tensor, spec: DTensorSpec) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.spec, ctx.mesh = spec, theirs.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-        local = _local_of(theirs)
-        return dtensor_of(spec, local.view_as(local))
+    """A DTensor of torch's as ours. The value is the same, and so gradients and tangents only change their class."""
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        laid_out = redistributed(grad, gradient_spec(ctx.spec))
-        return _their_tensor(laid_out._local_tensor, laid_out._spec, ctx.mesh), None
+    def forward(theirs: torch.Tensor, spec: DTensorSpec, mesh: Any) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dtensor_of(spec, _local_of(theirs).detach())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.spec, ctx.mesh = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return None, None, None
+        return _to_their_mesh(moved(grad, gradient_spec(ctx.spec)), ctx.mesh), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return from_torch(tangent)
 
 
 class _ToTorch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, mesh: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.spec = tensor._spec
-        local = tensor._local_tensor
-        return _their_tensor(local.view_as(local), tensor._spec, mesh)
+    """A DTensor of ours as one of torch's."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return redistributed(from_torch(grad), gradient_spec(ctx.spec)), None
+    def forward(tensor: DTensor, spec: DTensorSpec, mesh: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _their_tensor(tensor._local_tensor.detach(), spec, mesh)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.spec, ctx.mesh = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return None, None, None
+        return moved(from_torch(grad), gradient_spec(ctx.spec)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: DTensor, *_: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _to_their_mesh(tangent, ctx.mesh)
+
+
+def _to_their_mesh(tensor: DTensor, mesh: Any) -> torch.Tensor:
+    if wants_derivatives(tensor):
+        return apply_function(_ToTorch, tensor, tensor._spec, mesh)
+    return _their_tensor(tensor._local_tensor, tensor._spec, mesh)
 
 
 # ---------------------------------------------------------------- torch's side

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules",),
     ("plan",),
     ("fabric",),
-    ("modes", "compilers"),
+    ("modes", "compilers", "transforms"),
     ("schema",),
     ("local",),
     ("dispatch",),

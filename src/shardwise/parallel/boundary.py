@@ -10,7 +10,7 @@ import torch
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.routes import bound_route
-from shardwise.tensor import DTensor, dtensor_of, gradient_spec, redistributed
+from shardwise.tensor import DTensor, as_dtensor, as_local, dtensor_of, gradient_spec, moved, transposed_spec
 
 __all__ = ["from_layer", "to_layer"]
 
@@ -54,11 +54,16 @@ def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> tor
     return bound.run(local)
 
 
-def _wrapped(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    return dtensor_of(spec if grad.dtype is spec.tensor_meta.dtype else spec.with_dtype(grad.dtype), grad)
+def _wrapped(grad: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> DTensor:
+    """The gradient of a local as a DTensor, with derivatives; its own gradient lies as `gradient`."""
+    if grad.dtype is not spec.tensor_meta.dtype:
+        spec, gradient = spec.with_dtype(grad.dtype), gradient.with_dtype(grad.dtype)
+    return as_dtensor(grad, spec, gradient) if grad.requires_grad else dtensor_of(spec, grad)
 
 
 class _ToLayer(torch.autograd.Function):
+    """Several DTensors, each moved, as locals."""
+
     @staticmethod
     def forward(ctx: Any, targets: Specs, gradients: Specs, *tensors: DTensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
@@ -72,26 +77,31 @@ class _ToLayer(torch.autograd.Function):
         for grad, spec, source, target in zip(grads, ctx.gradients, ctx.sources, ctx.targets, strict=True):
             if grad is None:
                 found.append(None)
-            elif source is target:  # a sum of parts stays one: what comes before it may have others to add
-                found.append(_wrapped(grad, spec))
-            else:
-                found.append(redistributed(_wrapped(grad, spec), gradient_spec(source)))
+                continue
+            whole = _wrapped(grad, spec, transposed_spec(target, spec))
+            # a sum of parts stays one: what comes before it may have others to add
+            found.append(whole if source is target else moved(whole, gradient_spec(source)))
         return tuple(found)
 
 
 class _FromLayer(torch.autograd.Function):
+    """A local as a DTensor, moved; or the local of that."""
+
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, to_local: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.source, ctx.target, ctx.to_local = source, target, to_local
-        moved = _moved(local, source, target)
+        found = _moved(local, source, target)
         if to_local:
-            return moved
-        return dtensor_of(target, local.detach() if moved is local else moved)
+            return found
+        return dtensor_of(target, local.detach() if found is local else found)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         source, target = gradient_spec(ctx.source), gradient_spec(ctx.target)
-        if ctx.to_local and grad.dtype is target.tensor_meta.dtype:
-            return _moved(grad, target, source), None, None, None
-        given = _wrapped(grad, target) if ctx.to_local else grad
-        return redistributed(given, source)._local_tensor, None, None, None
+        if ctx.to_local:
+            grad = _wrapped(grad, target, transposed_spec(ctx.target, target))
+        own = moved(grad, source)
+        if not own.requires_grad:
+            return own._local_tensor, None, None, None
+        addends = ctx.source if grad.dtype is ctx.source.tensor_meta.dtype else ctx.source.with_dtype(grad.dtype)
+        return as_local(own, addends), None, None, None

@@ -23,7 +23,8 @@ from shardwise.parallel.boundary import from_layer, to_layer
 from shardwise.parallel.layouts import in_layout, local_of, target_of
 from shardwise.parallel.lookup import is_plain_table, rows_here, zero_elsewhere
 from shardwise.parallel.parameters import see_on, unsee
-from shardwise.tensor import DTensor
+from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed
+from shardwise.transforms import innermost
 
 __all__ = ["Layer", "Recipe"]
 
@@ -118,7 +119,7 @@ class Layer:
         return local_of(result, self.mesh) if self.to_local else result
 
     def _entered(self, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, DTensor) and not self._is_local_already(value):
+        if not is_dtensor(value) and not self._is_local_already(value):
             value = self._annotated(module, value)
         program = self._program(module, value)
         if program is not None:
@@ -133,12 +134,12 @@ class Layer:
         recipe = self.recipe
         if self.given is not recipe.input or recipe.input_gradient is not None or not recipe.exact:
             return False
-        return self.mesh.fabric != virtual.name or isinstance(value, RankTensor)
+        return self.mesh.fabric != virtual.name or isinstance(innermost(value), RankTensor)
 
-    def _annotated(self, module: nn.Module, value: torch.Tensor) -> DTensor:
+    def _annotated(self, module: nn.Module, value: torch.Tensor) -> AnyDTensor:
         """A plain input as a DTensor; the module knows its number of features, however they are split."""
-        if isinstance(value, DTensor):
-            return value
+        if is_dtensor(value):
+            return value  # pyright: ignore[reportReturnType]
         shape, features = None, self.recipe.features
         if features is not None and isinstance(self.given, Shard) and self.given.dim in (-1, value.dim() - 1):
             shape = (*value.shape[:-1], module._parameters[features[0]].shape[features[1]])  # pyright: ignore[reportOptionalMemberAccess]
@@ -149,7 +150,7 @@ class Layer:
     def _program(self, module: nn.Module, value: torch.Tensor) -> Program | None:
         """How to run on locals; None where that is not what DTensors would do."""
         recipe = self.recipe
-        if type(module).forward not in recipe.exact or torch.compiler.is_compiling():
+        if type(module).forward not in recipe.exact or torch.compiler.is_compiling() or is_forward_or_transformed():
             return None
         parameters = module._parameters
         key = (

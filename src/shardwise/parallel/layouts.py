@@ -16,7 +16,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, checked_placements
 from shardwise.errors import MeshError
-from shardwise.tensor import DTensor
+from shardwise.tensor import AnyDTensor, DTensor, is_dtensor
 
 __all__ = ["in_layout", "in_layouts", "local_of"]
 
@@ -40,8 +40,8 @@ def in_layout(value: Any, mesh: DeviceMesh, given: Placement, wanted: Placement,
 @traceable
 def _tensor_in_layout(
     value: torch.Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement, async_op: bool
-) -> DTensor:
-    if not isinstance(value, DTensor):
+) -> AnyDTensor:
+    if not is_dtensor(value):
         value = DTensor.from_local(value, mesh, (given,))
     target = target_of(value._spec, mesh, wanted)
     if target is value._spec:
@@ -59,10 +59,10 @@ def in_layouts(tree: Any, mesh: DeviceMesh, given: Placement, wanted: Placement)
 def local_of(tree: Any, mesh: DeviceMesh) -> Any:
     """What each rank holds of tensors on `mesh`. Those on a larger mesh stay: their locals would not say of what."""
 
-    def local(tensor: DTensor) -> torch.Tensor:
-        return tensor.to_local() if tensor._spec.mesh is mesh else tensor
+    def local(tensor: Any) -> torch.Tensor:
+        return tensor.to_local() if is_dtensor(tensor) and tensor._spec.mesh is mesh else tensor
 
-    return local(tree) if isinstance(tree, DTensor) else tree_map_only(DTensor, local, tree)
+    return local(tree) if isinstance(tree, torch.Tensor) else tree_map_only(torch.Tensor, local, tree)
 
 
 def target_of(spec: DTensorSpec, mesh: DeviceMesh, wanted: Placement) -> DTensorSpec:

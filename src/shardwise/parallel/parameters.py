@@ -16,7 +16,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import AgreementError, LayoutError, MeshError
 from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.virtual import RankTensor, virtual
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, is_dtensor
 
 __all__ = ["check_parameters", "keep_one_gradient", "lay_out", "see_on", "unsee", "update_ties"]
 
@@ -136,8 +136,9 @@ def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
     """
     own: list[tuple[nn.Module, str, Any]] = []
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if isinstance(parameter, DTensor) and parameter._spec.mesh is mesh:
+        parameters: dict[str, Any] = owner._parameters
+        for name, parameter in parameters.items():
+            if is_dtensor(parameter) and parameter._spec.mesh is mesh:
                 own.append((owner, name, parameter))
     for owner, name, parameter in own:
         spec = parameter._spec.seen_on(larger)

@@ -17,6 +17,7 @@ from shardwise.rules.notation import EACH_ALONE, FIRST, TOGETHER, Dim, Factors, 
 from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise, is_zero, overloads, rule
 
 aten = torch.ops.aten
+prims = torch.ops.prims  # which forward mode meets where a tangent is zero
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -148,13 +149,15 @@ FALLING = (aten.erfc, aten.bitwise_not)
 
 LINEAR: dict[Rule, Sequence[Any]] = {
     # in the operands together, so that both must be Partial
-    linear_rule(TOGETHER): (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.lerp, aten.complex),
+    linear_rule(TOGETHER): (
+        aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.lerp, aten.complex, prims.add, prims.sub,
+    ),
     # in each operand alone
-    linear_rule(EACH_ALONE, keeps_zero=True): (aten.mul.Tensor,),
+    linear_rule(EACH_ALONE, keeps_zero=True): (aten.mul.Tensor, prims.mul),
     # in the first
     linear_rule(FIRST, keeps_zero=True): (
         aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.conj_physical,
-        aten._conj_physical, aten._conj, aten._neg_view,
+        aten._conj_physical, aten._conj, aten._neg_view, prims.div,
     ),
     linear_rule(FIRST, keeps_zero=True, monotone=1): (aten.positive, aten.deg2rad, aten.rad2deg),
     linear_rule(FIRST, keeps_zero=True, monotone=-1): (aten.neg,),
@@ -175,7 +178,7 @@ LINEAR: dict[Rule, Sequence[Any]] = {
 UNTAGGED = (
     aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
     aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_, aten.polar,
-    aten._prelu_kernel,
+    aten._prelu_kernel, prims.convert_element_type,
 )  # fmt: skip
 
 

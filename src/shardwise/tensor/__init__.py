@@ -1,29 +1,44 @@
 """DTensor in parts: the class and its moves (`dtensor`), above files that know specs and locals alone."""
 
 from shardwise.tensor.dtensor import (
+    AnyDTensor,
     DTensor,
     PendingDTensor,
+    as_dtensor,
+    as_local,
     cache_info,
     dispatcher,
     dtensor_of,
     forget_operators,
+    is_dtensor,
+    moved,
     redistributed,
 )
-from shardwise.tensor.gradients import gradient_spec
+from shardwise.tensor.gradients import gradient_spec, transposed_spec
+from shardwise.tensor.ranks import apply_function, is_forward_or_transformed, wants_derivatives
 from shardwise.tensor.watching import Watcher, entered, record, unrecorded, watch
 
 __all__ = [
+    "AnyDTensor",
     "DTensor",
     "PendingDTensor",
     "Watcher",
+    "apply_function",
+    "as_dtensor",
+    "as_local",
     "cache_info",
     "dispatcher",
     "dtensor_of",
     "entered",
     "forget_operators",
     "gradient_spec",
+    "is_dtensor",
+    "is_forward_or_transformed",
+    "moved",
     "record",
     "redistributed",
+    "transposed_spec",
     "unrecorded",
+    "wants_derivatives",
     "watch",
 ]

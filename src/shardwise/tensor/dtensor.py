@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
+from typing_extensions import TypeIs
 
 from shardwise import modes
 from shardwise.compilers import decided_by, never_traced, refuse_dry, refuse_named, taken_whole, tell_compiler
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
+from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
@@ -35,12 +37,45 @@ from shardwise.fabric.world import as_mesh
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import watching
-from shardwise.tensor.given import inside_transform, resolved, spec_given
-from shardwise.tensor.gradients import gradient_spec, gradient_spec_as, share_of_gradient
+from shardwise.tensor.given import resolved, spec_given
+from shardwise.tensor.gradients import (
+    addends_spec,
+    gradient_spec,
+    gradient_spec_as,
+    gradient_spec_of_local,
+    needs_parts,
+    refuse_parts,
+    share_of_gradient,
+    tangent_spec,
+    transposed_spec,
+)
 from shardwise.tensor.memory import first_sharing
-from shardwise.tensor.ranks import FirstRank, OnEveryRank
+from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
+from shardwise.transforms import (
+    alive,
+    innermost,
+    is_wrapped,
+    refuse_functionalize,
+    transforming,
+    visible_dims,
+    visible_spec,
+    with_batch_dim,
+)
 
-__all__ = ["DTensor", "PendingDTensor", "cache_info", "dispatcher", "dtensor_of", "forget_operators", "redistributed"]
+__all__ = [
+    "AnyDTensor",
+    "DTensor",
+    "PendingDTensor",
+    "as_dtensor",
+    "as_local",
+    "cache_info",
+    "dispatcher",
+    "dtensor_of",
+    "forget_operators",
+    "is_dtensor",
+    "moved",
+    "redistributed",
+]
 
 
 class DTensor(torch.Tensor):
@@ -195,7 +230,7 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Any] | None = None,
         shard_order: Sequence[Any] | None = None,
-    ) -> DTensor:
+    ) -> AnyDTensor:
         """The DTensor of which each rank holds `local_tensor`. Moves nothing.
 
         Args:
@@ -220,18 +255,21 @@ class DTensor(torch.Tensor):
                 local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
             )
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
-        if torch._C._functorch.is_functorch_wrapped_tensor(local_tensor):  # pyright: ignore[reportAttributeAccessIssue]
-            raise inside_transform("from_local")
+        if transforming():
+            refuse_functionalize("from_local")
+        local_tensor = alive(local_tensor)
         if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
             local_tensor = resolved(local_tensor)
-        if mesh.fabric == "virtual" and not isinstance(local_tensor, RankTensor):
-            local_tensor = OnEveryRank.apply(local_tensor, mesh)
+        if mesh.fabric == "virtual" and not isinstance(innermost(local_tensor), RankTensor):
+            local_tensor = on_every_rank(local_tensor, mesh.grid_size)
         spec = spec_given(local_tensor, mesh, placements, run_check, shape, stride, shard_order)
-        if torch.is_grad_enabled() and local_tensor.requires_grad:
-            made = FromLocal.apply(local_tensor, spec, gradient_spec_as(spec, grad_placements))
+        if wants_derivatives(local_tensor):
+            made = apply_function(FromLocal, local_tensor, spec, gradient_spec_as(spec, grad_placements))
         else:
             made = dtensor_of(spec, local_tensor)
-        return made if watching.watcher is None else watching.entered(made)
+        if watching.watcher is not None:
+            watching.entered(innermost(made))
+        return made
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """This rank's part, as autograd sees it.
@@ -245,11 +283,12 @@ class DTensor(torch.Tensor):
             >>> sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).to_local().shape
             torch.Size([2])
         """
-        if self._spec.is_lazy:  # what it gives may be written to
-            materialize(self)
-        if torch.is_grad_enabled() and self.requires_grad:
-            return ToLocal.apply(self, gradient_spec_as(self._spec, grad_placements))
-        return self._local_tensor
+        if wants_derivatives(self):
+            spec = self._spec
+            given = grad_placements is not None
+            gradient = gradient_spec_as(spec, grad_placements) if given else gradient_spec_of_local(spec)
+            return apply_function(ToLocal, self, spec, gradient)
+        return writable_local(self)
 
     def redistribute(
         self,
@@ -261,7 +300,7 @@ class DTensor(torch.Tensor):
         backward_dtype: torch.dtype | None = None,
         max_bytes: int | None = None,
         shard_order: Sequence[Any] | None = None,
-    ) -> DTensor:
+    ) -> AnyDTensor:
         """The same tensor laid out otherwise, by the cheapest route.
 
         Args:
@@ -295,8 +334,8 @@ class DTensor(torch.Tensor):
                 _targets.keep(key, target)
         if target is spec and backward_dtype is None:
             return self
-        if torch.is_grad_enabled() and self.requires_grad:
-            return Redistribute.apply(self, target, async_op, backward_dtype, max_bytes)
+        if wants_derivatives(self):
+            return apply_function(Redistribute, self, spec, target, async_op, backward_dtype, max_bytes)
         return moved_to(self, target, async_op, max_bytes)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
@@ -313,8 +352,8 @@ class DTensor(torch.Tensor):
         mesh = self._spec.mesh
         whole = self if self._spec.is_replicated else self.redistribute(placements=(Replicate(),) * mesh.ndim)
         local = whole.to_local(grad_placements=grad_placements)
-        if isinstance(local, RankTensor) and mesh.size() == mesh.grid_size:
-            return FirstRank.apply(local) if local.requires_grad else local.tensors[0].clone()
+        if isinstance(innermost(local), RankTensor) and mesh.size() == mesh.grid_size:
+            return first_rank(local)
         return local.clone() if whole is self else local  # never the memory of this tensor, on any fabric
 
     def tolist(self) -> Any:
@@ -412,6 +451,12 @@ class DTensor(torch.Tensor):
         for name, value in self._kept_attributes().items():
             setattr(copied, name, value)
         return copied
+
+
+if TYPE_CHECKING:
+    AnyDTensor = DTensor
+else:  # inside a function that torch.func transforms, what stands for a DTensor is of this class
+    AnyDTensor = torch.Tensor
 
 
 def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
@@ -531,7 +576,7 @@ def moved_to(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: in
     return made
 
 
-def cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
+def cast(tensor: AnyDTensor, dtype: torch.dtype) -> AnyDTensor:
     """`tensor.to(dtype)`, which is a DTensor."""
     return tensor.to(dtype)  # pyright: ignore[reportReturnType]
 
@@ -616,69 +661,233 @@ class CopiedDTensor(DTensor):
         _LOCAL.__set__(self, local)
 
 
-# ---------------------------------------------------------------- gradients
+# ---------------------------------------------------------------- derivatives
+
+# Each function is differentiated by the other ones, so that derivatives of any order are functions of DTensors too.
+# `source`, `spec`, `gradient` and `target` are layouts as a transformed function sees them: without the dims of vmap.
+
+
+def moved(
+    tensor: AnyDTensor,
+    target: DTensorSpec,
+    async_op: bool = False,
+    backward_dtype: torch.dtype | None = None,
+    max_bytes: int | None = None,
+) -> AnyDTensor:
+    """`tensor` in the layout `target`, whatever its own, with derivatives; its dtype is kept."""
+    spec = tensor._spec
+    if spec.tensor_meta is not target.tensor_meta:
+        target = target.with_meta(spec.tensor_meta)
+    if wants_derivatives(tensor):
+        if spec is target and backward_dtype is None:
+            return tensor
+        return apply_function(Redistribute, tensor, spec, target, async_op, backward_dtype, max_bytes)
+    return moved_to(tensor, target, async_op, max_bytes)
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:
+    """The DTensor of a local, with derivatives; the gradient of the local is what lies here of `gradient`."""
+    if wants_derivatives(local):
+        return apply_function(FromLocal, local, spec, gradient)
+    return dtensor_of(spec, local)
+
+
+def as_local(tensor: AnyDTensor, gradient: DTensorSpec) -> torch.Tensor:
+    """The local of a DTensor, with derivatives; the ranks' gradients of it lie together as `gradient`."""
+    if wants_derivatives(tensor):
+        return apply_function(ToLocal, tensor, tensor._spec, gradient)
+    return tensor._local_tensor
+
+
+def writable_local(tensor: DTensor) -> torch.Tensor:
+    """The local of a tensor, for users who may write to it."""
+    if tensor._spec.is_lazy:
+        materialize(tensor)
+    return tensor._local_tensor
+
+
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    return spec if spec.tensor_meta.dtype is dtype else spec.with_dtype(dtype)
+
+
+def _reduced_local(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What the parts of the ranks are reduced to, on each of them, with derivatives."""
+    whole = moved(as_dtensor(part, spec, gradient_spec(spec)), spec.reduced())
+    return as_local(whole, addends_spec(spec))
 
 
 class FromLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.spec, ctx.gradient = spec, gradient
-        if any(not p.is_partial("sum") for p in spec.placements if isinstance(p, Partial)):
-            ctx.save_for_backward(local)
-        return dtensor_of(spec, local.view_as(local))
+    """A local as a DTensor. Where the parts are reduced otherwise than by a sum, each has a weight in derivatives."""
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        local = redistributed(grad, ctx.gradient)._local_tensor
-        if ctx.saved_tensors:
-            local = share_of_gradient(ctx.saved_tensors[0], ctx.spec, local)
-        return local, None, None
+    def forward(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dtensor_of(spec, local.detach())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        local, ctx.spec, ctx.gradient = inputs
+        ctx.set_materialize_grads(False)
+        if needs_parts(ctx.spec):
+            ctx.save_for_backward(local)
+            ctx.save_for_forward(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: AnyDTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return None, None, None
+        own = as_local(moved(grad, ctx.gradient), _with_dtype(addends_spec(ctx.spec), grad.dtype))
+        return _weighted(ctx, own), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        addends = addends_spec(ctx.spec)
+        return as_dtensor(_weighted(ctx, tangent), addends, gradient_spec(addends))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], local: Any, spec: DTensorSpec, gradient: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dim = in_dims[0]
+        shape = list(spec.shape)
+        shape.insert(dim, info.batch_size)
+        meta = TensorMeta(shape, dense_strides(shape, like=local.stride()), local.dtype)
+        return as_dtensor(local, with_batch_dim(spec, dim, meta), with_batch_dim(gradient, dim, meta)), dim
+
+
+def _weighted(ctx: Any, own: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a gradient, or its addend to a tangent."""
+    part = alive(ctx.saved_tensors[0]) if needs_parts(ctx.spec) else None
+    return share_of_gradient(part, ctx.spec, own, _reduced_local)
 
 
 class ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.spec, ctx.gradient = tensor._spec, gradient
-        local = tensor._local_tensor
-        return local.view_as(local)
+    """The local of a DTensor."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(tensor: DTensor, spec: DTensorSpec, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return writable_local(tensor).detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.spec, ctx.gradient = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return None, None, None
+        refuse_parts(ctx.spec)
+        own: Any = grad
         for axis in ctx.spec.partial_axes:
             if ctx.spec.placements[axis].is_partial("avg"):
-                grad = grad * ctx.spec.mesh.shape[axis]
-        return dtensor_of(ctx.gradient.with_dtype(grad.dtype), grad), None
+                own = torch.ops.aten.mul.Scalar(own, ctx.spec.mesh.shape[axis])
+        spec, gradient = (_with_dtype(s, own.dtype) for s in (ctx.gradient, transposed_spec(ctx.spec, ctx.gradient)))
+        return as_dtensor(own, spec, gradient), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_parts(ctx.spec)
+        return as_local(moved(tangent, tangent_spec(ctx.spec)), ctx.gradient)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Any, spec: DTensorSpec, gradient: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dim, meta = in_dims[0], tensor._spec.tensor_meta
+        tensor = moved(tensor, with_batch_dim(spec, dim, meta))
+        return as_local(tensor, with_batch_dim(gradient, dim, tensor._spec.tensor_meta)), dim
 
 
 class Redistribute(torch.autograd.Function):
+    """A DTensor in another layout, of the same value: so its gradient is moved back."""
+
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        tensor: DTensor,
+        tensor: AnyDTensor,
+        source: DTensorSpec,
         target: DTensorSpec,
         async_op: bool,
         backward_dtype: torch.dtype | None,
         max_bytes: int | None,
-    ) -> DTensor:
-        ctx.source, ctx.async_op, ctx.max_bytes = tensor._spec, async_op, max_bytes
-        ctx.backward_dtype = backward_dtype
-        moved = moved_to(tensor, target, async_op, max_bytes)
+    ) -> AnyDTensor:
+        found = moved_to(tensor, target, async_op, max_bytes)
         if (
             target.tensor_meta.is_symbolic
         ):  # what the way back needs as numbers is fixed now: a compiler counts sizes here
-            bound_route(gradient_spec(target), gradient_spec(tensor._spec), max_bytes)
-        return tensor.view_as(tensor) if moved is tensor else moved  # pyright: ignore[reportReturnType]
+            bound_route(gradient_spec(target), gradient_spec(source), max_bytes)
+        return tensor.view_as(tensor) if found is tensor else found  # pyright: ignore[reportReturnType]
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.source, ctx.target, ctx.async_op, ctx.backward_dtype, ctx.max_bytes = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: AnyDTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return None, None, None, None, None, None
         source = gradient_spec(ctx.source)
         if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
             grad = cast(grad, ctx.backward_dtype)
-        target = source.with_meta(grad._spec.tensor_meta)
-        moved = moved_to(grad, target, ctx.async_op, ctx.max_bytes)
-        if moved.dtype is not source.tensor_meta.dtype:
-            moved = moved.to(source.tensor_meta.dtype)
-        return moved, None, None, None, None
+        found = moved(grad, source, ctx.async_op, None, ctx.max_bytes)
+        if found.dtype is not source.tensor_meta.dtype:
+            found = cast(found, source.tensor_meta.dtype)
+        return found, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dtype = ctx.target.tensor_meta.dtype
+        tangent = tangent if tangent.dtype is dtype else cast(tangent, dtype)
+        found = moved(tangent, tangent_spec(ctx.target), ctx.async_op, None, ctx.max_bytes)
+        return tangent.view_as(tangent) if found is tangent else found
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any,
+        in_dims: tuple[Any, ...],
+        tensor: Any,
+        source: DTensorSpec,
+        target: DTensorSpec,
+        async_op: bool,
+        backward_dtype: torch.dtype | None,
+        max_bytes: int | None,
+    ) -> Any:
+        dim, spec = in_dims[0], tensor._spec
+        meta = spec.tensor_meta
+        if meta.dtype is not target.tensor_meta.dtype:
+            meta = TensorMeta(meta.shape, meta.stride, target.tensor_meta.dtype)
+        target = with_batch_dim(target, dim, meta, spec)
+        return apply_function(Redistribute, tensor, spec, target, async_op, backward_dtype, max_bytes), dim
+
+
+# ---------------------------------------------------------------- inside torch.func
+
+
+def is_dtensor(value: Any) -> TypeIs[DTensor]:
+    """Whether a value is a DTensor, or stands for one inside a function that torch.func transforms."""
+    return isinstance(value, DTensor) or (value.__class__ is torch.Tensor and isinstance(innermost(value), DTensor))
+
+
+class _OfTransformed:
+    """A method or property of DTensor on torch.Tensor, found only on tensors that stand for a DTensor.
+
+    Inside a function that torch.func transforms, tensors are of the class torch.Tensor. On any other tensor the
+    attribute does not exist.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, tensor: Any, owner: type) -> Any:
+        if tensor is not None and is_wrapped(tensor) and isinstance(inner := innermost(tensor), DTensor):
+            tensor = alive(tensor)
+            if tensor is inner:
+                return getattr(inner, self.name)
+            if self.name == "_spec":
+                return visible_spec(inner._spec, visible_dims(tensor))
+            return DTensor.__dict__[self.name].__get__(tensor)
+        kind = "type object" if tensor is None else "object"
+        raise AttributeError(f"{owner.__name__!r} {kind} has no attribute {self.name!r}", name=self.name, obj=tensor)
+
+
+for _name in ("_spec", "spec", "device_mesh", "placements", "redistribute", "to_local", "full_tensor"):
+    setattr(torch.Tensor, _name, _OfTransformed(_name))
 
 
 def _plain_tangent(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.Tensor:
@@ -694,7 +903,11 @@ made_from_plain(DTensor, _plain_tangent)
 never_traced(
     DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
     PendingDTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
-    *(getattr(function, name) for function in (FromLocal, ToLocal, Redistribute) for name in ("forward", "backward")),
+    *(
+        getattr(function, name)
+        for function in (FromLocal, ToLocal, Redistribute)
+        for name in ("forward", "setup_context", "backward", "jvp")
+    ),
     DTensor.to_local,
     DTensor.redistribute,
     DTensor.full_tensor,

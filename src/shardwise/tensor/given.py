@@ -16,11 +16,12 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
-from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
+from shardwise.errors import AgreementError, LayoutError, ShardwiseError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
+from shardwise.transforms import innermost, inside_transform, is_wrapped, transforming, visible_dims
 
-__all__ = ["inside_transform", "resolved", "spec_given"]
+__all__ = ["resolved", "spec_given"]
 
 MAX_SPECS = 4096
 _specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)
@@ -37,6 +38,8 @@ def spec_given(
 ) -> DTensorSpec:
     """The spec of the tensor of which each rank holds such a local; with `run_check`, if all of them say so."""
     if run_check:
+        if is_wrapped(local):
+            raise inside_transform("from_local(run_check=True)")
         return _agreed_spec(local, mesh, placements, shape, stride, shard_order)
     key = (mesh, None if placements is None else tuple(placements), local.shape, local.stride(), local.dtype)
     by_local_alone = shape is None and stride is None and shard_order is None
@@ -79,11 +82,12 @@ def _spec_from_local(
 
 def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
     """Each part here must have the shape that the spec gives its rank."""
-    for coordinate, tensor in fabric_of(spec.mesh).parts(spec.mesh, local):
-        wanted = spec.local_shape(coordinate)
-        if tuple(tensor.shape) != wanted:
+    dims = visible_dims(local) if transforming() else range(local.dim())
+    for coordinate, tensor in fabric_of(spec.mesh).parts(spec.mesh, innermost(local)):
+        wanted, shape = spec.local_shape(coordinate), tuple(tensor.shape[dim] for dim in dims)
+        if shape != wanted:
             raise LayoutError(
-                f"from_local: the rank at {coordinate} of {spec.mesh} gave a local of shape {tuple(tensor.shape)}, but "
+                f"from_local: the rank at {coordinate} of {spec.mesh} gave a local of shape {shape}, but "
                 f"{spec} puts {wanted} there",
                 hint="give the global shape with shape=(...) where shards are uneven",
             )
@@ -137,11 +141,3 @@ def resolved(local: torch.Tensor) -> torch.Tensor:
     if isinstance(local, RankTensor) and any(t.is_conj() or t.is_neg() for t in local.tensors):
         return RankTensor([t.resolve_conj().resolve_neg() for t in local.tensors])
     return local.resolve_conj().resolve_neg()
-
-
-def inside_transform(function: str) -> UnsupportedError:
-    """What is said where torch.func transforms a tensor, which then stands for another and has no memory of its own."""
-    return UnsupportedError(
-        f"{function} inside a function that torch.func transforms (grad, vmap, jvp, ...)",
-        hint="make the DTensor outside, and give it to the function as an argument",
-    )

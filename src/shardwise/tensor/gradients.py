@@ -12,10 +12,27 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
-from shardwise.core.spec import DTensorSpec
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import UnsupportedError
 from shardwise.fabric.routes import bound_route
+from shardwise.tensor.ranks import apply_function
+from shardwise.transforms import with_batch_dim
 
-__all__ = ["GRADIENT_OF", "gradient_spec", "gradient_spec_as", "share_of_gradient"]
+# by a number: of `x / n` forward mode takes n as a tensor, whose shape is that of one rank
+_div = torch.ops.aten.div.Scalar
+
+__all__ = [
+    "GRADIENT_OF",
+    "addends_spec",
+    "gradient_spec",
+    "gradient_spec_as",
+    "gradient_spec_of_local",
+    "needs_parts",
+    "refuse_parts",
+    "share_of_gradient",
+    "tangent_spec",
+    "transposed_spec",
+]
 
 # How the gradient of a tensor lies, for each way that the tensor itself may lie on an axis. The gradient of a value is
 # one value: where the tensor is a sum of what the ranks hold, each of them gets the same gradient.
@@ -47,38 +64,136 @@ def gradient_spec_as(spec: DTensorSpec, given: Sequence[Any] | None) -> DTensorS
     return chosen if not order else DTensorSpec(spec.mesh, given, spec.tensor_meta, order)
 
 
-def share_of_gradient(part: torch.Tensor, spec: DTensorSpec, gradient: torch.Tensor) -> torch.Tensor:
-    """What of the gradient of a reduced value belongs to the part that this rank gave to the reduction."""
+@functools.lru_cache(maxsize=4096)
+def gradient_spec_of_local(spec: DTensorSpec) -> DTensorSpec:
+    """How the ranks' gradients of the locals of a tensor lie together, where the user does not say.
+
+    The locals of a sum are its addends, and each has the gradient of the sum. Of an extreme each local is taken to
+    change as the value does, so that their gradients add up to its own.
+    """
+    if all(p.linear for p in spec.placements if isinstance(p, Partial)):
+        return gradient_spec(spec)
+    return _with_partials(spec, lambda p: Replicate() if p.linear else Partial())
+
+
+@functools.lru_cache(maxsize=4096)
+def addends_spec(spec: DTensorSpec) -> DTensorSpec:
+    """How a derivative of a reduced value lies in what each part adds to it: as a sum."""
+    return _with_partials(spec, lambda p: Partial())
+
+
+@functools.lru_cache(maxsize=4096)
+def tangent_spec(spec: DTensorSpec) -> DTensorSpec:
+    """How the tangents of the locals of a tensor lie: the transpose of `gradient_spec_of_local`."""
+    return _with_partials(spec, lambda p: p if p.linear else Replicate())
+
+
+@functools.lru_cache(maxsize=4096)
+def transposed_spec(spec: DTensorSpec, gradient: DTensorSpec) -> DTensorSpec:
+    """How the gradient lies of locals that lie as `gradient`, and are gradients of the locals of a tensor of `spec`."""
+    own = addends_spec(tangent_spec(spec)).with_meta(gradient.tensor_meta)
+    placements = [
+        Replicate() if isinstance(g, Partial) else p for g, p in zip(gradient.placements, own.placements, strict=True)
+    ]
+    return DTensorSpec.from_dim_axes(gradient.mesh, tuple(placements), gradient.tensor_meta, own.dim_axes)
+
+
+def _with_partials(spec: DTensorSpec, other: Callable[[Partial], Placement]) -> DTensorSpec:
+    if not spec.partial_axes:
+        return spec
+    placements = tuple(other(p) if isinstance(p, Partial) else p for p in spec.placements)
+    return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
+
+
+# ---------------------------------------------------------------- parts that were reduced
+
+
+def needs_parts(spec: DTensorSpec) -> bool:
+    """Whether the derivative of the reduction depends on what the ranks hold."""
+    return any(not p.linear for p in spec.placements if isinstance(p, Partial))
+
+
+def refuse_parts(spec: DTensorSpec) -> None:
+    """Raise where the local of a tensor is no function of its value that could be differentiated."""
+    for placement in spec.placements:
+        if isinstance(placement, Partial) and not placement.linear and placement.reduce_op not in ("min", "max"):
+            raise UnsupportedError(
+                f"the derivative of the local of a tensor that is {placement}: many locals have the same value",
+                hint="redistribute(...) to Shard or Replicate before to_local()",
+            )
+
+
+Reduced = Callable[[torch.Tensor, DTensorSpec], torch.Tensor]
+
+
+def share_of_gradient(
+    part: torch.Tensor | None, spec: DTensorSpec, gradient: torch.Tensor, reduced: Reduced
+) -> torch.Tensor:
+    """What of the gradient of a reduced value belongs to the part that this rank gave to the reduction.
+
+    Args:
+        part: what this rank gave; None where the reduction is linear.
+        spec: how the parts make up the value.
+        gradient: the gradient of the value, on each rank.
+        reduced: reduces parts of a spec, with derivatives, and gives each rank the result.
+    """
     for axis in spec.partial_axes:
         op = spec.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
         if op == "avg":
-            gradient = gradient / spec.mesh.shape[axis]
+            gradient = _div(gradient, spec.mesh.shape[axis])
+    if part is None:
+        return gradient
     ops = {spec.placements[axis].reduce_op for axis in spec.partial_axes}  # pyright: ignore[reportAttributeAccessIssue]
     if ops & {"min", "max"}:
-        value = bound_route(spec, spec.reduced()).run(part)
-        chosen = (part == value).to(gradient.dtype)
-        return gradient * chosen / _summed(chosen, spec)
+        chosen = (part == reduced(part, spec)).to(gradient.dtype)
+        return gradient * (chosen / reduced(chosen, addends_spec(spec).with_dtype(chosen.dtype)))
     if "product" in ops:
-        return gradient * _product_of_others(part, spec)
-    order = norm_order(next(iter(ops)))
-    if order is not None:
-        norm = bound_route(spec, spec.reduced()).run(part)
-        return torch.where(norm == 0, torch.zeros_like(norm), gradient * (part / norm).pow(order - 1))
-    return gradient
+        return gradient * apply_function(ProductOfOthers, part, spec)
+    (op,) = ops
+    order = norm_order(op)
+    assert order is not None, op
+    norm = reduced(part, spec)
+    zero = norm == 0
+    weight = (part / norm.masked_fill(zero, 1)).pow(order - 1)
+    return gradient * weight.masked_fill(zero, 0)
 
 
-def _summed(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The sum of what the ranks hold, over the axes on which a tensor of this spec is Partial of any kind."""
-    sums = tuple(Partial() if isinstance(p, Partial) else p for p in spec.placements)
-    counted = DTensorSpec.from_dim_axes(spec.mesh, sums, spec.with_dtype(part.dtype).tensor_meta, spec.dim_axes)
-    return bound_route(counted, counted.reduced()).run(part)
+class ProductOfOthers(torch.autograd.Function):
+    """The product of what the other ranks hold; right where some of it is zero. Its own derivatives are refused."""
+
+    @staticmethod
+    def forward(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        zero = part == 0
+        counted = addends_spec(spec).with_dtype(torch.int64)
+        zeros = bound_route(counted, counted.reduced()).run(zero.to(torch.int64))
+        nonzero = torch.where(zero, torch.ones_like(part), part)
+        product = bound_route(spec, spec.reduced()).run(nonzero)
+        others = zeros - zero.to(torch.int64)
+        return torch.where(others > 0, torch.zeros_like(part), product / nonzero)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise _refuse_product()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _refuse_product()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], part: Any, spec: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dim = in_dims[0]
+        shape = list(spec.shape)
+        shape.insert(dim, info.batch_size)
+        batched = with_batch_dim(spec, dim, TensorMeta(shape, dtype=spec.tensor_meta.dtype))
+        return apply_function(ProductOfOthers, part, batched), dim
 
 
-def _product_of_others(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The product of what the other ranks hold; right where some of it is zero."""
-    zero = part == 0
-    zeros = _summed(zero.to(torch.int64), spec)
-    nonzero = torch.where(zero, torch.ones_like(part), part)
-    product = bound_route(spec, spec.reduced()).run(nonzero)
-    others = zeros - zero.to(torch.int64)
-    return torch.where(others > 0, torch.zeros_like(part), product / nonzero)
+def _refuse_product() -> UnsupportedError:
+    return UnsupportedError(
+        "second derivatives through from_local with Partial(product)",
+        hint="from_local(local.unsqueeze(0), mesh, [Shard(0)]).prod(0) has derivatives of any order",
+    )

@@ -1,0 +1,186 @@
+"""torch.func: the tensors that stand for others while a function is transformed, and what layout they have.
+
+Inside `grad`, `jvp` and `vmap` a function is given wrappers of the class torch.Tensor, one for each level of transforms
+around a value. The dims that `vmap` maps over are not visible on a wrapper: a mesh axis that shards one of them is
+replicated as far as the function can see. Does not know DTensors; `spec` is theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import UnsupportedError
+
+__all__ = [
+    "alive",
+    "innermost",
+    "inside_transform",
+    "is_wrapped",
+    "outside_transforms",
+    "refuse_functionalize",
+    "transforming",
+    "visible_dims",
+    "visible_spec",
+    "with_batch_dim",
+    "without_derivatives",
+]
+
+_levels: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+is_wrapped = _levels.is_functorch_wrapped_tensor
+transforming = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def alive(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the levels of transforms that have ended."""
+    while is_wrapped(tensor) and (inner := _levels.unwrap_if_dead(tensor)) is not tensor:
+        tensor = inner
+    return tensor
+
+
+def innermost(tensor: Any) -> Any:
+    """What a tensor stands for below all transforms; itself where nothing is transformed.
+
+    Example:
+        >>> seen = []
+        >>> y = torch.func.grad(lambda x: (seen.append(type(innermost(x))), x.sum())[1])(
+        ...     torch.nn.Parameter(torch.ones(2))
+        ... )
+        >>> seen
+        [<class 'torch.nn.parameter.Parameter'>]
+    """
+    while isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
+        tensor = _levels.get_unwrapped(tensor)
+    return tensor
+
+
+def visible_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Which dim of the innermost tensor each dim of a wrapper is; those that vmap maps over are left out."""
+    batched: list[int] = []
+    while is_wrapped(tensor):
+        if (dim := _levels.maybe_get_bdim(tensor)) >= 0:
+            batched.append(dim)
+        tensor = _levels.get_unwrapped(tensor)
+    dims = list(range(tensor.dim()))
+    for dim in reversed(batched):  # from the inside
+        del dims[dim]
+    return tuple(dims)
+
+
+def visible_spec(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
+    """The layout of a tensor of which only these dims are visible: replicated along axes that shard another one.
+
+    Example:
+        >>> from shardwise.core.mesh import DeviceMesh
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        >>> visible_spec(DTensorSpec(mesh, [Shard(0), Shard(2)], TensorMeta((8, 4, 6))), (1, 2))
+        f32[4,6] dp:R tp:S1
+    """
+    if len(dims) == spec.ndim:
+        return spec
+    meta = spec.tensor_meta
+    place = {dim: position for position, dim in enumerate(dims)}
+    placements = tuple(
+        Replicate() if isinstance(p, Shard | StridedShard) and p.dim not in place else _on_dim(p, place)
+        for p in spec.placements
+    )
+    seen = TensorMeta([meta.shape[d] for d in dims], [meta.stride[d] for d in dims], meta.dtype)
+    return DTensorSpec.from_dim_axes(spec.mesh, placements, seen, [spec.dim_axes[dim] for dim in dims])
+
+
+def with_batch_dim(spec: DTensorSpec, dim: int, meta: TensorMeta, like: DTensorSpec | None = None) -> DTensorSpec:
+    """The layout with one more dim, sharded over those axes that shard it in `like` and are replicated in `spec`.
+
+    Example:
+        >>> from shardwise.core.mesh import DeviceMesh
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        >>> mapped = DTensorSpec(mesh, [Shard(0), Shard(2)], TensorMeta((8, 4, 6)))
+        >>> one = DTensorSpec(mesh, [Replicate(), Shard(1)], TensorMeta((4, 6)))
+        >>> with_batch_dim(one, 0, mapped.tensor_meta, mapped)
+        f32[8,4,6] dp:S0 tp:S2
+    """
+    place = {old: old + (old >= dim) for old in range(spec.ndim)}
+    placements = [_on_dim(p, place) for p in spec.placements]
+    kept: tuple[int, ...] = ()
+    if like is not None and like.mesh is spec.mesh:
+        kept = tuple(axis for axis in like.dim_axes[dim] if isinstance(spec.placements[axis], Replicate))
+        for axis in kept:
+            placements[axis] = like.placements[axis]
+    dim_axes = [*spec.dim_axes[:dim], kept, *spec.dim_axes[dim:]]
+    return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), meta, dim_axes)
+
+
+def _on_dim(placement: Placement, place: dict[int, int]) -> Placement:
+    """The placement of a tensor whose dims have moved."""
+    match placement:
+        case StridedShard(dim=dim, split_factor=rows):
+            return StridedShard(place[dim], rows)
+        case Shard(dim=dim):
+            return Shard(place[dim])
+        case _:
+            return placement
+
+
+def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor stands for, if it is one value that nothing is differentiated by; else the tensor.
+
+    Inside `grad` tensors that a function makes are wrapped as well.
+    """
+    if any(level.key() == _levels.TransformType.Jvp for level in _levels.get_interpreter_stack() or ()):
+        return tensor
+    inner = tensor
+    while is_wrapped(inner):
+        if _levels.is_batchedtensor(inner) or inner.requires_grad:
+            return tensor
+        inner = _levels.get_unwrapped(inner)
+    return inner
+
+
+@contextlib.contextmanager
+def outside_transforms(what: str, *, draws: bool = False) -> Iterator[None]:
+    """Make a constant inside a transformed function: no transform sees the operators that make it.
+
+    Args:
+        what: the name of the function, for errors.
+        draws: whether it draws random numbers, which vmap must be told about.
+    """
+    if not transforming():
+        yield
+        return
+    refuse_functionalize(what)
+    if draws and _drawn_otherwise():
+        raise UnsupportedError(
+            f"{what} inside torch.func.vmap draws one tensor for all samples",
+            hint="call vmap(..., randomness='same'), or draw outside and pass the tensor as an argument",
+        )
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def _drawn_otherwise() -> bool:
+    """Whether some vmap around wants other random numbers for each sample, or none at all."""
+    kinds, wanted = _levels.TransformType, _levels.RandomnessType.Same
+    return any(
+        level.key() == kinds.Vmap and _levels.CVmapInterpreterPtr(level).randomness() != wanted
+        for level in _levels.get_interpreter_stack() or ()
+    )
+
+
+def refuse_functionalize(what: str) -> None:
+    """Raise inside torch.func.functionalize, which knows no functions of ours."""
+    if any(level.key() == _levels.TransformType.Functionalize for level in _levels.get_interpreter_stack() or ()):
+        raise inside_transform(what)
+
+
+def inside_transform(what: str) -> UnsupportedError:
+    """What is said where a DTensor cannot be made inside a transformed function."""
+    return UnsupportedError(
+        f"{what} inside a function that torch.func transforms",
+        hint="make the DTensor outside, and give it to the function as an argument",
+    )
