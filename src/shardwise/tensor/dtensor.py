@@ -875,15 +875,16 @@ class _OfTransformed:
         self.name = name
 
     def __get__(self, tensor: Any, owner: type) -> Any:
-        if tensor is not None and is_wrapped(tensor) and isinstance(inner := innermost(tensor), DTensor):
+        if tensor is None:  # torch looks at all that the class has, and passes over what is None
+            return None
+        if is_wrapped(tensor) and isinstance(inner := innermost(tensor), DTensor):
             tensor = alive(tensor)
             if tensor is inner:
                 return getattr(inner, self.name)
             if self.name == "_spec":
                 return visible_spec(inner._spec, visible_dims(tensor))
             return DTensor.__dict__[self.name].__get__(tensor)
-        kind = "type object" if tensor is None else "object"
-        raise AttributeError(f"{owner.__name__!r} {kind} has no attribute {self.name!r}", name=self.name, obj=tensor)
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}", name=self.name, obj=tensor)
 
 
 for _name in ("_spec", "spec", "device_mesh", "placements", "redistribute", "to_local", "full_tensor"):
