@@ -148,6 +148,8 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for i in at:
         for row, tensor in zip(rows, leaves[i].tensors, strict=True):
             row[i] = tensor
+    if func.namespace == "prims":
+        _resize_metas(rows, leaves, at)
 
     def call(row: Sequence[Any]) -> Any:
         rank_args, rank_kwargs = tree_unflatten(row, tree)
@@ -161,6 +163,18 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if isinstance(leaves[i], RankTensor):
             _take_sizes(leaves[i])
     return together(results, functools.partial(_agreed, func), leaves)
+
+
+def _resize_metas(rows: Sequence[list[Any]], leaves: Sequence[Any], at: Sequence[int]) -> None:
+    """Beside locals of different shapes, each rank's own shape of a meta tensor that torch gave that of the first.
+
+    Forward mode asks so for the sizes of a product with zero.
+    """
+    local = leaves[at[0]]
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and i not in at and leaf.is_meta and leaf.shape == local.shape:
+            for row, tensor in zip(rows, local.tensors, strict=True):
+                row[i] = leaf.new_empty(tensor.shape)
 
 
 def _take_sizes(local: RankTensor) -> None:

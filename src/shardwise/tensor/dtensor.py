@@ -32,6 +32,7 @@ from shardwise.errors import PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.shared_writes import is_traced
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.local import laid_out_like
@@ -706,6 +707,19 @@ def writable_local(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def _gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
+    """The gradient that has come to a tensor of this spec. Some formulas of torch make plain zeros."""
+    if is_dtensor(grad):
+        return grad
+    if not is_traced(grad) and not is_wrapped(grad) and bool(grad.any()):
+        raise PlainTensorError(
+            f"the gradient of {spec} is a plain torch.Tensor of shape {tuple(grad.shape)}",
+            hint="distribute_tensor(gradient, mesh, placements) before you give it to backward()",
+        )
+    whole = replicated_spec(spec.mesh, TensorMeta.of(grad))
+    return dtensor_of(whole, fabric_of(spec.mesh).build(spec.mesh, lambda coordinate: grad.clone()))
+
+
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return spec if spec.tensor_meta.dtype is dtype else spec.with_dtype(dtype)
 
@@ -735,13 +749,15 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: AnyDTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, None
-        own = as_local(moved(grad, ctx.gradient), _with_dtype(addends_spec(ctx.spec), grad.dtype))
-        return _weighted(ctx, own), None, None
+        grad = _gradient(grad, ctx.spec)
+        addends = addends_spec(ctx.spec, ctx.gradient)
+        own = as_local(moved(grad, ctx.gradient), _with_dtype(addends, grad.dtype))
+        return _weighted(ctx, own, addends), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        addends = addends_spec(ctx.spec)
-        return as_dtensor(_weighted(ctx, tangent), addends, gradient_spec(addends))
+        addends = addends_spec(ctx.spec, ctx.gradient)
+        return as_dtensor(_weighted(ctx, tangent, addends), addends, ctx.gradient)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], local: Any, spec: DTensorSpec, gradient: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -752,10 +768,10 @@ class FromLocal(torch.autograd.Function):
         return as_dtensor(local, with_batch_dim(spec, dim, meta), with_batch_dim(gradient, dim, meta)), dim
 
 
-def _weighted(ctx: Any, own: torch.Tensor) -> torch.Tensor:
+def _weighted(ctx: Any, own: torch.Tensor, addends: DTensorSpec) -> torch.Tensor:
     """This rank's share of a gradient, or its addend to a tangent."""
     part = alive(ctx.saved_tensors[0]) if needs_parts(ctx.spec) else None
-    return share_of_gradient(part, ctx.spec, own, _reduced_local)
+    return share_of_gradient(part, ctx.spec, addends, own, _reduced_local)
 
 
 class ToLocal(torch.autograd.Function):
@@ -777,7 +793,7 @@ class ToLocal(torch.autograd.Function):
         refuse_parts(ctx.spec)
         own: Any = grad
         for axis in ctx.spec.partial_axes:
-            if ctx.spec.placements[axis].is_partial("avg"):
+            if ctx.spec.placements[axis].is_partial("avg") and not ctx.gradient.placements[axis].is_partial("avg"):
                 own = torch.ops.aten.mul.Scalar(own, ctx.spec.mesh.shape[axis])
         spec, gradient = (_with_dtype(s, own.dtype) for s in (ctx.gradient, transposed_spec(ctx.spec, ctx.gradient)))
         return as_dtensor(own, spec, gradient), None, None
@@ -822,7 +838,7 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: AnyDTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, None, None, None, None
-        source = gradient_spec(ctx.source)
+        grad, source = _gradient(grad, ctx.target), gradient_spec(ctx.source)
         if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
             grad = cast(grad, ctx.backward_dtype)
         found = moved(grad, source, ctx.async_op, None, ctx.max_bytes)

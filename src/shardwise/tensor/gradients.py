@@ -77,9 +77,18 @@ def gradient_spec_of_local(spec: DTensorSpec) -> DTensorSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def addends_spec(spec: DTensorSpec) -> DTensorSpec:
-    """How a derivative of a reduced value lies in what each part adds to it: as a sum."""
-    return _with_partials(spec, lambda p: Partial())
+def addends_spec(spec: DTensorSpec, gradient: DTensorSpec | None = None) -> DTensorSpec:
+    """How a derivative of a reduced value lies in what each part adds to it: as a sum.
+
+    Where the user has said that a gradient is the average of the ranks' gradients, derivatives of it are averages too.
+    """
+    if gradient is None or (mean := Partial("avg")) not in gradient.placements:
+        return _with_partials(spec, lambda p: Partial())
+    placements = tuple(
+        (mean if p is g is mean else Partial()) if isinstance(p, Partial) else p
+        for p, g in zip(spec.placements, gradient.placements, strict=True)
+    )
+    return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,9 +100,10 @@ def tangent_spec(spec: DTensorSpec) -> DTensorSpec:
 @functools.lru_cache(maxsize=4096)
 def transposed_spec(spec: DTensorSpec, gradient: DTensorSpec) -> DTensorSpec:
     """How the gradient lies of locals that lie as `gradient`, and are gradients of the locals of a tensor of `spec`."""
-    own = addends_spec(tangent_spec(spec)).with_meta(gradient.tensor_meta)
+    own, mean = addends_spec(tangent_spec(spec)).with_meta(gradient.tensor_meta), Partial("avg")
     placements = [
-        Replicate() if isinstance(g, Partial) else p for g, p in zip(gradient.placements, own.placements, strict=True)
+        (g if g is mean else Replicate()) if isinstance(g, Partial) else p
+        for g, p in zip(gradient.placements, own.placements, strict=True)
     ]
     return DTensorSpec.from_dim_axes(gradient.mesh, tuple(placements), gradient.tensor_meta, own.dim_axes)
 
@@ -127,19 +137,20 @@ Reduced = Callable[[torch.Tensor, DTensorSpec], torch.Tensor]
 
 
 def share_of_gradient(
-    part: torch.Tensor | None, spec: DTensorSpec, gradient: torch.Tensor, reduced: Reduced
+    part: torch.Tensor | None, spec: DTensorSpec, addends: DTensorSpec, gradient: torch.Tensor, reduced: Reduced
 ) -> torch.Tensor:
     """What of the gradient of a reduced value belongs to the part that this rank gave to the reduction.
 
     Args:
         part: what this rank gave; None where the reduction is linear.
         spec: how the parts make up the value.
+        addends: how the shares make up the gradient.
         gradient: the gradient of the value, on each rank.
         reduced: reduces parts of a spec, with derivatives, and gives each rank the result.
     """
     for axis in spec.partial_axes:
         op = spec.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
-        if op == "avg":
+        if op == "avg" and not addends.placements[axis].is_partial("avg"):
             gradient = _div(gradient, spec.mesh.shape[axis])
     if part is None:
         return gradient
