@@ -103,7 +103,7 @@ def test_from_local_and_to_local_share_memory() -> None:
 @pytest.mark.parametrize("make", [sw.distribute_tensor, DTensor.from_local])
 def test_functionalize_makes_none(make: Callable[..., Any]) -> None:
     on = mesh()
-    with pytest.raises(sw.UnsupportedError, match="from_local inside a function that torch"):
+    with pytest.raises(sw.UnsupportedError, match="inside a function that torch"):
         torch.func.functionalize(lambda x: make(x, on).sum())(torch.ones(4))
 
 
