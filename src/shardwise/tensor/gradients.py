@@ -110,7 +110,7 @@ def transposed_spec(spec: DTensorSpec, gradient: DTensorSpec) -> DTensorSpec:
 
 def _with_partials(spec: DTensorSpec, other: Callable[[Partial], Placement]) -> DTensorSpec:
     if not spec.partial_axes:
-        return spec
+        return spec.materialized()
     placements = tuple(other(p) if isinstance(p, Partial) else p for p in spec.placements)
     return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
 
