@@ -6,6 +6,8 @@ the result is expanded. Views keep a broadcast dim because the local has stride 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,21 +23,30 @@ from shardwise.fabric.pieces import compacted, empty_block
 from shardwise.fabric.routes import bound_route
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
+from shardwise.rules.convolution import local_image
+from shardwise.rules.movement import where_triangle
 from shardwise.rules.notation import Factors
 from shardwise.rules.reduction import local_share
-from shardwise.rules.slicing import local_input_sizes
-from shardwise.rules.view import NOT_A_VIEW
+from shardwise.rules.slicing import local_input_sizes, where_put_back
+from shardwise.rules.view import NOT_A_VIEW, groups_of
 from shardwise.schema import Slot
 
-__all__ = ["FILLED", "INTO_LEAVES", "filled_once", "into_leaf", "keeping_broadcast"]
+__all__ = ["FILLED", "INTO_LEAVES", "current_node", "filled_once", "into_leaf", "keeping_broadcast"]
 
 aten = torch.ops.aten
 VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
-# Functions that give arguments for each rank, of rules that treat the indices of a factor alike; what they replace, if
-# it holds the sizes of the result.
-UNIFORM: dict[Any, str | None] = {None: None, local_share: None, local_input_sizes: "input_sizes"}
+# Functions that give arguments for each rank, of rules that treat the indices of a factor alike, but for so many of the
+# last dims: a triangle knows rows and columns.
+UNIFORM: dict[Any, int] = {
+    None: 0,
+    local_share: 0,
+    local_input_sizes: 0,
+    where_put_back: 0,
+    local_image: 0,
+    where_triangle: 2,
+}
 
-_current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
+current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Operators beside the pointwise ones that read operands of stride 0 as any others. Some of torch's do not: the median
@@ -55,25 +66,66 @@ class Constant(NamedTuple):
     results: tuple[tuple[int, int], ...]
 
 
-def keeping_broadcast(
-    signature: Signature, sharding: OutputSharding, op: Callable[..., Any]
-) -> tuple[OutputSharding, Callable[..., Any]]:
+class Kept(NamedTuple):
+    """A call that keeps broadcast dims.
+
+    Args:
+        sharding: the call, with broadcast dims of its results marked.
+        op: what runs on the locals.
+        runs_as: the call as it runs: along what is computed once, sizes are one.
+    """
+
+    sharding: OutputSharding
+    op: Callable[..., Any]
+    runs_as: OutputSharding
+
+
+def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callable[..., Any]) -> Kept:
     """The call with broadcast dims of its results marked, and what to run on the locals in place of `op`."""
     info = signature.info
     if info.is_view or info.op in VIEWS_OF_COPIES:
-        sharding = _with_broadcast(sharding, _broadcast_in_views(signature, sharding))
-        return sharding, _apart(op, sharding.outputs) if sharding.inputs[0].is_lazy else op
+        dims = _broadcast_in_views(signature, sharding)
+        if dims is None:
+            base, regroups = sharding.inputs[0], info.op is aten.view.default or info.op in VIEWS_OF_COPIES
+            if regroups and 0 not in base.shape and not base.tensor_meta.is_symbolic:
+                dims, op = _broadcast_in_copies(sharding)
+            else:
+                dims = [[] for _ in sharding.outputs]
+        sharding = _with_broadcast(sharding, dims)
+        return Kept(sharding, _apart(op, sharding.outputs) if sharding.inputs[0].is_lazy else op, sharding)
     if not info.pointwise and info.op not in ANY_STRIDES:
         op = _on_dense(op, [slot for slot, spec in zip(signature.slots, signature.specs, strict=True) if spec.is_lazy])
     if info.writes or info.draws or sharding.rule.layouts is not None or sharding.rule.localize not in UNIFORM:
-        return sharding, op
+        return Kept(sharding, op, sharding)
     factors = sharding.rule.factors(sharding.call)
-    constant = [] if factors is None else list(_constant_factors(factors, sharding))
+    last = UNIFORM[sharding.rule.localize]
+    constant = [] if factors is None else list(_constant_factors(factors, sharding, last))
     if not constant:
-        return sharding, op
-    dims = [[dim for found in constant for at, dim in found.results if at == i] for i in range(len(sharding.outputs))]
-    sizes = UNIFORM[sharding.rule.localize]
-    return _with_broadcast(sharding, dims), _run_once(op, signature, constant, dims, sizes)
+        return Kept(sharding, op, sharding)
+    operands = _dims_of_each([found.operands for found in constant], len(sharding.inputs))
+    results = _dims_of_each([found.results for found in constant], len(sharding.outputs))
+    runs_as = replace(
+        sharding,
+        inputs=tuple(map(_of_size_one, sharding.inputs, operands)),
+        outputs=tuple(map(_of_size_one, sharding.outputs, results)),
+    )
+    return Kept(_with_broadcast(sharding, results), _run_once(op, signature, constant, operands), runs_as)
+
+
+def _dims_of_each(places: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[int]]:
+    """For each of so many tensors the dims at these places."""
+    dims: list[list[int]] = [[] for _ in range(count)]
+    for found in places:
+        for at, dim in found:
+            dims[at].append(dim)
+    return dims
+
+
+def _of_size_one(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
+    """The spec of one index of each of these dims, which are not sharded."""
+    if not dims:
+        return spec
+    return DTensorSpec.from_dim_axes(spec.mesh, spec.placements, spec.tensor_meta, spec.dim_axes, dims).compact()
 
 
 def _with_broadcast(sharding: OutputSharding, dims: Sequence[Sequence[int]]) -> OutputSharding:
@@ -87,11 +139,12 @@ def _with_broadcast(sharding: OutputSharding, dims: Sequence[Sequence[int]]) -> 
 # ---------------------------------------------------------------- operators that compute
 
 
-def _constant_factors(factors: Factors, sharding: OutputSharding) -> Iterator[Constant]:
-    """The factors along which every operand that has them is broadcast, and that some result has."""
+def _constant_factors(factors: Factors, sharding: OutputSharding, last: int) -> Iterator[Constant]:
+    """The factors but the `last` along which every operand that has them is broadcast, and that some result has."""
     differ = factors.whole | factors.even | factors.summed | factors.barred | {name for name, _ in factors.untouched}
+    by_place = {name for dims in factors.operands for name in dims[len(dims) - last :]} if last else set()
     for name in factors.names:
-        if name in differ:
+        if name in differ or name in by_place:
             continue
         operands, results = _places(factors.operands, name), _places(factors.results, name)
         if operands and results and all(dim in sharding.inputs[i].broadcast for i, dim in operands):
@@ -106,33 +159,25 @@ def _run_once(
     op: Callable[..., Any],
     signature: Signature,
     constant: Sequence[Constant],
-    results: Sequence[Sequence[int]],
-    sizes: str | None,
+    operands: Sequence[Sequence[int]],
 ) -> Callable[..., Any]:
     """`op` on one index of each constant factor; results get their sizes back by `expand`."""
-    slots, names = signature.slots, signature.info.names
-    narrowed: dict[int, list[int]] = {}
-    for found in constant:
-        for i, dim in found.operands:
-            narrowed.setdefault(i, []).append(dim)
-    given = [(slots[i], dims) for i, dims in narrowed.items()]
+    slots = signature.slots
+    given = [(slot, dims) for slot, dims in zip(slots, operands, strict=True) if dims]
     # for each result its broadcast dims, and of which operand and dim the size is read
-    sources: list[list[tuple[int, Slot, int]]] = [[] for _ in results]
+    sources: list[list[tuple[int, Slot, int]]] = [[] for _ in range(1 + max(i for c in constant for i, _ in c.results))]
     for found in constant:
         operand, of = found.operands[0]
         for i, dim in found.results:
             sources[i].append((dim, slots[operand], of))
-    at = None if sizes is None else names.index(sizes)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         for slot, dims in given:
             slot.put(new_args, new_kwargs, compacted(slot.get(args, kwargs), dims))
-        if sizes is not None and at is not None:
-            _put_ones(new_args, new_kwargs, at, sizes, results[0])
         made = op(*new_args, **new_kwargs)
         if isinstance(made, tuple | list):
-            pairs = zip(made, sources, strict=True)
+            pairs = itertools.zip_longest(made, sources[: len(made)], fillvalue=())
             return like(made, (_expanded(one, found, args, kwargs) for one, found in pairs))
         return _expanded(made, sources[0], args, kwargs)
 
@@ -153,17 +198,6 @@ def _on_dense(op: Callable[..., Any], slots: Sequence[Slot]) -> Callable[..., An
     return run
 
 
-def _put_ones(args: list[Any], kwargs: dict[str, Any], at: int, name: str, dims: Sequence[int]) -> None:
-    """Put ones in place of `dims` in the argument that holds the sizes of the result."""
-    sizes = list(args[at] if at < len(args) else kwargs[name])
-    for dim in dims:
-        sizes[dim] = 1
-    if at < len(args):
-        args[at] = sizes
-    else:
-        kwargs[name] = sizes
-
-
 def _expanded(made: Any, dims: Sequence[tuple[int, Slot, int]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not dims or not isinstance(made, torch.Tensor):
         return made
@@ -176,9 +210,12 @@ def _expanded(made: Any, dims: Sequence[tuple[int, Slot, int]], args: Sequence[A
 # ---------------------------------------------------------------- views
 
 
-def _broadcast_in_views(signature: Signature, sharding: OutputSharding) -> list[list[int]]:
-    """The dims that have stride 0 in views of a tensor that is stored once along its broadcast dims."""
-    base, results = sharding.inputs[0], len(sharding.outputs)
+def _broadcast_in_views(signature: Signature, sharding: OutputSharding) -> list[list[int]] | None:
+    """The dims that have stride 0 in views of a tensor that is stored once along its broadcast dims.
+
+    None where there is no such view: broadcast dims and others would be one dim.
+    """
+    base = sharding.inputs[0]
     stored = [1 if dim in base.broadcast else size for dim, size in enumerate(base.shape)]
     strides = dense_strides(stored, like=base.tensor_meta.stride)
     held = [0 if dim in base.broadcast else stride for dim, stride in enumerate(strides)]
@@ -190,10 +227,43 @@ def _broadcast_in_views(signature: Signature, sharding: OutputSharding) -> list[
                 made = aten.view.default(whole, signature.arguments[others[0]])
             else:
                 made = signature.info.op(whole, **{name: signature.arguments[name] for name in others})
-    except NOT_A_VIEW:  # broadcast dims and others would be one dim: it is copied
-        return [[] for _ in range(results)]
+    except NOT_A_VIEW:
+        return None
     views = made if isinstance(made, tuple | list) else (made,)
     return [[dim for dim, stride in enumerate(view.stride()) if _is_zero(stride)] for view in views]
+
+
+def _broadcast_in_copies(sharding: OutputSharding) -> tuple[list[list[int]], Callable[..., Any]]:
+    """Of a view that must be copied, the dims that stay broadcast, and what copies the others.
+
+    Dims that are regrouped hold the same elements. Where so many values of the leading dims before are constant, the
+    leading dims after are, as long as their sizes divide it.
+    """
+    base, out = sharding.inputs[0], sharding.outputs[0]
+    repeated = [1] * base.ndim  # how often each broadcast dim is stored in the copy
+    kept: list[int] = []
+    for group in groups_of(base.shape, out.shape):
+        leading = list(itertools.takewhile(lambda dim: dim in base.broadcast, group.inputs))
+        values = math.prod([base.shape[dim] for dim in leading])
+        for dim in group.outputs:
+            if values % out.shape[dim]:
+                break
+            kept.append(dim)
+            values //= out.shape[dim]
+        for dim in group.inputs:
+            repeated[dim] = base.shape[dim] if dim in base.broadcast and dim not in leading else 1
+        if leading:
+            repeated[leading[-1]] = values
+    kept = [dim for dim in kept if not out.dim_axes[dim]]
+    dims = base.broadcast
+
+    def copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequence[int] | None = None) -> torch.Tensor:
+        wanted = list(size if shape is None else shape)
+        sizes = [repeated[dim] if dim in dims else -1 for dim in range(local.dim())]
+        once = [1 if dim in kept else n for dim, n in enumerate(wanted)]
+        return compacted(local, dims).expand(sizes).reshape(once).expand(wanted)
+
+    return [kept], copy
 
 
 def _apart(op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
@@ -243,12 +313,13 @@ def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Exe
         return local.new_full(sizes, value, dtype=made.tensor_meta.dtype).expand(shape)
 
     def run_or_fill(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if _current_node() is None:
+        if current_node() is None:
             return run(args, kwargs)
         held = args[0]._local_tensor
         return wrap(fabric_of(mesh).map(mesh, lambda at, local: stored(args, kwargs, at, local), held))
 
-    return run_or_fill if made.is_lazy and spec.mesh is mesh else run
+    # a sharded one costs a rank what its tensor costs
+    return run_or_fill if made.is_lazy and not any(made.dim_axes) and spec.mesh is mesh else run
 
 
 # ---------------------------------------------------------------- gradients on their way into `.grad`
@@ -283,7 +354,7 @@ def _leaf_layout(tensor_class: type[torch.Tensor], spec: DTensorSpec) -> DTensor
 
     None where autograd is doing something else, or where the leaf lies on another mesh.
     """
-    leaf: Any = getattr(_current_node(), "variable", None)
+    leaf: Any = getattr(current_node(), "variable", None)
     if not isinstance(leaf, tensor_class) or leaf._spec.mesh is not spec.mesh or leaf.shape != spec.shape:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     return leaf._spec.reduced().materialized().with_dtype(spec.tensor_meta.dtype)  # pyright: ignore[reportAttributeAccessIssue]

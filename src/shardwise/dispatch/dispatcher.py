@@ -22,6 +22,7 @@ from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.operands import reduced_first
+from shardwise.dispatch.origins import PUTTING_BACK, TAKING, noting_origin, putting_back
 from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
@@ -137,6 +138,8 @@ class OpDispatcher:
         run = self._resolve_new(signature, key, args, kwargs)
         if info.op in INTO_LEAVES and signature.specs[0].broadcast:
             run = into_leaf(signature, run)
+        if info.op in TAKING:
+            run = noting_origin(signature, run)
         return counted_as_base(run) if info.is_view else run
 
     def _resolve_new(
@@ -156,6 +159,8 @@ class OpDispatcher:
             return drawing(signature, drawn)
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
             decided("rule", signature, sharding)
+            if info.op in PUTTING_BACK:
+                return putting_back(signature, sharding, lambda laid_out: executor(signature, laid_out))
             run = self._laid_out(signature, key, sharding)
             return filled_once(signature, sharding.outputs[0], run) if info.op in FILLED else run
 

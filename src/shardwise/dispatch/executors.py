@@ -41,10 +41,10 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     """What runs a call as its rule has laid it out."""
     info, specs = signature.info, signature.specs
     routes = routes_between(specs, sharding.inputs)
-    patches = _patches(sharding, signature.mesh)
-    local_op = sharding.rule.local_op or PHYSICAL.get(info.op)
+    local_op, runs_as = sharding.rule.local_op or PHYSICAL.get(info.op), sharding
     if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):
-        sharding, local_op = keeping_broadcast(signature, sharding, local_op or info.op)
+        sharding, local_op, runs_as = keeping_broadcast(signature, sharding, local_op or info.op)
+    patches = _patches(runs_as, signature.mesh)
     if any_complex(specs, sharding.outputs):
         local_op = seeing_conjugates(local_op or info.op)
     # zeros on the ranks that hold nothing of a slice are no part of its base

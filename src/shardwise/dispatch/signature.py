@@ -40,7 +40,10 @@ class Wrapping:
         """The spec of an operand; a plain tensor is every rank's."""
         if isinstance(tensor, self.tensor_class):
             return tensor._spec
-        return replicated_spec(mesh, TensorMeta.of(tensor))
+        spec = replicated_spec(mesh, TensorMeta.of(tensor))
+        # what torch makes for a gradient that is not there is expanded
+        repeated = [dim for dim, stride in enumerate(spec.tensor_meta.stride) if stride.__class__ is int and not stride]
+        return DTensorSpec(mesh, spec.placements, spec.tensor_meta, broadcast=repeated) if repeated else spec
 
     def local_of(self, tensor: Any, mesh: DeviceMesh) -> torch.Tensor:
         """The local of an operand; a plain tensor is every rank's."""

@@ -165,7 +165,62 @@ def local_input_sizes(
     return {"input_sizes": list(outputs[0].local_shape(coordinate))}
 
 
-@rule(aten.slice_backward.default, localize=local_input_sizes)
+def where_put_back(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """The size of this rank's part of the zeros; where their dim is sharded, its pieces of the gradient."""
+    spec = outputs[0]
+    dim = wrapped(call["dim"], spec.ndim)
+    found: dict[str, Any] = {"input_sizes": list(spec.local_shape(coordinate))}
+    if not spec.dim_axes[dim]:
+        return found
+    size, runs = spec.shape[dim], runs_along(spec, dim, coordinate)
+    if call.get("index") is not None:
+        at = local_index(runs, call["index"] % size)
+        return found | {"pieces": () if at is None else ((at, 0, 1),)}
+    first = call["start"] if call["start"] >= 0 else max(call["start"] + size, 0)
+    taken = Taken(first, call["step"], call["grad_output"].shape[dim])
+    return found | {"pieces": tuple(_pieces(runs, taken))}
+
+
+def local_slice_backward(
+    grad: torch.Tensor,
+    input_sizes: Sequence[int],
+    dim: int,
+    start: int,
+    end: int,
+    step: int,
+    *,
+    pieces: Sequence[tuple[int, int, int]] | None = None,
+) -> torch.Tensor:
+    """Zeros but for the slice, or for the pieces of it that are this rank's."""
+    if pieces is None:
+        return aten.slice_backward.default(grad, input_sizes, dim, start, end, step)
+    result = grad.new_zeros(input_sizes)
+    for at, first, count in pieces:
+        place = aten.slice.Tensor(result, dim, at, at + (count - 1) * step + 1, step)
+        place.copy_(grad.narrow(dim, first, count))
+    return result
+
+
+def local_select_backward(
+    grad: torch.Tensor,
+    input_sizes: Sequence[int],
+    dim: int,
+    index: int,
+    *,
+    pieces: Sequence[tuple[int, int, int]] | None = None,
+) -> torch.Tensor:
+    """Zeros but for one index, if it is this rank's."""
+    if pieces is None:
+        return aten.select_backward.default(grad, input_sizes, dim, index)
+    result = grad.new_zeros(input_sizes)
+    for at, _, _ in pieces:
+        result.select(dim, at).copy_(grad)
+    return result
+
+
+@rule(aten.slice_backward.default, localize=where_put_back, local_op=local_slice_backward)
 def slice_backward(call: Call) -> Factors:
     """Zeros but for the slice."""
     shape = call.results[0].shape
@@ -173,7 +228,7 @@ def slice_backward(call: Call) -> Factors:
     return moved(own, own)
 
 
-@rule(aten.select_backward.default, localize=local_input_sizes)
+@rule(aten.select_backward.default, localize=where_put_back, local_op=local_select_backward)
 def select_backward(call: Call) -> Factors:
     """Zeros but for one index of a dim."""
     ndim = len(call.results[0].shape)
