@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),
-    ("factories", "loading"),
+    ("factories", "loading", "dlpack"),
     ("extend",),
     ("parallel", "checkpoint", "debug"),
     ("__init__",),

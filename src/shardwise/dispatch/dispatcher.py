@@ -40,6 +40,7 @@ from shardwise.schema import OpInfo, Slot, forget_infos, functional_of, op_info,
 __all__ = ["CacheInfo", "OpDispatcher"]
 
 MAX_ENTRIES = 16384
+COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of what process groups do
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,11 @@ class OpDispatcher:
 
     def resolve(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """The executor of a call's signature."""
+        if func.namespace in COLLECTIVES:
+            raise UnsupportedError(
+                f"{func} is a collective of a process group, and was called with a DTensor",
+                hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives what a collective can take",
+            )
         info = op_info(func)
         found: list[tuple[Slot, Any]] = list(tensor_slots(info, args, kwargs))
         tensor_class = self.wrapping.tensor_class

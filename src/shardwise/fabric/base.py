@@ -34,6 +34,10 @@ class Fabric(ABC):
     def rank(self) -> int:
         """The rank of this process."""
 
+    def held_by(self) -> int | None:
+        """The rank whose locals are in this process; None where all are here, or none."""
+        return None
+
     def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
         """The process group of this rank along `axes`."""
         raise UnsupportedError(

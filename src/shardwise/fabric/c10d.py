@@ -59,6 +59,7 @@ class C10dFabric(Fabric):
     def __init__(self) -> None:
         self._world: Any = None
         self._rank = 0
+        self._parents: Any = None  # the world of the process that this one was forked from
         self._groups: dict[tuple[int, ...], Any] = {}
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
@@ -77,12 +78,30 @@ class C10dFabric(Fabric):
                 "no process group is up, so this process has no rank",
                 hint="start the program with torchrun, or call torch.distributed.init_process_group first",
             )
+        if dist.group.WORLD is self._parents:
+            raise MeshError(
+                "this process was forked from a rank (by a DataLoader with workers?) and is none itself: the "
+                "connections of its process groups belong to its parent",
+                hint="take plain tensors into it: full_tensor() or to_local() before it is forked",
+            )
         former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
         if former is not None:
-            for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
-                forget()
+            self._forget()
         self._restart_check()
         return self._rank
+
+    def held_by(self) -> int | None:
+        return self.rank() if dist.is_initialized() and dist.group.WORLD is not self._parents else None
+
+    def after_fork(self) -> None:
+        """Forget what belongs to the parent of this process, which is no rank until it joins a process group."""
+        if dist.is_initialized():
+            self._parents, self._world, self._check = dist.group.WORLD, None, None
+            self._forget()
+
+    def _forget(self) -> None:
+        for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+            forget()
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
         """This rank's coordinate, None outside the mesh."""
@@ -452,3 +471,4 @@ def _of_this_world(
 
 
 c10d = register(C10dFabric())
+os.register_at_fork(after_in_child=c10d.after_fork)

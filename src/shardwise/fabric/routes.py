@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.base import BoundStep, fabric_of
+from shardwise.fabric.base import BoundStep, fabric_of, on_new_world
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.plan.step import Expand
@@ -47,6 +47,7 @@ class BoundRoute:
 
 
 _bound: BoundedCache[tuple[Any, ...], BoundRoute] = BoundedCache(MAX_ROUTES)
+on_new_world.append(_bound.clear)  # they know groups
 
 
 def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None = None) -> BoundRoute:

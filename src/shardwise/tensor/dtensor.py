@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from shardwise.core.symbolic import introduce_sizes, is_tracing
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.views import OUTSIDE, materialize
-from shardwise.errors import PlainTensorError, UnsupportedError
+from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
@@ -368,9 +369,34 @@ class DTensor(torch.Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         return self.full_tensor().__dlpack__(**options)
 
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        if self.device.type != "cuda":
+            raise AttributeError("__cuda_array_interface__ is there on CUDA alone", name="__cuda_array_interface__")
+        raise _without_memory("__cuda_array_interface__")
+
+    def storage(self) -> Any:
+        """Refused: a DTensor has no memory of its own. For the same reason `data_ptr()` is 0."""
+        raise _without_memory("storage()")
+
+    def _typed_storage(self) -> Any:
+        raise _without_memory("storage()")
+
     def share_memory_(self) -> DTensor:
         """Refused: a DTensor has no memory of its own."""
         raise UnsupportedError("a DTensor cannot be put into shared memory", hint="to_local().share_memory_()")
+
+    def is_shared(self) -> bool:
+        """Whether its memory is shared with other processes; never."""
+        return False
+
+    def pin_memory(self, device: Any = None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The same tensor with page-locked locals."""
+        return self if self.is_pinned() else dtensor_of(self._spec, self._local_tensor.pin_memory())
+
+    def is_pinned(self, device: Any = None) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Whether its locals are page-locked."""
+        return all(part.is_pinned() for part in parts_of(self._local_tensor))
 
     def apply_(self, function: Callable[..., Any]) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Refused: torch reads the memory of the tensor itself, and that of a DTensor is its locals'."""
@@ -435,11 +461,22 @@ class DTensor(torch.Tensor):
         return redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
+        here = fabric_of(self._spec.mesh).held_by()
+        if here is not None and not self._spec.is_replicated:
+            warnings.warn(
+                f"what is pickled of {self._spec} is the part of rank {here} alone: every rank must save a file of its own "
+                "and load it; shardwise.checkpoint.save, or get_model_state_dict of shardwise.checkpoint.state_dict with "
+                "full_state_dict=True, make one file of all",
+                stacklevel=2,
+            )
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes(), here)
 
     def _kept_attributes(self) -> dict[str, Any]:
         """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
+
+    def __copy__(self) -> DTensor:
+        return _rebuild(self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -506,11 +543,43 @@ def forget_operators() -> None:
     dispatcher.forget()
 
 
-def _rebuild(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, attributes: Mapping[str, Any]) -> DTensor:
+def _without_memory(what: str) -> CheckpointError:
+    """The error for those who ask for the memory of a DTensor, as a rule to write or send its values."""
+    return CheckpointError(
+        f"{what}: a DTensor has no memory of its own, its values are in its locals",
+        hint="take full_tensor() or to_local(); to write a model use shardwise.checkpoint.save or export_safetensors, "
+        "or write the plain tensors that get_model_state_dict of shardwise.checkpoint.state_dict gives",
+    )
+
+
+def _rebuild(
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    requires_grad: bool,
+    attributes: Mapping[str, Any],
+    held_by: int | None = None,
+) -> DTensor:
+    """What pickle calls. `held_by` is the rank whose local it is, where each process has its own."""
+    if held_by is not None:
+        _check_holder(spec, held_by)
     made = DTensor(local, spec, requires_grad=requires_grad)
     for name, value in attributes.items():
         setattr(made, name, value)
     return made
+
+
+def _check_holder(spec: DTensorSpec, held_by: int) -> None:
+    """Refuse a local that was pickled by another rank than this one, where that rank holds something else."""
+    mesh, here = spec.mesh, fabric_of(spec.mesh).held_by()
+    if here is None or here == held_by:  # a process without a rank may look at what it was given
+        return
+    blocks = [None if at is None else spec.block(at) for at in map(mesh.coordinate_of, (held_by, here))]
+    if blocks[0] != blocks[1] or spec.partial_axes:
+        raise CheckpointError(
+            f"the file or message holds the part of {spec} that rank {held_by} has, and this is rank {here}",
+            hint="let every rank save and load a file of its own, or use shardwise.checkpoint.save and load, or save "
+            "what get_model_state_dict of shardwise.checkpoint.state_dict gives with full_state_dict=True",
+        )
 
 
 # What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
