@@ -464,9 +464,9 @@ class DTensor(torch.Tensor):
         here = fabric_of(self._spec.mesh).held_by()
         if here is not None and not self._spec.is_replicated:
             warnings.warn(
-                f"what is pickled of {self._spec} is the part of rank {here} alone: every rank must save a file of its own "
-                "and load it; shardwise.checkpoint.save, or get_model_state_dict of shardwise.checkpoint.state_dict with "
-                "full_state_dict=True, make one file of all",
+                f"what is pickled of {self._spec} is the part of rank {here} alone: every rank must save and load "
+                "a file of its own; shardwise.checkpoint.save, or get_model_state_dict of shardwise.checkpoint.state_dict "
+                "with full_state_dict=True, make one file of all",
                 stacklevel=2,
             )
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes(), here)
