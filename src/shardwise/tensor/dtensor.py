@@ -465,8 +465,8 @@ class DTensor(torch.Tensor):
         if here is not None and not self._spec.is_replicated:
             warnings.warn(
                 f"what is pickled of {self._spec} is the part of rank {here} alone: every rank must save and load "
-                "a file of its own; shardwise.checkpoint.save, or get_model_state_dict of shardwise.checkpoint.state_dict "
-                "with full_state_dict=True, make one file of all",
+                "a file of its own; shardwise.checkpoint.save makes one checkpoint of all, and get_model_state_dict of "
+                "shardwise.checkpoint.state_dict plain tensors, with full_state_dict=True",
                 stacklevel=2,
             )
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes(), here)
