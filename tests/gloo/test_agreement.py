@@ -86,6 +86,9 @@ def clean_program() -> int:
         if dist.get_rank() == 0:
             time.sleep(0.5)  # slow is not apart
         reduce_over(mesh["tp"])
+        scattered = sw.DTensor.from_local(torch.ones(8, 2), mesh, [sw.Partial(), sw.Partial()])
+        for _ in range(3):  # gloo's reduce-scatters are done only when they are waited for
+            assert scattered.redistribute(placements=[sw.Shard(0), sw.Shard(1)]).full_tensor().sum() == 64.0
         checked = c10d._check
         assert checked is not None
         count = sum(log.count for log in checked._logs.values())

@@ -405,16 +405,35 @@ class RankCheck:
 class _CheckedWork:
     """A collective in flight that is waited for by looking."""
 
-    def __init__(self, check: RankCheck, work: Any, key: str) -> None:
-        self._check, self._work, self._key = check, work, key
+    def __init__(self, check: RankCheck, work: Any, key: str, on_host: bool) -> None:
+        self._check, self._work, self._key, self._on_host = check, work, key, on_host
 
     def wait(self) -> Any:
-        self._check.until(self._work.is_completed, self._key)
+        self._check.until(self._is_done(), self._key)
         try:
             return self._work.wait()
         except RuntimeError:
             self._check.explain_failure(self._key)
             raise
+
+    def _is_done(self) -> Callable[[], bool]:
+        """Whether it is done. gloo's reduce-scatters do not say so until they are waited for: a thread does that."""
+        waited: list[threading.Thread] = []
+        patience = time.monotonic() + 0.02
+
+        def wait_quietly() -> None:
+            with contextlib.suppress(RuntimeError):  # raised again where the program waits
+                self._work.wait()
+
+        def done() -> bool:
+            if self._work.is_completed() or (waited and not waited[0].is_alive()):
+                return True
+            if self._on_host and not waited and time.monotonic() > patience:
+                waited.append(threading.Thread(target=wait_quietly, daemon=True))
+                waited[0].start()
+            return False
+
+        return done
 
 
 class CheckedGroup:
@@ -433,9 +452,13 @@ class CheckedGroup:
         def issue(*args: Any) -> _CheckedWork:
             with self._check.issuing:
                 key = self._check.enter(self._ranks, self._text)
-                return _CheckedWork(self._check, method(*args), key)
+                return _CheckedWork(self._check, method(*args), key, _first_tensor(args).device.type == "cpu")
 
         return issue
+
+
+def _first_tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else _first_tensor(value[0])
 
 
 def _key(ranks: Ranks, channel: str = "") -> str:
