@@ -33,7 +33,14 @@ from shardwise.fabric.world import init_device_mesh, virtual
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.imports import when_imported
 from shardwise.interop import from_torch, to_torch
-from shardwise.modes import ReplicationWarning, allow_implicit, implicit_replication, strict
+from shardwise.modes import (
+    ReplicationWarning,
+    allow_implicit,
+    implicit_replication,
+    plain_tensors,
+    set_plain_tensors,
+    strict,
+)
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
@@ -107,6 +114,7 @@ __all__ = [
     "ones",
     "parallel",
     "parity",
+    "plain_tensors",
     "rand",
     "randint",
     "randn",
@@ -114,6 +122,7 @@ __all__ = [
     "register_sharding",
     "replicate",
     "set_cost_model",
+    "set_plain_tensors",
     "strict",
     "to_torch",
     "use_rng",

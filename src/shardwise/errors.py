@@ -75,7 +75,7 @@ def _rebuild_bound(problem: str, hint: str | None, smallest: int) -> MemoryBound
 
 
 class PlainTensorError(ShardwiseError, RuntimeError):
-    """A plain torch.Tensor met a DTensor where only the user can say how it is laid out."""
+    """A plain torch.Tensor met DTensors where plain tensors are refused, or cannot be taken as replicated."""
 
 
 class RuleError(ShardwiseError, ValueError):

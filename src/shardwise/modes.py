@@ -1,4 +1,4 @@
-"""What the user allows: strict mode, implicit replication; and the word about communication nobody asked for.
+"""What the user allows: strict mode, plain tensors among DTensors; and the word about communication nobody asked for.
 
 A mode holds for the thread or task that enters it, and in the backward it starts (`core/mode_stack.py`).
 """
@@ -6,24 +6,29 @@ A mode holds for the thread or task that enters it, and in the backward it start
 from __future__ import annotations
 
 import contextlib
-import inspect
-import itertools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.mode_stack import ModeStack, mode_context
 from shardwise.core.spec import DTensorSpec
-from shardwise.errors import ImplicitCommunicationError
+from shardwise.errors import ImplicitCommunicationError, UnsupportedError
 from shardwise.plan.route import Route
 
-__all__ = ["ReplicationWarning", "allow_implicit", "implicit_replication", "strict", "user_line"]
+__all__ = [
+    "ReplicationWarning",
+    "allow_implicit",
+    "implicit_replication",
+    "plain_tensors",
+    "set_plain_tensors",
+    "strict",
+    "user_line",
+]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -35,9 +40,13 @@ class ReplicationWarning(UserWarning):
 
 # frozensets of names: operators that may communicate; None: strict mode, none of them
 implicit_mode = ModeStack[frozenset[str] | None]("implicit communication")
-replication_mode = ModeStack[bool]("implicit replication")
+plain_mode = ModeStack[str]("plain tensors")
 rng_mode = ModeStack[str]("random numbers")
 _ALL = frozenset({"*"})
+PLAIN_POLICIES = ("verify", "refuse", "replicate")
+_plain_default = "verify"
+# Called when plain tensors may be refused on some thread from now on, or on none any more.
+on_refusal: list[Callable[[bool], object]] = []
 
 _warned: set[tuple[str, str]] = set()
 
@@ -47,11 +56,11 @@ def in_force() -> tuple[Any, ...]:
 
     Example:
         >>> in_force()
-        (None, False, 'one_device')
+        (None, 'verify', 'one_device')
     """
     allowed = _allowed()
     names = None if allowed is None else tuple(sorted(allowed))
-    return names, bool(replication_mode.values()), "indexed" if draws_by_index() else "one_device"
+    return names, plain_policy(), "indexed" if draws_by_index() else "one_device"
 
 
 @mode_context
@@ -59,7 +68,8 @@ def strict() -> Iterator[None]:
     """Inside, any communication that was not asked for by `redistribute` or `full_tensor` is an error.
 
     An operator that would have to reduce a Partial is refused whatever happened before, even where its sum is
-    remembered from an earlier reading: a program does not become strict by chance.
+    remembered from an earlier reading: a program does not become strict by chance. Plain tensors among DTensors are
+    refused, unless a `plain_tensors` context inside of it says otherwise.
 
     Example:
         >>> import shardwise as sw
@@ -67,7 +77,7 @@ def strict() -> Iterator[None]:
         >>> with sw.strict():
         ...     y = x + x
     """
-    with implicit_mode.holding(None):
+    with implicit_mode.holding(None), plain_tensors("refuse"):
         yield
 
 
@@ -96,8 +106,51 @@ def _allowed() -> frozenset[str] | None:
 
 
 @mode_context
+def plain_tensors(policy: str) -> Iterator[None]:
+    """Inside, what a plain torch.Tensor among DTensors is taken for. The innermost context counts.
+
+    A plain tensor of one element is a constant and never refused.
+
+    Args:
+        policy: "verify", the default: it is taken as replicated, and processes compare digests of it beside the
+            program; where ranks differ, all of them raise an `AgreementError`. "refuse": it is an error.
+            "replicate": it is taken as replicated, and nothing is compared.
+
+    Example:
+        >>> import shardwise as sw
+        >>> x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+        >>> (x + torch.arange(4)).full_tensor()
+        tensor([1., 2., 3., 4.])
+        >>> with plain_tensors("refuse"):
+        ...     x + torch.arange(4)
+        Traceback (most recent call last):
+        ...
+        shardwise.errors.PlainTensorError: ...
+    """
+    entry = plain_mode.enter(_known_policy(policy))
+    _tell_refusal()
+    try:
+        yield
+    finally:
+        plain_mode.leave(entry)
+        _tell_refusal()
+
+
+def set_plain_tensors(policy: str) -> None:
+    """What plain tensors among DTensors are taken for outside of any `plain_tensors` context, on all threads.
+
+    Example:
+        >>> set_plain_tensors("refuse")
+        >>> set_plain_tensors("verify")
+    """
+    global _plain_default
+    _plain_default = _known_policy(policy)
+    _tell_refusal()
+
+
+@mode_context
 def implicit_replication() -> Iterator[None]:
-    """Inside, a plain torch.Tensor among DTensors is taken to be the same on every rank.
+    """Inside, a plain torch.Tensor among DTensors is taken to be the same on every rank: `plain_tensors("replicate")`.
 
     Example:
         >>> import shardwise as sw
@@ -106,13 +159,28 @@ def implicit_replication() -> Iterator[None]:
         ...     (x + torch.arange(4)).full_tensor()
         tensor([1., 2., 3., 4.])
     """
-    with replication_mode.holding(True):
+    with plain_tensors("replicate"):
         yield
 
 
-def replicates_implicitly() -> bool:
-    """Whether plain tensors are taken as replicated now."""
-    return bool(replication_mode.values()) or bool(getattr(_thread, "decomposing", ()))
+def plain_policy() -> str:
+    """What plain tensors among DTensors are taken for here."""
+    policies = plain_mode.values()
+    return policies[-1] if policies else _plain_default
+
+
+def _known_policy(policy: str) -> str:
+    if policy not in PLAIN_POLICIES:
+        raise UnsupportedError(
+            f"plain tensors cannot be treated by {policy!r}", hint=f"one of {', '.join(map(repr, PLAIN_POLICIES))}"
+        )
+    return policy
+
+
+def _tell_refusal() -> None:
+    anywhere = "refuse" in (_plain_default, *plain_mode.values_anywhere())
+    for tell in on_refusal:
+        tell(anywhere)
 
 
 def draws_by_index() -> bool:
@@ -125,7 +193,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def decomposing(op: Any) -> Iterator[None]:
-    """While `op` is computed from others: plain tensors that are made on the way are the same on every rank."""
+    """While `op` is computed from others. Plain tensors among its arguments have been looked at."""
     before = getattr(_thread, "decomposing", ())
     _thread.decomposing = (*before, op)
     try:
@@ -137,6 +205,11 @@ def decomposing(op: Any) -> Iterator[None]:
 def is_decomposing(op: Any) -> bool:
     """Whether `op` is being computed from others on this thread."""
     return op in getattr(_thread, "decomposing", ())
+
+
+def is_nested() -> bool:
+    """Whether some operator is being computed from others on this thread."""
+    return bool(getattr(_thread, "decomposing", ()))
 
 
 def check_decomposing(route: Route) -> None:
@@ -165,34 +238,6 @@ def user_line() -> str:
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "backward"  # autograd's own thread has no line of the user's
-
-
-def made_by_torch(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor was made by one of torch's own functions written in Python (svd_lowrank, ...).
-
-    So it is when such a function is running and the user gave it no plain tensor of any size, in an argument or in a
-    module: then whatever plain tensor it uses is its own, and the same on every rank.
-    """
-    frame, outermost = sys._getframe(1), None
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if filename.startswith(_TORCH):
-            outermost = frame
-        elif outermost is not None or not filename.startswith((_OURS, "<")):
-            break
-        frame = frame.f_back
-    if outermost is None:
-        return False
-    arguments = inspect.getargvalues(outermost)
-    named = [*arguments.args, *filter(None, (arguments.varargs, arguments.keywords))]
-    given = [arguments.locals.get(name) for name in named]
-    return not any(map(_holds_plain, tree_leaves(given, is_leaf=lambda leaf: isinstance(leaf, torch.nn.Module))))
-
-
-def _holds_plain(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return any(map(_holds_plain, itertools.chain(value.parameters(), value.buffers())))
-    return isinstance(value, torch.Tensor) and not hasattr(value, "_spec") and value.numel() != 1
 
 
 def check_strict(op: Any, routes: Sequence[Route]) -> None:

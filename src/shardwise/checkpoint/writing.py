@@ -25,7 +25,7 @@ from shardwise.checkpoint.progress import Progress
 from shardwise.checkpoint.together import Processes, Turn, processes_of
 from shardwise.checkpoint.tree import encode_state, expand, merge, stored_entries, tensors_in
 from shardwise.errors import AgreementError, CheckpointError
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabric_of, settle_checks
 from shardwise.tensor import DTensor
 
 __all__ = ["Described", "Job", "async_save", "run_job", "save"]
@@ -141,6 +141,7 @@ def prepare_job(
     An error after the first exchange is kept in `turn`, for `run_job` to tell.
     """
     turn.attempt(finish_pending, None)
+    turn.attempt(settle_checks, None)
     tree = turn.attempt(lambda: expand(state), None)
     processes = processes_of(turn, tensors_in(state if tree is None else tree.root), group)
     nothing: tuple[Any, dict[str, torch.Tensor]] = ({}, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,18 @@ from shardwise.dispatch.decision import Decision, decided, listening
 from shardwise.dispatch.drawing import agree_once, drawing, filling
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
-from shardwise.dispatch.key import Key, holds_users_tensor, is_symbolic, key_of
+from shardwise.dispatch.key import Key, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.origins import PUTTING_BACK, TAKING, noting_origin, putting_back
+from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
-from shardwise.errors import PlainTensorError, UnsupportedError
-from shardwise.fabric.base import on_new_world
+from shardwise.errors import UnsupportedError
+from shardwise.fabric.base import on_found, on_new_world, raise_found
 from shardwise.fabric.routes import cached_routes
 from shardwise.plan.cost import on_new_model
 from shardwise.plan.decomposing import worth_decomposing
@@ -68,6 +69,7 @@ class OpDispatcher:
         self._metas = ResultMetas()
         self._recipes = Recipes()
         on_new_world.append(self.forget)  # executors know which ranks are here
+        on_found.append(self.cache.clear)  # a known call would not raise what was found
         on_new_model.append(self.forget)  # and move what it is cheapest to move
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -83,6 +85,7 @@ class OpDispatcher:
 
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """Work out the executor of a new signature and keep it."""
+        raise_found()
         if is_symbolic(key):
             return self._resolve_symbolic(named(key), func, args, kwargs)
         run = self._recipes.find(key)
@@ -131,8 +134,6 @@ class OpDispatcher:
         if any(other is not mesh for other in laid_out):
             decided("mesh by mesh")
             return on_one_mesh(self.wrapping, info, found)
-        if len(laid_out) < len(found):
-            self._check_plain(info, found, key)
         if "device" in kwargs:
             _check_device(info, kwargs["device"], mesh)
         signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
@@ -140,13 +141,15 @@ class OpDispatcher:
             agree_once(mesh)
         if info.writes:
             into_plain = any(slot.name in info.writes and not isinstance(t, tensor_class) for slot, t in found)
-            return self._resolve_write(signature, key, args, kwargs, into_plain)
-        run = self._resolve_new(signature, key, args, kwargs)
-        if info.op in INTO_LEAVES and signature.specs[0].broadcast:
-            run = into_leaf(signature, run)
-        if info.op in TAKING:
-            run = noting_origin(signature, run)
-        return counted_as_base(run) if info.is_view else run
+            run = self._resolve_write(signature, key, args, kwargs, into_plain)
+        else:
+            run = self._resolve_new(signature, key, args, kwargs)
+            if info.op in INTO_LEAVES and signature.specs[0].broadcast:
+                run = into_leaf(signature, run)
+            if info.op in TAKING:
+                run = noting_origin(signature, run)
+            run = counted_as_base(run) if info.is_view else run
+        return run if len(laid_out) == len(found) else with_plain_operands(run, info, found, mesh, self.wrapping)
 
     def _resolve_new(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -223,20 +226,6 @@ class OpDispatcher:
         decided("by copies" if functional is None else "by a new tensor", signature)
         run = through_copies(signature) if functional is None else through_functional(signature, functional)
         return watched(self.wrapping, info, run)
-
-    def _check_plain(self, info: OpInfo, found: Sequence[tuple[Slot, Any]], key: Key) -> None:
-        """Refuse a plain tensor among DTensors that only the user could place."""
-        if not holds_users_tensor(key):
-            return
-        for slot, tensor in found:
-            if not isinstance(tensor, self.wrapping.tensor_class) and tensor.numel() != 1:
-                raise PlainTensorError(
-                    f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among "
-                    "DTensors, and only you know how it is meant to lie on the mesh",
-                    hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
-                    "DTensor.from_local(tensor, mesh, placements) if each rank holds a part; "
-                    "call inside implicit_replication() if it is not yours, but torch's own",
-                )
 
     def forget(self) -> None:
         """Drop every executor and what was read from schemas and rules."""

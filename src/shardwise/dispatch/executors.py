@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ EXPAND = torch.ops.aten.expand.default
 SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
 # Views that share memory where that of the local allows for it, and else are copied.
 MAY_COPY = {SHARING, torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype}
-HELD_BY_TORCH = 3  # references to an argument that no one in Python holds: the arguments, the question, torch itself
 Patches = Mapping[Coordinate, Mapping[str, Any]]
 
 
@@ -97,8 +95,7 @@ def _simple_executor(
     form = _form(signature, lockstep)
     if form is None:
         return None
-    run = _view(info, op, wrap) if form is _unary and info.is_view else watched(wrapping, info, form(op, wrap))
-    return _detaching(run) if info.op is torch.ops.aten.detach.default else run
+    return _view(info, op, wrap) if form is _unary and info.is_view else watched(wrapping, info, form(op, wrap))
 
 
 def _form(signature: Signature, lockstep: bool) -> Callable[[Callable[..., Any], Wrap], Executor] | None:
@@ -147,17 +144,6 @@ def _view(info: OpInfo, op: Callable[..., Any], wrap: Wrap) -> Executor:
         return result
 
     return view
-
-
-def _detaching(run: Executor) -> Executor:
-    """`run`, but a gradient on its way into `.grad` is given back: no one could tell it from its detached self."""
-
-    def detaching(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if getrefcount(args[0]) == HELD_BY_TORCH and not args[0].requires_grad:
-            return args[0]
-        return run(args, kwargs)
-
-    return detaching
 
 
 def _binary(tensor_class: Any, op: Callable[..., Any], wrap: Wrap) -> Executor:

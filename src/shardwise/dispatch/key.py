@@ -1,13 +1,9 @@
-"""The signature of a call as a dictionary key: specs of DTensors, and of the other arguments what a rule reads.
-
-Also tells the plain tensors that are the same on every rank from those that only the user could place.
-"""
+"""The signature of a call as a dictionary key: specs of DTensors, and of the other arguments what a rule reads."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, no_type_check
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -16,11 +12,10 @@ from shardwise import modes
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.schema import UNREAD, Reader, op_info
 
-__all__ = ["Key", "holds_users_tensor", "is_symbolic", "key_of"]
+__all__ = ["Key", "is_symbolic", "key_of"]
 
 Key = tuple[Any, ...]
 CONSTANTS = {type(None), bool, int, torch.dtype, torch.device, torch.layout, torch.memory_format}
-PLAIN, USERS = "plain", "a user's plain tensor"  # marks in a key
 
 
 def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
@@ -28,8 +23,7 @@ def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: 
     parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
     info = op_info(func)
     reads = info.reads
-    for i in range(len(args)):  # not enumerate, which would hold the argument too
-        arg = args[i]
+    for i, arg in enumerate(args):
         kind = arg.__class__
         if kind is tensor_class:
             parts.append(arg._spec)
@@ -37,7 +31,7 @@ def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: 
             parts.append((kind, arg) if reads[i] is None else _part(tensor_class, arg, reads[i]))
         elif isinstance(arg, torch.Tensor):
             ours = issubclass(kind, tensor_class)
-            parts.append(arg._spec if ours else _plain_key(arg, _nobody_else_holds(arg, 3)))  # pyright: ignore[reportAttributeAccessIssue]
+            parts.append(arg._spec if ours else _plain_key(arg))  # pyright: ignore[reportAttributeAccessIssue]
         else:
             parts.append(_part(tensor_class, arg, reads[i]))
     for name in kwargs:
@@ -56,17 +50,10 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
         if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
             return tuple(value)
         return tuple(
-            [
-                item._spec
-                if item.__class__ is tensor_class
-                else _plain_key(item, _nobody_else_holds(item, 3))
-                if isinstance(item, torch.Tensor) and not isinstance(item, tensor_class)
-                else _part(tensor_class, item, looked_at)
-                for item in value
-            ]
+            [item._spec if item.__class__ is tensor_class else _part(tensor_class, item, looked_at) for item in value]
         )
     if isinstance(value, torch.Tensor):
-        return _plain_key(value, False)
+        return _plain_key(value)
     if looked_at is not None:
         # a number that shapes nothing: its type, and what the rule looks at, if it looks
         return kind if looked_at is UNREAD else (kind, looked_at(value))
@@ -74,29 +61,9 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
     return (kind, value)
 
 
-def _plain_key(tensor: torch.Tensor, made_inside: bool) -> Key:
-    """The key of a plain tensor. Alike on all ranks are small ones, those made by an operator, those without values."""
-    known = made_inside or tensor.numel() == 1 or tensor.is_meta
-    same = known or modes.replicates_implicitly() or modes.made_by_torch(tensor)
-    return (PLAIN if same else USERS, TensorMeta.of(tensor))
-
-
-@no_type_check  # a run-time type checker would hold the tensor, too
-def _nobody_else_holds(tensor: torch.Tensor, ours: int) -> bool:
-    """Whether a tensor has just come out of a composite operator in C++: then only this call holds its Python object.
-
-    A user's tensor is held by a variable, a container or the interpreter's stack as well. `ours` is how many references
-    the caller has: the argument list, its own variable, this parameter. Three more are the call's own.
-    """
-    if sys.getrefcount(tensor) > ours + 3:
-        return False
-    base = tensor._base
-    return base is None or sys.getrefcount(base) <= 3  # the variable, the argument, and the view itself
-
-
-def holds_users_tensor(key: Key) -> bool:
-    """Whether a call mixes in a plain tensor that only the user could place."""
-    return any(part is USERS for part in _flat(key))
+def _plain_key(tensor: torch.Tensor) -> Key:
+    """The key of a plain tensor, with what it is taken for."""
+    return (modes.plain_policy(), TensorMeta.of(tensor))
 
 
 def is_symbolic(key: Key) -> bool:
@@ -109,11 +76,3 @@ def is_symbolic(key: Key) -> bool:
         if part.is_symbolic if kind is TensorMeta else is_symbolic(part) if kind is tuple else kind is torch.SymInt:
             return True
     return False
-
-
-def _flat(key: Any) -> Iterator[Any]:
-    for part in key:
-        if part.__class__ is tuple:
-            yield from _flat(part)
-        else:
-            yield part

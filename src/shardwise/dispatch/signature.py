@@ -49,6 +49,8 @@ class Wrapping:
         """The local of an operand; a plain tensor is every rank's."""
         if isinstance(tensor, self.tensor_class):
             return tensor._local_tensor
+        if isinstance(tensor, RankTensor):
+            return tensor
         return fabric_of(mesh).build(mesh, lambda coordinate: tensor)
 
     def wrap_plain(self, results: Any, mesh: DeviceMesh) -> Any:

@@ -26,7 +26,7 @@ import torch
 from shardwise.errors import AgreementError
 from shardwise.fabric.sequence import GroupLog, Ranks, caller, difference_text, ranks_name
 
-__all__ = ["CheckedGroup", "RankCheck"]
+__all__ = ["CheckedGroup", "RankCheck", "exit_with"]
 
 T = TypeVar("T")
 # seconds without a word after which a rank is taken to be dead; one that holds Python's lock for long is silent, too
@@ -37,6 +37,11 @@ HINT = "every rank must issue the same collectives in the same order"
 ENDED = "has ended its program"
 
 _exit_status: list[int] = []
+
+
+def exit_with(status: int) -> None:
+    """Let the process, which is ending, exit with this status."""
+    _exit_status[:] = [status]
 
 
 def _end_with_status() -> None:
@@ -387,7 +392,7 @@ class RankCheck:
         if self.verdict is not None:
             if not told:
                 print(f"shardwise: rank {self.rank}: {AgreementError(self.verdict, hint=HINT)}", file=sys.stderr)
-                _exit_status[:] = [1]
+                exit_with(1)
             self._give_up()  # a collective that will never end must not keep the process
 
     def _at_exit_of_child(self) -> None:

@@ -8,18 +8,30 @@ per-rank values by `build` and `map`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
-from shardwise.errors import MeshError, UnsupportedError
+from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
 from shardwise.plan.route import Route
 from shardwise.plan.step import Step
 
-__all__ = ["BoundStep", "Fabric", "device_of", "fabric_of", "fabrics", "on_new_world"]
+__all__ = [
+    "BoundStep",
+    "Fabric",
+    "device_of",
+    "fabric_of",
+    "fabrics",
+    "on_found",
+    "on_new_world",
+    "raise_found",
+    "report_found",
+    "settle_checks",
+    "was_raised",
+]
 
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
 
@@ -82,6 +94,16 @@ class Fabric(ABC):
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:  # noqa: B027  # most compare nothing
         """Something that must be the same on all ranks of a mesh, for the check of ranks, if that is on."""
 
+    def plain_check(self, mesh: DeviceMesh) -> Callable[[str, Sequence[tuple[str, torch.Tensor]]], None] | None:
+        """What is told which plain tensors an operator takes as replicated on the mesh: `check(operator, operands)`.
+
+        None where ranks cannot differ.
+        """
+        return None
+
+    def settle_checks(self) -> None:  # noqa: B027  # most check nothing
+        """Finish the comparisons that run beside the program. Raises what they have found."""
+
     def resized(self, tensor: torch.Tensor) -> None:  # noqa: B027  # most need not know
         """The memory behind a local was given back or taken again; who counts memory must know."""
 
@@ -142,6 +164,35 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
+# Errors that a thread of a fabric has found beside the program. `raise_found` raises them; caches that would pass over
+# it are emptied by `report_found`.
+_found: list[ShardwiseError] = []
+on_found: list[Callable[[], object]] = []
+_raised: list[bool] = []
+
+
+def report_found(error: ShardwiseError) -> None:
+    """Let the next operator or collective on any thread raise this error."""
+    _found.append(error)
+    for forget in on_found:
+        forget()
+
+
+def raise_found() -> None:
+    """Raise what was found beside the program. Called where an operator or a route is looked up for the first time."""
+    if _found:
+        _raised.append(True)
+        raise type(_found[0])(_found[0].problem, hint=_found[0].hint)
+
+
+def was_raised() -> bool:
+    """Whether the program was told what was found."""
+    return bool(_raised)
+
+
+on_new_world += [_found.clear, _raised.clear]
+
+
 AnyFabric = TypeVar("AnyFabric", bound=Fabric)
 fabrics: dict[str, Fabric] = {}
 
@@ -151,6 +202,12 @@ def register(fabric: AnyFabric) -> AnyFabric:
     fabrics[fabric.name] = fabric
     mesh_module.hosts[fabric.name] = fabric
     return fabric
+
+
+def settle_checks() -> None:
+    """Finish the comparisons that run beside the program, on every fabric. Raises what they have found."""
+    for fabric in fabrics.values():
+        fabric.settle_checks()
 
 
 def fabric_of(mesh: DeviceMesh) -> Fabric:

@@ -5,6 +5,7 @@ Calls the process group's own methods with preallocated outputs. Knows nothing o
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -23,9 +24,19 @@ from torch.distributed import distributed_c10d
 
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.symbolic import is_tracing, unrecorded
-from shardwise.errors import MeshError, UnsupportedError
-from shardwise.fabric.agreement import CheckedGroup, RankCheck
-from shardwise.fabric.base import BoundStep, Fabric, check_source, device_of, on_new_world, register
+from shardwise.errors import AgreementError, MeshError, UnsupportedError
+from shardwise.fabric.agreement import CheckedGroup, RankCheck, exit_with
+from shardwise.fabric.base import (
+    BoundStep,
+    Fabric,
+    check_source,
+    device_of,
+    on_new_world,
+    raise_found,
+    register,
+    report_found,
+    was_raised,
+)
 from shardwise.fabric.collectives import (
     Start,
     all_gather,
@@ -35,6 +46,7 @@ from shardwise.fabric.collectives import (
     reduce_by_gathering,
     reduce_scatter,
 )
+from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.recorded import is_recorded, recorded_exchange, recorded_step, recorded_unreduce
@@ -67,6 +79,8 @@ class C10dFabric(Fabric):
         self._checks = self._always_checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
         self._check: RankCheck | None = None
         self._checked = 0  # how often it was begun, on every rank alike
+        self._worlds = 0
+        self._plain: PlainCheck | None = None
 
     # ---------------------------------------------------------------- who am I
 
@@ -85,6 +99,10 @@ class C10dFabric(Fabric):
                 hint="take plain tensors into it: full_tensor() or to_local() before it is forked",
             )
         former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
+        self._worlds += 1
+        if self._plain is not None:
+            self._plain.close(wait=False)
+            self._plain = None
         if former is not None:
             self._forget()
         self._restart_check()
@@ -168,11 +186,39 @@ class C10dFabric(Fabric):
             self._check = None
         if self._checks and dist.is_initialized() and dist.get_backend() != "fake":
             self._checked += 1
-            prefix = f"shardwise_check_{self._checked}"
-            own: Any = distributed_c10d._get_default_store()
-            store = dist.PrefixStore(prefix, own.clone())  # a connection of its own: the program's may be waiting
+            store = _own_store(f"shardwise_check_{self._checked}")
             _settle_before_destroying(self)
             self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), self._interval, self._leave_groups)
+
+    # ---------------------------------------------------------------- plain tensors
+
+    def plain_check(self, mesh: DeviceMesh) -> Callable[[str, Sequence[tuple[str, torch.Tensor]]], None] | None:
+        if self.coordinate(mesh) is None or mesh.size() == 1 or dist.get_backend() == "fake":
+            return None
+        ranks = tuple(self._line(mesh, tuple(range(mesh.ndim))).group_ranks)
+
+        def check(op: str, operands: Sequence[tuple[str, torch.Tensor]]) -> None:
+            if self._plain is None:
+                store = _own_store(f"shardwise_plain_{self._worlds}")
+                self._plain = PlainCheck(store, self._rank, _PlainReport())
+            self._plain.use(ranks, op, operands)
+
+        return check
+
+    def settle_checks(self) -> None:
+        if self._plain is not None:
+            self._plain.settle()
+            raise_found()
+
+    def end(self) -> None:
+        """The process ends: compare once more. An error that nothing has raised is printed, and the status says so."""
+        if self._plain is None:
+            return
+        failing = getattr(sys, "last_value", None) is not None  # an exception ends the program
+        # others must hear of a disagreement before this rank goes, maybe with the store
+        self._plain.close(wait=bool(self._plain.verdict) or not failing)
+        if self._plain.verdict:
+            exit_with(1)
 
     def _leave_groups(self) -> None:
         """Let the process end although collectives are in flight: groups wait for these when they are taken down."""
@@ -403,6 +449,36 @@ class C10dFabric(Fabric):
         return ranks, have, parcels(step, len(ranks), me, moved, want)
 
 
+def _own_store(prefix: str) -> Any:
+    """The store of the world, on a connection of its own: the program's may be waiting."""
+    shared: Any = distributed_c10d._get_default_store()
+    return dist.PrefixStore(prefix, shared.clone())
+
+
+class _PlainReport:
+    """Where the thread of a check reports a disagreement."""
+
+    def __init__(self) -> None:
+        self._error: AgreementError | None = None
+
+    def found(self, text: str) -> None:
+        """Let the program raise it."""
+        self._error = AgreementError(
+            text,
+            hint="make it the same on every rank, by one seed or a broadcast; DTensor.from_local(tensor, mesh, "
+            "placements) if each rank holds a part of a tensor; plain_tensors('replicate') if they may differ",
+        )
+        report_found(self._error)
+
+    def was_raised(self) -> bool:
+        return was_raised()
+
+    def show(self) -> None:
+        """Print it, for a program that waits in a collective and cannot raise."""
+        sys.stderr.write(f"{type(self._error).__module__}.{type(self._error).__name__}: {self._error}\n")
+        sys.stderr.flush()
+
+
 def _finish(operations: list[dist.P2POp]) -> None:
     """Send and receive."""
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -472,3 +548,4 @@ def _of_this_world(
 
 c10d = register(C10dFabric())
 os.register_at_fork(after_in_child=c10d.after_fork)
+atexit.register(c10d.end)

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.base import BoundStep, fabric_of, on_new_world
+from shardwise.fabric.base import BoundStep, fabric_of, on_found, on_new_world, raise_found
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.plan.step import Expand
@@ -56,6 +56,7 @@ def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None 
     key = (source, target, max_bytes, model)
     found = _bound.get(key)
     if found is None:
+        raise_found()
         if source.tensor_meta.is_symbolic:
             return _bind_symbolic(source, target, max_bytes, model)
         found = _bound.keep(key, _bind(source, target, max_bytes, model))
@@ -122,6 +123,9 @@ def scatter(spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor]
 def forget_routes() -> None:
     """Drop every bound route: fabrics bind otherwise from now on."""
     _bound.clear()
+
+
+on_found.append(forget_routes)
 
 
 def cached_routes() -> int:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "GroupLog", "Ranks", "caller", "difference_text", "ranks_name"]
+__all__ = ["LIBRARIES", "Entry", "GroupLog", "Ranks", "caller", "difference_text", "ranks_name"]
 
 Ranks = tuple[int, ...]
 KEPT = 4096  # entries of a group
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
+LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
 
 
 class Entry(NamedTuple):
@@ -119,7 +119,7 @@ def caller(frame: Any = None) -> str:
     """The line of the user's that is running, as `file:line`; in backward, where there is none, says so."""
     frame = frame if frame is not None else sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "backward"

@@ -28,6 +28,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import introduce_sizes, is_tracing
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
+from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.dispatch.views import OUTSIDE, materialize
 from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of
@@ -38,7 +39,7 @@ from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated_spec
-from shardwise.tensor import watching
+from shardwise.tensor import refusing, watching
 from shardwise.tensor.given import resolved, spec_given
 from shardwise.tensor.gradients import (
     addends_spec,
@@ -119,7 +120,7 @@ class DTensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # but see refusing
 
     @classmethod
     def __torch_dispatch__(
@@ -129,7 +130,7 @@ class DTensor(torch.Tensor):
             kwargs = _NO_KWARGS
             # the most frequent signatures, without building the key argument by argument
             if len(args) == 2 and args[0].__class__ is DTensor:
-                kind = args[1].__class__  # no variable for the argument itself: who holds it tells whose it is
+                kind = args[1].__class__
                 if kind is DTensor:
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
                     if run is not None:
@@ -358,6 +359,12 @@ class DTensor(torch.Tensor):
             return first_rank(local)
         return local.clone() if whole is self else local  # never the memory of this tensor, on any fabric
 
+    def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As `torch.Tensor.backward`. A plain gradient is taken as plain operands are: as replicated."""
+        if gradient is not None and not isinstance(gradient, DTensor):
+            gradient = replicated_operand(DTensor, gradient, self._spec.mesh, "backward", "gradient")
+        super().backward(gradient, *args, **kwargs)
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists of numbers, on every rank."""
         return self.full_tensor().tolist()
@@ -522,6 +529,7 @@ _NO_KWARGS: Mapping[str, Any] = {}
 dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = dispatcher.cache
 watching.watchable(DTensor, dispatcher.dispatch)
+refusing.refusable(DTensor)
 
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for

@@ -1,0 +1,147 @@
+"""Plain tensors among DTensors: taken as replicated. Their gradients are plain; processes compare their values.
+
+What is the user's and what an operator made on its way is not told apart: both are the same on every rank, or an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise import modes
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.symbolic import is_tracing
+from shardwise.dispatch.signature import Executor, Wrapping
+from shardwise.errors import AgreementError, MeshError, PlainTensorError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.schema import OpInfo, Slot
+
+__all__ = ["replicated_operand", "with_plain_operands"]
+
+Hook = Callable[[torch.Tensor], torch.Tensor]
+
+
+def with_plain_operands(
+    run: Executor, info: OpInfo, found: Sequence[tuple[Slot, Any]], mesh: DeviceMesh, wrapping: Wrapping
+) -> Executor:
+    """`run`, whose operands are plain tensors in part.
+
+    Inside an operator that is computed from others nothing is to be done: its own operands have been looked at.
+    """
+    tensor_class, name = wrapping.tensor_class, str(info.op)
+    plain = [slot for slot, tensor in found if not isinstance(tensor, tensor_class)]
+    # where a plain tensor is written to, the result is one, and so is the gradient that comes back to the operands
+    into_plain = any(slot.name in info.writes for slot in plain)
+    laid_out = [slot for slot, tensor in found if isinstance(tensor, tensor_class)] if into_plain else []
+    if modes.plain_policy() == "refuse" and is_tracing() and not modes.is_nested():
+        _refuse_traced(info, found, tensor_class)
+    verified = modes.plain_policy() != "replicate"
+    check = fabric_of(mesh).plain_check(mesh) if verified else None
+    lockstep = verified and mesh.fabric == virtual.name
+    names = [slot.name if slot.item is None else f"{slot.name}[{slot.item}]" for slot in plain]
+
+    def run_with_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if modes.is_nested():
+            return run(args, kwargs)
+        operands = [slot.get(args, kwargs) for slot in plain]
+        if check is not None:
+            check(name, list(zip(names, operands, strict=True)))
+        elif lockstep:
+            _check_ranks(name, names, operands)
+        if torch.is_grad_enabled():
+            for operand in operands:
+                if operand.requires_grad:
+                    _hook_once(operand, _rank_gradient if isinstance(operand, RankTensor) else _plain_gradient)
+            for slot in laid_out:
+                operand = slot.get(args, kwargs)
+                if operand.requires_grad:
+                    _hook_once(operand, _gradient_on(mesh, tensor_class))
+        return run(args, kwargs)
+
+    return run_with_plain
+
+
+def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class: Any) -> None:
+    """Of code that is traced the calls of the program are not seen, so that torch's own tensors are refused as well."""
+    for slot, tensor in found:
+        if not isinstance(tensor, tensor_class) and tensor.numel() != 1:
+            raise PlainTensorError(
+                f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among "
+                "DTensors, and plain tensors are refused here",
+                hint="call inside plain_tensors('verify') if it is torch's own, or the same on every rank",
+            )
+
+
+def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
+    """Locals of virtual ranks are what processes would have as plain tensors."""
+    for name, operand in zip(names, operands, strict=True):
+        if isinstance(operand, RankTensor):
+            first = operand.tensors[0]
+            differs = [i for i, other in enumerate(operand.tensors) if not _same(first, other)]
+            if differs:
+                raise AgreementError(
+                    f"{op} at {modes.user_line()}: argument {name!r} is a plain torch.Tensor on each rank among "
+                    f"DTensors, and ranks 0 and {differs[0]} do not have the same",
+                    hint="DTensor.from_local(tensor, mesh, placements) if each rank holds a part of a tensor",
+                )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def _hook_once(tensor: torch.Tensor, hook: Hook) -> None:
+    """Let gradients of a tensor go through `hook`. One of a leaf stays for all backwards to come."""
+    hooks = tensor._backward_hooks
+    if tensor.grad_fn is not None or not hooks or hook not in hooks.values():
+        tensor.register_hook(hook)
+
+
+@torch.utils.hooks.unserializable_hook
+def _plain_gradient(grad: Any) -> torch.Tensor:
+    """The gradient of a plain tensor: that of a replicated DTensor, as a plain tensor."""
+    if not hasattr(grad, "full_tensor"):
+        return grad
+    if not fabric_of(grad._spec.mesh).coordinates(grad._spec.mesh):
+        raise MeshError(
+            f"a plain tensor was used with DTensors on {grad._spec.mesh}, and this rank is outside of it",
+            hint="let the ranks of the mesh alone run this part, or make the tensor a DTensor",
+        )
+    return grad.full_tensor()
+
+
+@torch.utils.hooks.unserializable_hook
+def _rank_gradient(grad: Any) -> torch.Tensor:
+    return grad.redistribute().to_local() if hasattr(grad, "full_tensor") else grad
+
+
+@functools.cache
+def _gradient_on(mesh: DeviceMesh, tensor_class: Any) -> Hook:
+    """The gradient of a DTensor, of a result that is a plain tensor: the same on every rank."""
+
+    @torch.utils.hooks.unserializable_hook
+    def laid_out_gradient(grad: torch.Tensor) -> torch.Tensor:
+        if isinstance(grad, tensor_class):
+            return grad
+        return replicated_operand(tensor_class, grad, mesh, "backward", "gradient")
+
+    return laid_out_gradient
+
+
+def replicated_operand(tensor_class: Any, tensor: torch.Tensor, mesh: DeviceMesh, op: str, name: str) -> torch.Tensor:
+    """A plain tensor as the DTensor it is taken for."""
+    if modes.plain_policy() != "replicate":
+        check = fabric_of(mesh).plain_check(mesh)
+        if check is not None:
+            check(op, [(name, tensor)])
+        _check_ranks(op, [name], [tensor])
+    return tensor_class.from_local(tensor, mesh, None)
