@@ -163,6 +163,27 @@ def mix(names: Names) -> str:
     return f"with sw.implicit_replication():\n    {name} = {dtensor} * {plain}"
 
 
+def mix_local(names: Names) -> str:
+    wanted = names.random.choice([ROW, MATRIX])
+    dtensor, local, name = names.one_dtensor(wanted), names.one_local(wanted), names.new("d")
+    names.dtensor[name] = wanted
+    return names.pick(
+        (f"with sw.implicit_replication():\n    {name} = {dtensor} + {local}", f"{name} = {dtensor} * {local}")
+    )
+
+
+def size(names: Names) -> str:
+    source, name = names.one_local(*[shape for shape in names.local.values() if shape]), names.new("l")
+    how = names.pick(
+        (
+            "{x} * {x}.shape[0]", "{x}.sum(0) / {x}.shape[0]", "{x}.sum() / {x}.numel()", "{x}.reshape({x}.shape[0], -1) + 1",
+            "{x}.new_ones({x}.shape) + {x}", "{x}.view(-1).sum()", "torch.zeros({x}.shape) + {x}", "{x}[: {x}.size(0) // 2 + 1]",
+            "{x} * len({x})", "sum(row.sum() for row in {x})",
+        )
+    )  # fmt: skip
+    return f"{name} = " + how.format(x=source)
+
+
 def view(names: Names) -> str:
     source, name = names.one_plain(MATRIX), names.new("p")
     names.plain[name] = ROW
@@ -406,6 +427,48 @@ def backward_of_sum(names: Names) -> str:
     )
 
 
+UNEVEN = (
+    "({x} * {p}).mean()", "{x}.mean(0).square().sum()", "{x}.softmax(0).square().sum()", "F.linear({x}, {p}[None]).square().mean()",
+    "({x}.t() @ {x}).sin().sum()", "{x}.reshape(-1).square().mean()", "F.layer_norm({x}, (3,), {p}).pow(3).sum()",
+    "torch.cat([{x}, {x} * {p}]).square().mean()", "{x}.flatten().sin().sum()", "{x}[:1].sum() * {x}.mean()",
+    "{x}.std(0).sum()", "F.normalize({x}, dim=0).mul({p}).sum()", "{x}.sort(0).values.mul({p}).cumsum(0).mean()",
+    "{x}.repeat(2, 1).mul({p}).var()", "torch.stack([{x}, {x}]).mean(0).mul({p}).square().sum()", "{x}.amax(0).mul({p}).sum()",
+    "F.dropout({x}, 0.5).mean()", "{x}.norm() * {p}.sum()", "F.mse_loss({x}, {x}.detach() + {p})", "{x}.masked_select({x} > 0).sum()",
+)  # fmt: skip
+
+
+def differentiate(names: Names) -> str:
+    """The gradient of a DTensor by what is computed from its local, of even and of uneven shards."""
+    name, rows = names.new("u"), names.random.choice([4, 6, 7, 8])
+    loss = names.pick(UNEVEN).format(x=f"{name}.to_local()", p=names.one_plain(ROW))
+    made = f"sw.distribute_tensor(fill(({rows}, 3), {names.number()}), mesh, {names.placements('sw.Shard(0)')})"
+    return f"{name} = {made}.requires_grad_()\n{name}_loss = {loss}\n{name}_loss.backward()"
+
+
+def plan(names: Names) -> str:
+    """A layer whose result is a local, forward and backward."""
+    name, rows = names.new("m"), names.random.choice([4, 6, 8])
+    module, style, given = names.random.choice(
+        [
+            ("nn.Linear(3, 4)", "ColwiseParallel(use_local_output=True)", "fill((2, 3), 2)"),
+            ("nn.Linear(3, 6)", "ColwiseParallel(use_local_output=True)", "fill((2, 3), 2)"),
+            (
+                "nn.Linear(8, 3)",
+                "RowwiseParallel(input_layouts=sw.Replicate(), use_local_output=True)",
+                "fill((2, 8), 2)",
+            ),
+            ("nn.LayerNorm(3)", "SequenceParallel(use_local_output=True)", f"seq(fill((1, {rows}, 3), 3))"),
+            ("nn.Embedding(6, 4)", "RowwiseParallel(input_layouts=sw.Replicate())", "torch.tensor([[0, 5, 2]])"),
+        ]
+    )
+    after = names.pick(("{y}.square().mean()", "F.dropout({y}, 0.5).sum()", "{y}.sin().sum() / {y}.shape[-1]"))
+    return (
+        f"torch.manual_seed({names.number()})\n{name} = nn.Sequential({module}.double())\n"
+        f"sw.parallel.parallelize_module({name}, tp, {{'0': sw.parallel.{style}}})\n"
+        f"{name}_result = {name}({given})\n{name}_loss = {after.format(y=f'{name}_result')}\n{name}_loss.backward()"
+    )
+
+
 def step(names: Names) -> str:
     name = names.pick([name for name, kind in names.modules.items() if kind != "norm"])
     return names.pick((f"{name}_optimizer.step()", f"{name}_optimizer.step()", f"{name}_optimizer.zero_grad()"))
@@ -418,7 +481,8 @@ STATEMENTS: tuple[tuple[float, Statement], ...] = (
     (0.5, write_local_of_dtensor), (0.5, assign_data), (0.3, write_array), (0.3, reshape_in_place),
     (0.5, read_number), (3, draw_local), (0.5, draw_plain), (1, draw_dtensor), (0.5, draw_many),
     (0.5, draw_into_plain), (0.5, seed), (0.7, batch_norm), (1, run_norm), (0.7, linear), (2, train), (1, weight),
-    (2, backward), (1, backward_of_sum), (1.5, step),
+    (2, backward), (1.5, differentiate), (1, plan), (0.7, size),
+    (0.3, mix_local), (1, backward_of_sum), (1.5, step),
 )  # fmt: skip
 
 

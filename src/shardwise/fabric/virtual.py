@@ -13,7 +13,6 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
@@ -29,16 +28,24 @@ from shardwise.fabric.pieces import (
     slicer,
 )
 from shardwise.fabric.rank_generators import draws, draws_alike
-from shardwise.fabric.shared_writes import STATISTICS, SharedWrite, check_agreement, is_shared, written_arguments
+from shardwise.fabric.rank_sizes import of_rank, rank_sizes
+from shardwise.fabric.shared_writes import (
+    STATISTICS,
+    SharedWrite,
+    check_agreement,
+    is_shared,
+    is_traced,
+    written_arguments,
+)
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
-__all__ = ["RankTensor", "VirtualFabric", "parts_of", "run_rows", "together", "virtual"]
+__all__ = ["RankTensor", "VirtualFabric", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
 
 class RankTensor(torch.Tensor):
     """One tensor for each virtual rank. An operator on it runs on each rank's tensor.
 
-    `shape` is that of the first rank; uneven shards have others. `tensors` holds them all.
+    Sizes that differ between ranks are symbolic: what is computed from them is each rank's own. `tensors` holds all.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -46,9 +53,10 @@ class RankTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, tensors: Sequence[torch.Tensor]) -> RankTensor:
         first = tensors[0]
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
-        )
+        size, stride = first.shape, first.stride()
+        if not is_traced(first) and any([tensor.shape != size for tensor in tensors]):
+            size, stride = _own_sizes(tensors)
+        self = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=first.dtype, device=first.device)
         self.tensors = tuple(tensors)
         return self
 
@@ -133,6 +141,11 @@ def _differing_gradients(rank: int) -> ShardwiseError:
 made_from_plain(RankTensor, lambda tangent, count: RankTensor([tangent] * count))
 
 
+def is_even(local: RankTensor) -> bool:
+    """Whether all ranks have a tensor of one shape."""
+    return all(tensor.shape == local.tensors[0].shape for tensor in local.tensors)
+
+
 def parts_of(local: Any) -> Sequence[torch.Tensor]:
     """The tensors that a local is: one for each virtual rank, or itself."""
     return local.tensors if isinstance(local, RankTensor) else (local,)
@@ -140,13 +153,16 @@ def parts_of(local: Any) -> Sequence[torch.Tensor]:
 
 def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` on each rank's tensors; results that are tensors become a `RankTensor`, others must agree."""
-    own_size = func in _SIZED and _is_own_size(args[0], args[1])
     leaves, tree = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RankTensor)]
     counts = {len(leaves[i].tensors) for i in at}
     if len(counts) != 1:
         raise MeshError(f"{func}: locals of meshes with {sorted(counts)} ranks cannot be combined")
-    rows = [list(leaves) for _ in range(counts.pop())]
+    count = counts.pop()
+    if any(isinstance(leaf, _SYMBOLIC) for leaf in leaves):
+        rows = [[of_rank(leaf, rank) for leaf in leaves] for rank in range(count)]
+    else:
+        rows = [list(leaves) for _ in range(count)]
     for i in at:
         for row, tensor in zip(rows, leaves[i].tensors, strict=True):
             row[i] = tensor
@@ -155,8 +171,6 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     def call(row: Sequence[Any]) -> Any:
         rank_args, rank_kwargs = tree_unflatten(row, tree)
-        if own_size:
-            rank_args = _with_own_size(*rank_args)
         return func(*rank_args, **rank_kwargs)
 
     written = written_leaves(func, args, kwargs, leaves)
@@ -177,13 +191,6 @@ def _resize_metas(rows: Sequence[list[Any]], leaves: Sequence[Any], at: Sequence
         if isinstance(leaf, torch.Tensor) and i not in at and leaf.is_meta and leaf.shape == local.shape:
             for row, tensor in zip(rows, local.tensors, strict=True):
                 row[i] = leaf.new_empty(tensor.shape)
-
-
-def _take_sizes(local: RankTensor) -> None:
-    """The sizes of a local whose tensors an operator has given others: resize_, t_, out=."""
-    first = local.tensors[0]
-    if first.shape != local.shape or first.stride() != local.stride():
-        _DATA.__set__(local, RankTensor(local.tensors))
 
 
 def written_leaves(
@@ -229,24 +236,28 @@ def _is_tensor(value: Any) -> bool:
 
 
 _DATA: Any = torch.Tensor.data
-_aten = torch.ops.aten
-_SIZED = {
-    _aten.view.default, _aten._unsafe_view.default, _aten.expand.default, _aten.new_empty.default,
-    _aten.new_empty_strided.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
-}  # fmt: skip
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _is_own_size(tensor: Any, size: Sequence[int]) -> bool:
-    """Whether `size` is the shape of an uneven `RankTensor`. That is the first rank's; each rank's own is meant."""
-    if not isinstance(tensor, RankTensor) or tuple(size) != tensor.shape:
-        return False
-    return any(part.shape != tensor.shape for part in tensor.tensors)
+def _own_sizes(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    """The sizes and strides of uneven locals."""
+    if len({tensor.dim() for tensor in tensors}) > 1:
+        raise LayoutError(
+            f"locals of {sorted({tensor.dim() for tensor in tensors})} dims cannot be one RankTensor",
+            hint="give every rank a tensor of as many dims",
+        )
+    return rank_sizes([t.shape for t in tensors]), rank_sizes([t.stride() for t in tensors], strides=True)
 
 
-def _with_own_size(tensor: torch.Tensor, size: Any, *rest: Any) -> list[Any]:
-    if rest and isinstance(rest[0], tuple | list):  # strides: the dims in memory as the first rank's
-        rest = (dense_strides(tensor.shape, like=rest[0]), *rest[1:])
-    return [tensor, tensor.shape, *rest]
+def _take_sizes(local: RankTensor) -> None:
+    """The sizes of a local whose tensors an operator has given others: resize_, t_, out=."""
+    made = RankTensor(local.tensors)
+    if _sizes(made) != _sizes(local):
+        _DATA.__set__(local, made)
+
+
+def _sizes(local: RankTensor) -> list[Any]:
+    return [of_rank(size, rank) for rank in range(len(local.tensors)) for size in (*local.shape, *local.stride())]
 
 
 def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], given: Sequence[Any] = ()) -> Any:
@@ -261,6 +272,11 @@ def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], give
                 return leaf
         return RankTensor(results)
     if isinstance(first, tuple | list):
+        if len({len(result) for result in results}) > 1:
+            raise AgreementError(
+                f"an operator gives {[len(result) for result in results]} results on the virtual ranks",
+                hint="ranks run in lockstep here: take the tensor of one rank with local.tensors[rank]",
+            )
         items = (together(column, plain, given) for column in zip(*results, strict=True))
         return list(items) if isinstance(first, list) else tuple(items)
     return plain(results)

@@ -18,7 +18,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.dry import dry
-from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.fabric.virtual import RankTensor, is_even, virtual
 from shardwise.parallel.boundary import from_layer, to_layer
 from shardwise.parallel.layouts import in_layout, local_of, target_of
 from shardwise.parallel.lookup import is_plain_table, rows_here, zero_elsewhere
@@ -163,7 +163,7 @@ class Layer:
             self.programs[key] = self._made_program(module, key)
         program = self.programs[key]
         if isinstance(value, RankTensor) and program is not None:
-            return program if all(tensor.shape == value.shape for tensor in value.tensors) else None
+            return program if is_even(value) else None
         return program
 
     def _made_program(self, module: nn.Module, key: tuple[Any, ...]) -> Program | None:

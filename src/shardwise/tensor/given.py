@@ -18,6 +18,7 @@ from shardwise.core.placement import Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.rank_sizes import of_rank
 from shardwise.fabric.virtual import RankTensor
 from shardwise.transforms import innermost, inside_transform, is_wrapped, transforming, visible_dims
 
@@ -68,13 +69,13 @@ def _spec_from_local(
     if shape is None:
         if stride is not None:
             raise LayoutError("from_local: stride= without shape=", hint="give the global shape beside its strides")
-        sizes = list(local.shape)
+        sizes = [of_rank(size, 0) for size in local.shape]
         for axis, placement in enumerate(kept):
             if isinstance(placement, Shard | StridedShard):
                 sizes[placement.dim] *= mesh.shape[axis]
         shape = sizes
     if stride is None:
-        stride = dense_strides(shape, like=local.stride() if local.dim() == len(shape) else None)
+        stride = dense_strides(shape, like=[of_rank(step, 0) for step in local.stride()] if local.dim() == len(shape) else None)
     spec = DTensorSpec(mesh, kept, TensorMeta(shape, stride, local.dtype), shard_order)
     _check_local(local, spec)
     return spec

@@ -1,0 +1,209 @@
+"""Numbers that virtual ranks have each their own: the sizes of uneven locals, and what is computed from them.
+
+They are torch's symbolic integers with a node of ours, so that autograd's formulas compute with every rank's own. One
+that is needed as a plain number is that of all ranks, or an error.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import AgreementError
+
+__all__ = ["RankNumber", "of_rank", "rank_sizes"]
+
+
+class RankNumber:
+    """The node of a symbolic number: one plain number for each virtual rank. Has the methods that torch calls."""
+
+    __slots__ = ("general", "is_stride", "values")
+
+    shape_env = None
+    constant = None
+
+    def __init__(self, values: Sequence[Any], general: bool | None = None, is_stride: bool = False) -> None:
+        self.values = tuple(values)
+        self.is_stride = is_stride
+        self.general = general  # what torch's own code takes a condition for if ranks differ: a size is not 1
+
+    def agreed(self) -> Any:
+        """The number, where it is one plain number for all ranks."""
+        first = self.values[0]
+        if any(value != first for value in self.values[1:]):
+            what = "a condition on the sizes" if self.is_bool() else "a size"
+            raise AgreementError(
+                f"{what} of uneven locals is {self} on the virtual ranks: one plain value cannot be that of every rank",
+                hint="pad the locals to one shape, compute on the DTensor, or take one rank's with local.tensors[rank]",
+            )
+        return first
+
+    def maybe_as_int(self) -> int | None:
+        first = self.values[0]
+        return first if self.is_int() and all(value == first for value in self.values) else None
+
+    def is_int(self) -> bool:
+        return type(self.values[0]) is int
+
+    def is_float(self) -> bool:
+        return type(self.values[0]) is float
+
+    def is_bool(self) -> bool:
+        return type(self.values[0]) is bool
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def require_hint(self, fallback: Any = None) -> Any:
+        return self.values[0]
+
+    @property
+    def hint(self) -> Any:
+        return self.values[0]
+
+    def clone(self) -> RankNumber:
+        return self
+
+    def wrap_int(self, number: int) -> RankNumber:
+        return RankNumber([number] * len(self.values))
+
+    wrap_float = wrap_bool = wrap_int
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self.values))
+
+    __repr__ = str = _graph_repr = __str__
+
+    # where torch needs a plain number
+
+    def int_(self) -> int:
+        return self.agreed()
+
+    bool_ = float_ = int_
+
+    def guard_int(self, file: Any = None, line: Any = None) -> Any:
+        return self.agreed()
+
+    guard_float = guard_int
+
+    def guard_bool(self, file: Any = None, line: Any = None) -> bool:
+        return self.agreed() if self.general is None else self.general
+
+    def expect_true(self, file: Any = None, line: Any = None) -> bool:
+        return all(self.values)  # torch raises where it is not
+
+    def guard_or_false(self, file: Any = None, line: Any = None) -> bool:
+        return all(self.values)
+
+    statically_known_true = guard_or_false
+
+    def guard_or_true(self, file: Any = None, line: Any = None) -> bool:
+        return any(self.values)
+
+    def guard_size_oblivious(self, file: Any = None, line: Any = None) -> bool:
+        return self.agreed()
+
+    def sym_ite(self, then: Any, other: Any) -> RankNumber:
+        return RankNumber([a if c else b for c, a, b in zip(self.values, *self._values(then, other), strict=True)])
+
+    def sym_sum(self, numbers: Sequence[Any]) -> RankNumber:
+        return RankNumber([sum(row) for row in zip(*self._values(*numbers), strict=True)])
+
+    def is_non_overlapping_and_dense(self, sizes: Sequence[Any], strides: Sequence[Any]) -> RankNumber:
+        rows = zip(zip(*self._values(*sizes), strict=True), zip(*self._values(*strides), strict=True), strict=True)
+        return RankNumber([_is_dense(*row) for row in rows])
+
+    def _values(self, *numbers: Any) -> list[tuple[Any, ...]]:
+        count = len(self.values)
+        return [
+            number.values if isinstance(number, RankNumber) else (number,) * count for number in map(_node, numbers)
+        ]
+
+
+def _node(number: Any) -> Any:
+    return number.node if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _binary(compute: Callable[[Any, Any], Any]) -> Callable[[RankNumber, Any], RankNumber]:
+    def run(self: RankNumber, other: Any) -> RankNumber:
+        (others,) = self._values(other)
+        values = [compute(a, b) for a, b in zip(self.values, others, strict=True)]
+        # Code in C++ asks whether a size is 1 to broadcast or to choose an order of memory, and compares strides for the
+        # latter. There one that differs is taken as any other, as torch does with sizes that it does not know; what
+        # Python asks is not.
+        compares = compute in (operator.eq, operator.ne) and len(set(values)) > 1
+        about_memory = compares and (set(others) == {1} or self.is_stride)
+        return RankNumber(values, compute is operator.ne if about_memory else None)
+
+    return run
+
+
+def _divide(a: float, b: float) -> float:
+    """As C++ divides."""
+    return a / b if b else math.copysign(math.inf, a) if a else math.nan
+
+
+def _unary(compute: Callable[[Any], Any]) -> Callable[[RankNumber], RankNumber]:
+    return lambda self: RankNumber([compute(value) for value in self.values])
+
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mod": operator.mod, "pow": operator.pow,
+    "floordiv": operator.floordiv, "int_floordiv": operator.floordiv, "truediv": _divide,
+    "int_truediv": _divide, "float_truediv": _divide, "float_pow": operator.pow,
+    "pow_by_natural": operator.pow, "sym_max": max, "sym_min": min, "eq": operator.eq, "ne": operator.ne,
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "sym_or": lambda a, b: a or b,
+    "or_": lambda a, b: a or b, "sym_and": lambda a, b: a and b, "and_": lambda a, b: a and b,
+}  # fmt: skip
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": operator.neg, "pos": operator.pos, "abs": abs, "sym_float": float, "sym_int": int, "trunc": math.trunc,
+    "floor": math.floor, "ceil": math.ceil, "sym_not": operator.not_,
+}  # fmt: skip
+for _name, _compute in _BINARY.items():
+    setattr(RankNumber, _name, _binary(_compute))
+for _name, _compute in _UNARY.items():
+    setattr(RankNumber, _name, _unary(_compute))
+
+
+def rank_sizes(sizes: Sequence[Sequence[int]], strides: bool = False) -> list[Any]:
+    """The sizes or strides of all ranks as one: plain where they agree, symbolic where each rank has its own.
+
+    Example:
+        >>> rank_sizes([(2, 3), (1, 3)])
+        [2/1, 3]
+    """
+    return [column[0] if len(set(column)) == 1 else _symbol(column, strides) for column in zip(*sizes, strict=True)]
+
+
+def _symbol(values: Sequence[int], is_stride: bool) -> Any:
+    return torch.SymInt(RankNumber(values, is_stride=is_stride))  # pyright: ignore[reportArgumentType]
+
+
+def of_rank(value: Any, rank: int) -> Any:
+    """What a number is on one rank."""
+    node = _node(value)
+    return node.values[rank] if isinstance(node, RankNumber) else value
