@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -36,7 +36,7 @@ class _Waiting(MetaPathFinder):
     def __init__(self, name: str, run: Callable[[ModuleType], None]) -> None:
         self.name, self.run = name, run
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.name:
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -176,9 +176,10 @@ def size(names: Names) -> str:
     source, name = names.one_local(*[shape for shape in names.local.values() if shape]), names.new("l")
     how = names.pick(
         (
-            "{x} * {x}.shape[0]", "{x}.sum(0) / {x}.shape[0]", "{x}.sum() / {x}.numel()", "{x}.reshape({x}.shape[0], -1) + 1",
-            "{x}.new_ones({x}.shape) + {x}", "{x}.view(-1).sum()", "torch.zeros({x}.shape) + {x}", "{x}[: {x}.size(0) // 2 + 1]",
-            "{x} * len({x})", "sum(row.sum() for row in {x})",
+            "{x} * {x}.shape[0]", "{x}.sum(0) / {x}.shape[0]", "{x}.sum() / {x}.numel()",
+            "{x}.reshape({x}.shape[0], -1) + 1", "{x}.new_ones({x}.shape) + {x}", "{x}.view(-1).sum()",
+            "torch.zeros({x}.shape) + {x}", "{x}[: {x}.size(0) // 2 + 1]", "{x} * len({x})",
+            "sum(row.sum() for row in {x})",
         )
     )  # fmt: skip
     return f"{name} = " + how.format(x=source)
@@ -428,12 +429,14 @@ def backward_of_sum(names: Names) -> str:
 
 
 UNEVEN = (
-    "({x} * {p}).mean()", "{x}.mean(0).square().sum()", "{x}.softmax(0).square().sum()", "F.linear({x}, {p}[None]).square().mean()",
-    "({x}.t() @ {x}).sin().sum()", "{x}.reshape(-1).square().mean()", "F.layer_norm({x}, (3,), {p}).pow(3).sum()",
-    "torch.cat([{x}, {x} * {p}]).square().mean()", "{x}.flatten().sin().sum()", "{x}[:1].sum() * {x}.mean()",
-    "{x}.std(0).sum()", "F.normalize({x}, dim=0).mul({p}).sum()", "{x}.sort(0).values.mul({p}).cumsum(0).mean()",
-    "{x}.repeat(2, 1).mul({p}).var()", "torch.stack([{x}, {x}]).mean(0).mul({p}).square().sum()", "{x}.amax(0).mul({p}).sum()",
-    "F.dropout({x}, 0.5).mean()", "{x}.norm() * {p}.sum()", "F.mse_loss({x}, {x}.detach() + {p})", "{x}.masked_select({x} > 0).sum()",
+    "({x} * {p}).mean()", "{x}.mean(0).square().sum()", "{x}.softmax(0).square().sum()",
+    "F.linear({x}, {p}[None]).square().mean()", "({x}.t() @ {x}).sin().sum()", "{x}.reshape(-1).square().mean()",
+    "F.layer_norm({x}, (3,), {p}).pow(3).sum()", "torch.cat([{x}, {x} * {p}]).square().mean()",
+    "{x}.flatten().sin().sum()", "{x}[:1].sum() * {x}.mean()", "{x}.std(0).sum()",
+    "F.normalize({x}, dim=0).mul({p}).sum()", "{x}.sort(0).values.mul({p}).cumsum(0).mean()",
+    "{x}.repeat(2, 1).mul({p}).var()", "torch.stack([{x}, {x}]).mean(0).mul({p}).square().sum()",
+    "{x}.amax(0).mul({p}).sum()", "F.dropout({x}, 0.5).mean()", "{x}.norm() * {p}.sum()",
+    "F.mse_loss({x}, {x}.detach() + {p})", "{x}.masked_select({x} > 0).sum()",
 )  # fmt: skip
 
 

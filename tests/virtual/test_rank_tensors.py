@@ -230,6 +230,57 @@ def test_every_running_statistic_is_known_to_be_written() -> None:
     assert unknown == composite
 
 
+# ---------------------------------------------------------------- uneven locals
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda x: x.mean(),
+    "mean of rows": lambda x: x.mean(0).square().sum(),
+    "softmax": lambda x: x.softmax(0).square().sum(),
+    "reshape": lambda x: x.reshape(-1).square().mean(),
+    "linear": lambda x: nn.functional.linear(x, torch.ones(2, 3)).square().mean(),
+    "matmul": lambda x: (x @ x.t()).square().sum(),
+    "cat": lambda x: torch.cat([x, 2 * x]).square().mean(),
+    "layer_norm": lambda x: nn.functional.layer_norm(x, (3,)).pow(3).sum(),
+    "expand": lambda x: x[:, None].expand(-1, 2, -1).square().mean(),
+    "size": lambda x: x.sum() / x.shape[0] * x.numel(),
+    "view": lambda x: x.view(x.shape[0], 3, 1).square().mean(),
+}
+
+
+@pytest.mark.parametrize("rows", [(2, 2, 2, 1), (3, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_uneven_locals_compute_with_their_own_sizes(name: str, rows: tuple[int, ...]) -> None:
+    parts = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in rows]
+    local = sw.RankTensor([part.detach().clone() for part in parts]).requires_grad_()
+    loss = LOSSES[name](local)
+    loss.backward()
+    for i, part in enumerate(parts):
+        expected = LOSSES[name](part)
+        expected.backward()
+        assert torch.allclose(loss.tensors[i], expected)  # pyright: ignore[reportAttributeAccessIssue]
+        assert torch.allclose(local.grad.tensors[i], part.grad)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+
+def test_a_size_that_differs_is_no_plain_number() -> None:
+    local = sw.RankTensor([torch.ones(2, 3), torch.ones(1, 3)])
+    assert local.shape[1] == 3
+    for use in (len, lambda x: torch.arange(x.shape[0]), lambda x: range(x.shape[0]), lambda x: bool(x.shape[0] == 1)):
+        with pytest.raises(AgreementError, match=r"2/1|False/True"):
+            use(local)
+    with pytest.raises(AgreementError, match="results"):
+        list(local.unbind())
+    with pytest.raises(sw.LayoutError, match="dims"):
+        sw.RankTensor([torch.ones(2), torch.ones(1, 3)])
+    assert (local * local.shape[0]).tensors[1].tolist() == [[1, 1, 1]]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_replicas_that_differ_are_not_one_tensor(mesh: sw.DeviceMesh) -> None:
+    x = sw.ones(3, device_mesh=mesh, placements=[sw.Replicate()])
+    x.to_local().add_(differing())
+    with pytest.raises(AgreementError, match="replicas"):
+        x.full_tensor()
+
+
 # ---------------------------------------------------------------- DTensors into plain tensors
 
 

@@ -152,9 +152,9 @@ def _binary(compute: Callable[[Any, Any], Any]) -> Callable[[RankNumber, Any], R
     def run(self: RankNumber, other: Any) -> RankNumber:
         (others,) = self._values(other)
         values = [compute(a, b) for a, b in zip(self.values, others, strict=True)]
-        # Code in C++ asks whether a size is 1 to broadcast or to choose an order of memory, and compares strides for the
-        # latter. There one that differs is taken as any other, as torch does with sizes that it does not know; what
-        # Python asks is not.
+        # Code in C++ asks whether a size is 1 to broadcast or to choose an order of memory, and compares strides for
+        # the latter. There one that differs is taken as any other, as torch does with sizes that it does not know;
+        # what Python asks is not.
         compares = compute in (operator.eq, operator.ne) and len(set(values)) > 1
         about_memory = compares and (set(others) == {1} or self.is_stride)
         return RankNumber(values, compute is operator.ne if about_memory else None)

@@ -39,7 +39,7 @@ from shardwise.fabric.shared_writes import (
 )
 from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
 
-__all__ = ["RankTensor", "VirtualFabric", "is_even", "parts_of", "run_rows", "together", "virtual"]
+__all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
 
 class RankTensor(torch.Tensor):
@@ -54,7 +54,7 @@ class RankTensor(torch.Tensor):
     def __new__(cls, tensors: Sequence[torch.Tensor]) -> RankTensor:
         first = tensors[0]
         size, stride = first.shape, first.stride()
-        if not is_traced(first) and any([tensor.shape != size for tensor in tensors]):
+        if not is_traced(first) and any(tensor.shape != size for tensor in tensors):
             size, stride = _own_sizes(tensors)
         self = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=first.dtype, device=first.device)
         self.tensors = tuple(tensors)
@@ -139,6 +139,19 @@ def _differing_gradients(rank: int) -> ShardwiseError:
 
 
 made_from_plain(RankTensor, lambda tangent, count: RankTensor([tangent] * count))
+
+
+def check_replicas(local: RankTensor) -> None:
+    """One plain tensor can be that of every rank only if they have the same."""
+    if not is_traced(local.tensors[0]):
+        check_agreement(local.tensors, _differing_replicas)
+
+
+def _differing_replicas(rank: int) -> ShardwiseError:
+    return AgreementError(
+        f"the replicas of a DTensor differ between virtual ranks 0 and {rank}: no one tensor is that of every rank",
+        hint="per-rank values were written to its local or given as replicated; to_local().tensors has each rank's",
+    )
 
 
 def is_even(local: RankTensor) -> bool:

@@ -35,7 +35,7 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.shared_writes import is_traced
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated_spec
@@ -356,6 +356,7 @@ class DTensor(torch.Tensor):
         whole = self if self._spec.is_replicated else self.redistribute(placements=(Replicate(),) * mesh.ndim)
         local = whole.to_local(grad_placements=grad_placements)
         if isinstance(innermost(local), RankTensor) and mesh.size() == mesh.grid_size:
+            check_replicas(innermost(local))
             return first_rank(local)
         return local.clone() if whole is self else local  # never the memory of this tensor, on any fabric
 
