@@ -17,7 +17,16 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.errors import AgreementError, ShardwiseError, UnsupportedError
 
-__all__ = ["STATISTICS", "SharedWrite", "agree", "check_agreement", "is_shared", "is_traced", "written_arguments"]
+__all__ = [
+    "STATISTICS",
+    "TRACED",
+    "SharedWrite",
+    "agree",
+    "check_agreement",
+    "is_shared",
+    "is_traced",
+    "written_arguments",
+]
 
 # Running statistics, which these operators update though their schemas do not say so.
 STATISTICS = ("running_mean", "running_var")
@@ -50,6 +59,9 @@ def is_shared(column: Sequence[torch.Tensor]) -> bool:
         return False
     starts = {(t.untyped_storage()._cdata, t.storage_offset()) for t in column if t.numel()}
     return len(starts) < sum(1 for t in column if t.numel())
+
+
+TRACED = frozenset({FakeTensor, FunctionalTensor})
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ from shardwise.fabric.rank_generators import draws, draws_alike
 from shardwise.fabric.rank_sizes import of_rank, rank_sizes
 from shardwise.fabric.shared_writes import (
     STATISTICS,
+    TRACED,
     SharedWrite,
     check_agreement,
     is_shared,
@@ -54,8 +55,11 @@ class RankTensor(torch.Tensor):
     def __new__(cls, tensors: Sequence[torch.Tensor]) -> RankTensor:
         first = tensors[0]
         size, stride = first.shape, first.stride()
-        if not is_traced(first) and any(tensor.shape != size for tensor in tensors):
-            size, stride = _own_sizes(tensors)
+        if first.__class__ not in TRACED:
+            for tensor in tensors:
+                if tensor.shape != size:
+                    size, stride = _own_sizes(tensors)
+                    break
         self = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=first.dtype, device=first.device)
         self.tensors = tuple(tensors)
         return self
