@@ -134,6 +134,19 @@ def test_one_tensor_for_several_ranks_is_written_once() -> None:
     assert parts[:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_gradients_between_plain_tensors_and_locals(mesh: sw.DeviceMesh) -> None:
+    x = sw.distribute_tensor(torch.ones(RANKS, 3), mesh, [sw.Shard(0)]).requires_grad_()
+    total = torch.zeros(3)
+    total += x.to_local()[0]
+    (total * torch.arange(3.0)).sum().backward()  # a plain gradient comes back to the locals
+    assert x.grad is not None
+    assert x.grad.full_tensor().tolist() == [[0, 1, 2]] * RANKS  # pyright: ignore[reportAttributeAccessIssue]
+    y = sw.ones(3, device_mesh=mesh, placements=[sw.Replicate()]).requires_grad_()
+    (y.full_tensor() * differing()).sum().backward()  # gradients of each rank come back to a plain tensor
+    assert y.grad is not None
+    assert [g[0].item() for g in y.grad.to_local().tensors] == [0, 1, 2, 3]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_data_and_sizes_of_locals_change_on_every_rank() -> None:
     local = differing()
     local.data = alike()

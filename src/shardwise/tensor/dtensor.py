@@ -870,6 +870,8 @@ class ToLocal(torch.autograd.Function):
             return None, None, None
         refuse_parts(ctx.spec)
         own: Any = grad
+        if ctx.spec.mesh.fabric == "virtual" and not isinstance(innermost(own), RankTensor):
+            own = on_every_rank(own, ctx.spec.mesh.grid_size)  # of a plain tensor that the ranks' values were added to
         for axis in ctx.spec.partial_axes:
             if ctx.spec.placements[axis].is_partial("avg") and not ctx.gradient.placements[axis].is_partial("avg"):
                 own = torch.ops.aten.mul.Scalar(own, ctx.spec.mesh.shape[axis])

@@ -75,7 +75,8 @@ def _spec_from_local(
                 sizes[placement.dim] *= mesh.shape[axis]
         shape = sizes
     if stride is None:
-        stride = dense_strides(shape, like=[of_rank(step, 0) for step in local.stride()] if local.dim() == len(shape) else None)
+        known = [of_rank(step, 0) for step in local.stride()] if local.dim() == len(shape) else None
+        stride = dense_strides(shape, like=known)
     spec = DTensorSpec(mesh, kept, TensorMeta(shape, stride, local.dtype), shard_order)
     _check_local(local, spec)
     return spec

@@ -98,7 +98,9 @@ class FirstRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None if grad is None else on_every_rank(grad, ctx.count), None, None
+        if grad is not None and not isinstance(innermost(grad), RankTensor):
+            grad = on_every_rank(grad, ctx.count)
+        return grad, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
