@@ -156,12 +156,12 @@ def test_an_extreme_through_locals_has_its_gradient_once(op: str) -> None:
     torch.testing.assert_close(x.grad.full_tensor(), 2 * value)
 
 
-def test_a_plain_gradient_is_refused_unless_it_is_zero() -> None:
+def test_a_plain_gradient_is_taken_as_replicated_or_refused() -> None:
     x = sw.distribute_tensor(numbers(4), mesh_of(2), [Shard(0)]).requires_grad_()
-    with pytest.raises(sw.PlainTensorError, match="the gradient of f64"):
+    x.redistribute().backward(numbers(4))
+    assert torch.equal(x.grad.full_tensor(), numbers(4))
+    with sw.plain_tensors("refuse"), pytest.raises(sw.PlainTensorError, match="gradient"):
         x.redistribute().backward(numbers(4))
-    x.redistribute().backward(torch.zeros(4, dtype=torch.float64))
-    assert not x.grad.full_tensor().any()
 
 
 def test_distribute_tensor_does_not_end_a_graph_silently() -> None:

@@ -35,12 +35,20 @@ def noting_origin(signature: Signature, run: Executor) -> Executor:
         return run
 
     def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        node = args[0].grad_fn
+        node = _node_of(args[0])
         if node is not None:  # of a leaf the layout is known anyway
             node.metadata.setdefault(NOTED, {})[args[0].output_nr] = spec
         return run(args, kwargs)
 
     return note_and_run
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    """The node of autograd that made a tensor; None where there is none, or torch does not say."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view that was made in inference mode, and whose base has been written to since
+        return None
 
 
 def _origin(tensor_class: Any) -> DTensorSpec | None:

@@ -363,6 +363,12 @@ class DTensor(torch.Tensor):
     def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As `torch.Tensor.backward`. A plain gradient is taken as plain operands are: as replicated."""
         if gradient is not None and not isinstance(gradient, DTensor):
+            if modes.plain_policy() == "refuse" and gradient.numel() != 1:
+                raise PlainTensorError(
+                    f"backward at {modes.user_line()}: the gradient is a plain torch.Tensor of shape "
+                    f"{tuple(gradient.shape)}, and plain tensors are refused here",
+                    hint="distribute_tensor(gradient, mesh, placements) first",
+                )
             gradient = replicated_operand(DTensor, gradient, self._spec.mesh, "backward", "gradient")
         super().backward(gradient, *args, **kwargs)
 
