@@ -114,7 +114,7 @@ class C10dFabric(Fabric):
     def after_fork(self) -> None:
         """Forget what belongs to the parent of this process, which is no rank until it joins a process group."""
         if dist.is_initialized():
-            self._parents, self._world, self._check = dist.group.WORLD, None, None
+            self._parents, self._world, self._check, self._plain = dist.group.WORLD, None, None, None
             self._forget()
 
     def _forget(self) -> None:

@@ -70,7 +70,7 @@ class RankTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if len(types) > 1 and any(hasattr(kind, "_spec") for kind in types):
+        if len(types) > 1 and any(getattr(kind, "_laid_out_over_ranks", False) for kind in types):
             return NotImplemented  # a DTensor is laid out over the ranks: its class decides
         return run_on_each(func, args, kwargs or {})
 

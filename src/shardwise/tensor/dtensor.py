@@ -99,6 +99,7 @@ class DTensor(torch.Tensor):
     __slots__ = ("_local_tensor", "_spec")
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
+    _laid_out_over_ranks = True  # so that operators on it and locals of virtual ranks come here
     _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
     _settled: Any = None  # what it came to, where it is Partial and has been reduced
 
