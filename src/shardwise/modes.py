@@ -105,6 +105,11 @@ def _allowed() -> frozenset[str] | None:
     return None
 
 
+def is_strict() -> bool:
+    """Whether this thread is in strict mode."""
+    return _allowed() is not None
+
+
 @mode_context
 def plain_tensors(policy: str) -> Iterator[None]:
     """Inside, what a plain torch.Tensor among DTensors is taken for. The innermost context counts.

@@ -104,9 +104,6 @@ class Fabric(ABC):
     def settle_checks(self) -> None:  # noqa: B027  # most check nothing
         """Finish the comparisons that run beside the program. Raises what they have found."""
 
-    def resized(self, tensor: torch.Tensor) -> None:  # noqa: B027  # most need not know
-        """The memory behind a local was given back or taken again; who counts memory must know."""
-
     def start(self, step: Step) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         """Like `bind`, but the callable returns at once with a function that waits. Only if `asynchronous`."""
         raise UnsupportedError(f"the {self.name} fabric has no asynchronous steps")

@@ -85,12 +85,6 @@ class DryRun:
         """Whether the memory of `tensor` is counted."""
         return tensor.untyped_storage()._cdata in self._storages
 
-    def resized(self, tensor: torch.Tensor) -> None:
-        """The storage of `tensor` has another size now."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._storages:
-            self._set_size(storage._cdata, storage.nbytes())
-
     def hold_workspace(self, which: Any) -> None:
         """Count a workspace that a library takes at its first use, and keeps."""
         if which is not None and which not in self._workspaces and self.device_type == "cuda":
@@ -206,10 +200,6 @@ class DryFabric(Fabric):
         for run in self.runs.values():
             run.hold(tensor)
         return tensor
-
-    def resized(self, tensor: torch.Tensor) -> None:
-        for run in self.runs.values():
-            run.resized(tensor)
 
     def bind_route(self, route: Route) -> BoundStep:
         run = super().bind_route(route)

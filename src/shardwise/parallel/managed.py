@@ -112,7 +112,8 @@ class ManagedParameter:
 
     def install(self) -> None:
         """Put the stored parameter in the place of the one that was given."""
-        setattr(self._given, MARK, self.name)
+        for parameter in (self._given, self.stored):
+            setattr(parameter, MARK, self.name)
         del self._given
         self.register(self.stored)
 
