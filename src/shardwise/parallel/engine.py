@@ -104,7 +104,7 @@ class Backward:
 
 
 class _AtEnd:
-    """What a pass of autograd calls when it ends. If it fails it only forgets this; then modules show their own."""
+    """What a pass of autograd calls when it ends. If it fails it only forgets this."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
@@ -113,11 +113,7 @@ class _AtEnd:
         self._backward.end()
 
     def __del__(self) -> None:
-        if not self._backward.is_over:
-            self._backward.is_over = True
-            for state in self._backward.states:
-                for group in state.groups:
-                    group.show_stored()
+        self._backward.is_over = True
 
 
 def current_backward() -> Backward:
@@ -242,11 +238,12 @@ class ModuleState:
             self.backward.give_up()
         if self.reductions:
             self.finish_reductions()
+        for group in self.groups:
+            group.withdraw_leaves()
+            if self.is_held:
+                group.drop_outdated()
         if not self.is_held:
             self.drop()
-        else:
-            for group in self.groups:
-                group.drop_outdated()
         self.run = run
         run.gathered[self] = None
 
@@ -305,9 +302,8 @@ class ModuleState:
                 self.show(outer.compute_mesh)
             return
         self.still_to_run.discard(frame.module)
-        if frame.run.is_repeated:  # backward is about to use what is gathered, and drops it
-            for group in self.groups:
-                group.keep_writes()
+        if frame.run.is_repeated:
+            self.show_stored()  # backward is about to use what is gathered, and drops it
         elif not self.still_to_run:
             waits = torch.is_grad_enabled() and self._watch_outputs(frame, output)
             if not waits or self._drops_after_forward(frame.run):
@@ -319,6 +315,8 @@ class ModuleState:
             self.show_stored()
             if waits:
                 frame.run.left.append(self)
+                for group in self.groups:
+                    group.offer_leaves()
 
     def _drops_after_forward(self, run: Run) -> bool:
         """Whether the gathered parameters are dropped after forward, and gathered again for backward."""
@@ -328,7 +326,7 @@ class ModuleState:
     def _watch_outputs(self, frame: Frame, output: Any) -> bool:
         """Be told when backward reaches this module; whether it may. Into some objects one cannot look."""
         found, opaque = tensors_in(output)
-        hook = functools.partial(self._before_backward, frame.run, frame.compute_mesh)
+        hook = functools.partial(self._before_backward, frame.run)
         for tensor in found:
             if tensor.requires_grad:
                 opaque = True
@@ -340,8 +338,15 @@ class ModuleState:
         if not any(group.has_frozen and group.is_sharded for group in self.groups):
             return
         found = [tensor for tensor in tensors_in(inputs)[0] if tensor.requires_grad]
-        if found:
-            torch.autograd.graph.register_multi_grad_hook(found, lambda _: self._through(self.groups))
+        waiting = set(range(len(found)))
+
+        def came(number: int, grad: torch.Tensor) -> None:
+            waiting.discard(number)
+            if not waiting and self.backward is not None:
+                self._through(self.groups)
+
+        for number, tensor in enumerate(found):
+            tensor.register_hook(functools.partial(came, number))
 
     def _compute_mesh(self, frame: Frame, outer: Sequence[Frame]) -> DeviceMesh | None:
         """The mesh to compute on: that of the inputs over the data axes, of this module or of one that calls it."""
@@ -360,24 +365,19 @@ class ModuleState:
         self.backward = found
         return found
 
-    def _before_backward(self, run: Run, compute_mesh: DeviceMesh | None, grad: torch.Tensor) -> None:
+    def _before_backward(self, run: Run, grad: torch.Tensor) -> None:
         """Backward has come to an output of this module. Memory is gathered early, and one module ahead."""
         self._touch()
         for group in self.groups:
             group.start_again()
-            group.show_again(compute_mesh)
         self._gather_ahead(run)
 
     def needed(self, gathered: Gathered) -> None:
         """Backward has come to an operator of this module that needs its parameters."""
-        if not in_backward():
-            gathered.finish()
-            return
-        self._touch()
+        if in_backward():
+            self._touch()
         gathered.finish()
-        for group in self.groups:
-            group.show_again(self.compute_mesh)
-        if self.run is not None:
+        if in_backward() and self.run is not None:
             self._gather_ahead(self.run)
 
     def _gather_ahead(self, run: Run) -> None:

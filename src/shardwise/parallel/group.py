@@ -37,6 +37,7 @@ class Owner(Protocol):
     """What a group asks of the state that it belongs to."""
 
     requires_gradient_sync: bool
+    compute_mesh: DeviceMesh | None
 
     def needed(self, gathered: Gathered) -> None:
         """Backward needs gathered memory that has been dropped."""
@@ -90,6 +91,7 @@ class ParameterGroup:
         self.is_sharded = any(parameter.is_sharded for parameter in self.parameters)
         self._source = Source([parameter.stored for parameter in self.parameters], {})
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
+        self._is_offered = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,12 +153,6 @@ class ParameterGroup:
         """Begin to gather for backward what forward had gathered."""
         if self.current is not None and self.current.is_up_to_date:
             self.current.start()
-
-    def show_again(self, compute_mesh: DeviceMesh | None) -> None:
-        """Let the modules see in backward what they saw in forward: checkpointing may repeat parts of it."""
-        current = self.current
-        if self.shown is None and current is not None and current.is_present and current.source is self._look():
-            self.show(compute_mesh)
 
     def drop_outdated(self) -> None:
         """Drop the gathered parameters if the stored ones have changed since."""
@@ -291,6 +287,27 @@ class ParameterGroup:
         if bucket.token is None or stored.device not in (bucket.token.device, torch.device("meta")):
             bucket.token = completion_token(stored, functools.partial(self._owner.completed, self, bucket))
         return bucket.token
+
+    def offer_leaves(self) -> None:
+        """Let a backward that repeats a part of forward see what that saw."""
+        if not self._is_offered:
+            self._is_offered = True
+            for index, parameter in enumerate(self.parameters):
+                parameter.offer(functools.partial(self._leaf_in_backward, index))
+
+    def withdraw_leaves(self) -> None:
+        """Let modules hold their parameters as other modules do."""
+        if self._is_offered:
+            self._is_offered = False
+            for parameter in self.parameters:
+                parameter.withdraw()
+
+    def _leaf_in_backward(self, index: int) -> Any:
+        current = self.current
+        if self.shown is not None or current is None or current.source.stored[index] is None:
+            return None
+        self._owner.needed(current)
+        return current.leaves(self._owner.compute_mesh)[index]
 
     def keep_writes(self) -> None:
         """Keep what forward has written to parameters, where that is the same on all ranks; else raise."""

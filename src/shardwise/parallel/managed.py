@@ -7,7 +7,7 @@ puts in the place of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,6 +47,24 @@ class GatheredParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         with torch.no_grad():
             self.copy_(value)
+
+
+class ParametersInBackward(dict[str, Any]):
+    """The parameters that a module holds between forward and backward: a backward that reads one gets its leaf.
+
+    Checkpointing repeats parts of a forward in backward, of which no hook tells. `leaves` has a function for each
+    parameter that gives the leaf, or None to leave it.
+    """
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.leaves: dict[str, Callable[[], Any]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        held = super().__getitem__(name)
+        leaf = self.leaves.get(name) if torch._C._current_graph_task_id() != -1 else None
+        found = None if leaf is None else leaf()
+        return held if found is None else found
 
 
 class ManagedParameter:
@@ -129,6 +147,24 @@ class ManagedParameter:
         """What the modules hold as this parameter now; None where they have none any more."""
         module, name = self.owners[0]
         return module._parameters.get(name)
+
+    def offer(self, leaf: Callable[[], Any]) -> None:
+        """From now on a backward that reads the parameter of a module is given `leaf()`."""
+        for module, name in self.owners:
+            parameters = module._parameters
+            if not isinstance(parameters, ParametersInBackward):
+                parameters = ParametersInBackward(parameters)
+                module.__dict__["_parameters"] = parameters
+            parameters.leaves[name] = leaf
+
+    def withdraw(self) -> None:
+        """Take back what `offer` has done."""
+        for module, name in self.owners:
+            parameters = module._parameters
+            if isinstance(parameters, ParametersInBackward):
+                parameters.leaves.pop(name, None)
+                if not parameters.leaves:
+                    module.__dict__["_parameters"] = dict(parameters)
 
     def check_assigned(self, held: Any) -> None:
         """Refuse a parameter in the place of the stored one that has another layout."""

@@ -1,17 +1,25 @@
 """Random trees of data parallel modules, called in random patterns, beside the same on one device.
 
-`run_model(seed)` draws a tree (linear, low-rank and feed-forward parts, parts that share a module, return a parameter, hide their
-output or write to it), what is frozen, hooked, checkpointed, split by a plan and wrapped, and how it is called in
-three steps of training. It raises where a loss, a gradient or a parameter is not that of one device.
+`run_model(seed)` draws a tree (linear, low-rank and feed-forward parts, parts that share a module, return a parameter,
+hide their output or write to it), what is frozen, hooked, checkpointed, split by a plan and wrapped, and how it is
+called in three steps of training. It raises where a gradient or a parameter is not that of one device.
+
+`python -m tests.virtual.module_trees --models 2000 --seed 0 --jobs 8` runs many, each job in a process of its own, so that
+one that crashes is reported with its seed; `--gloo` runs each on 4 processes.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import random
+import subprocess
+import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.parallel import ColwiseParallel, FSDPModule, RowwiseParallel, parallelize_module
+from tests.gloo.processes import run_processes
 from tests.transformer import assert_same, whole
 
 WIDTH, ROWS, STEPS = 4, 12, 3
@@ -174,6 +183,19 @@ def part(draw: random.Random, depth: int, known: list[nn.Module]) -> nn.Module:
     return made
 
 
+def children_first(tree: nn.Module) -> list[nn.Module]:
+    """The modules of a tree, each once, after those that it holds."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for one in module.children():
+            visit(one)
+        found.setdefault(module)
+
+    visit(tree)
+    return list(found)
+
+
 # ---------------------------------------------------------------- one model
 
 
@@ -187,6 +209,8 @@ class Model:
         for parameter in self.alone.parameters():
             if parameter.requires_grad and draw.random() < 0.15:
                 parameter.requires_grad_(False)
+        places = Counter(module for _, module in self.alone.named_modules(remove_duplicate=False))
+        self.is_shared = max(places.values()) > 1
         self.spread: Any = copy.deepcopy(self.alone)
         self.shape = draw.choice(SHAPES[backend])
         self.is_dtensor = draw.random() < 0.5
@@ -229,9 +253,9 @@ class Model:
         if kind == "replicate":
             sw.replicate(self.spread, self.data, bucket_cap_mb=self.draw.choice([25.0, 0.0001]))
             return
-        modules = [m for m in self.spread.modules() if isinstance(m, Part | Weight) and m is not self.spread]
+        modules = [m for m in children_first(self.spread) if isinstance(m, Part | Weight) and m is not self.spread]
         places = Counter(module for _, module in self.spread.named_modules(remove_duplicate=False))
-        for module in reversed(modules):  # children before those that hold them
+        for module in modules:
             if places[module] > 1 or self.draw.random() < 0.5:
                 sw.fully_shard(module, self.data, reshard_after_forward=self.draw.choice([None, True, False]))
         sw.fully_shard(self.spread, self.data, reshard_after_forward=self.draw.choice([None, None, True]))
@@ -263,7 +287,7 @@ class Model:
         seeds = [self.draw.random() for _ in pattern]
         said = [self.run(number, step, list(zip(pattern, seeds, strict=True))) for number in range(2)]
         if said[0] or said[1]:
-            assert said[0] and said[1], (step, pattern, said)
+            assert all(said), (step, pattern, said)
             raise Stop
         self.compare(f"step {step}, {pattern}")
         for optimizer in self.optimizers:
@@ -357,7 +381,7 @@ def retained(model: Model, tree: nn.Module, x: Any, draw: random.Random) -> None
 
 
 def without_gradient(model: Model, tree: nn.Module, x: Any, draw: random.Random) -> None:
-    with draw.choice([torch.no_grad, torch.inference_mode])():
+    with torch.no_grad():
         tree(x)
         child(model, tree, draw)(x)
     forgotten(tree)
@@ -387,13 +411,20 @@ def accumulated(model: Model, tree: Any, x: Any, draw: random.Random) -> None:
 
 
 def functional(model: Model, tree: nn.Module, x: Any, draw: random.Random) -> None:
-    """With other tensors as some of the parameters, which get gradients; nothing of them may stay in the module."""
+    """With other tensors as some of the parameters, which get gradients; nothing of them may stay in the module.
+
+    Checkpoints and shared modules are left out: with these one device fails, or keeps a tensor that was given.
+    """
+    ways = {way for module in tree.modules() if isinstance(module, Chain) for way in module.ways}
+    if ways & {"checkpoint", "reentrant", "part of"} or model.is_shared:
+        return root(model, tree, x, draw)
     given = {name: (p.detach() * 0.5).requires_grad_() for name, p in tree.named_parameters() if draw.random() < 0.5}
     model.given[int(tree is model.spread)] = given
     before = dict(tree.named_parameters())
     backward(opened(functional_call(tree, given, (x,))).pow(2).mean())
     assert all(parameter is before[name] for name, parameter in tree.named_parameters())
     forgotten(tree)
+    return None
 
 
 def penalty(model: Model, tree: Any, x: Any, draw: random.Random) -> None:
@@ -422,3 +453,67 @@ def run_model(seed: int, backend: str = "virtual") -> None:
     with contextlib.suppress(Stop):
         for step in range(STEPS):
             model.step(step)
+
+
+# ---------------------------------------------------------------- many models
+
+
+def run_models(seeds: Sequence[int], backend: str = "virtual") -> list[str]:
+    """What went wrong, a line for each model."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sw.ReplicationWarning)
+        for seed in seeds:
+            print(f"seed {seed}", flush=True)
+            try:
+                run_model(seed, backend)
+            except Exception as error:
+                found.append(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    return found
+
+
+def _worker(seeds: Sequence[int], gloo: bool) -> None:
+    found = run_processes(run_models, 4, seeds, "gloo", timeout=30 + 10 * len(seeds))[0] if gloo else run_models(seeds)
+    for line in found:
+        print(f"failed {line}", flush=True)
+
+
+def _in_process(seeds: list[int], gloo: bool) -> list[str]:
+    """Run models in another process; after a crash the rest in a new one."""
+    found: list[str] = []
+    while seeds:
+        command = [sys.executable, "-m", __spec__.name, *(["--gloo"] if gloo else []), "--worker", *map(str, seeds)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = done.stdout.splitlines()
+        found += [line.removeprefix("failed ") for line in lines if line.startswith("failed ")]
+        if done.returncode == 0:
+            break
+        last = [int(line.removeprefix("seed ")) for line in lines if line.startswith("seed ")]
+        at = seeds.index(last[-1]) if last else 0
+        reason = (done.stderr.strip().splitlines() or [""])[-1]
+        found.append(f"seed {seeds[at]}: the process ended with {done.returncode}: {reason}")
+        seeds = seeds[at + 1 :]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
+    parser.add_argument("--models", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first model")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--gloo", action="store_true", help="on 4 processes instead of virtual ranks")
+    parser.add_argument("--worker", type=int, nargs="+", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        _worker(asked.worker, asked.gloo)
+        return 0
+    seeds = range(asked.seed, asked.seed + asked.models)
+    chunks = [list(seeds[at : at + 50]) for at in range(0, asked.models, 50)]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        found = [line for lines in pool.map(lambda chunk: _in_process(chunk, asked.gloo), chunks) for line in lines]
+    print("\n".join([*found, f"{asked.models} models from seed {asked.seed}: {len(found)} failed"]))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
