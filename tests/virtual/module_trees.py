@@ -4,8 +4,8 @@
 hide their output or write to it), what is frozen, hooked, checkpointed, split by a plan and wrapped, and how it is
 called in three steps of training. It raises where a gradient or a parameter is not that of one device.
 
-`python -m tests.virtual.module_trees --models 2000 --seed 0 --jobs 8` runs many, each job in a process of its own, so that
-one that crashes is reported with its seed; `--gloo` runs each on 4 processes.
+`python -m tests.virtual.module_trees --models 2000 --seed 0 --jobs 8` runs many, each job in a process of its own, so
+that one that crashes is reported with its seed; `--gloo` runs each on 4 processes.
 """
 
 from __future__ import annotations
