@@ -278,11 +278,15 @@ def _failures(some: Sequence[Case]) -> list[str]:
     return [told for told in map(check, some) if told is not None]
 
 
+def _some(rng: random.Random, of: list[Case], count: int) -> list[Case]:
+    return rng.sample(of, min(count, len(of)))
+
+
 def sample(seed: int, count: int) -> list[Case]:
     """As many cases of each kind on each mesh, the same for a seed."""
     rng, every = random.Random(seed), list(cases())
     kinds = sorted({(case.kind, case.mesh) for case in every})
-    return [case for kind in kinds for case in rng.sample([c for c in every if (c.kind, c.mesh) == kind], count)]
+    return [case for kind in kinds for case in _some(rng, [c for c in every if (c.kind, c.mesh) == kind], count)]
 
 
 def main() -> int:

@@ -1,10 +1,12 @@
-"""Random programs on DTensors against the same programs on plain tensors, in float64: values and gradients.
+"""Random programs on DTensors against the same programs on plain tensors, in float64: values and derivatives.
 
 A program is a list of lines of Python. They are made one by one, each tried on plain tensors first, so that every
-program is one that torch can run. In a program `D(tensor)` is a constant, replicated on a mesh, and `L(x, ...)`
-a copy of a tensor in another layout.
+program is one that torch can run. In a program `D(tensor)` is a constant, replicated on a mesh; `L(x, ...)` a copy of
+a tensor in another layout; `T(x, ...)` the same by way of locals; `G(x)` a copy made of the gathered tensor; and
+`C(function, x)` a checkpointed region. `derivative` says what is compared beside the first derivatives: those of a
+gradient penalty, a product with the Hessian (reverse over reverse, or forward over reverse), or forward mode.
 
-    python -m tests.virtual.programs --count 10000 --jobs 2
+    python -m tests.virtual.programs --programs 10000 --jobs 2
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 
+# What torch says where a second derivative needs the output of an operator that wrote in place (tanh_): autograd counts
+# the writes to a saved output otherwise where it is of a subclass. An error, where plain tensors have a result.
+INPLACE = "modified by an inplace operation"
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2))
 SIZES = (1, 2, 3, 4, 4, 5, 6, 6, 8)
 Variables = dict[str, Any]
@@ -53,6 +60,7 @@ class Program:
     mesh: tuple[int, ...]
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
+    derivative: str = "first"
 
     def script(self) -> str:
         """The program as one that can be run by hand."""
@@ -60,7 +68,8 @@ class Program:
         head += [f"from {__name__} import Program, Input, check", ""]
         names = ", ".join(f"Input{(i.name, i.shape, i.placements, i.order)!r}" for i in self.inputs)
         lines = ",\n    ".join(map(repr, self.lines))
-        body = f"program = Program({self.seed}, {self.mesh}, ({names},), (\n    {lines},\n))\nprint(check(program))"
+        body = f"program = Program({self.seed}, {self.mesh}, ({names},), (\n    {lines},\n), {self.derivative!r})\n"
+        body += "print(check(program))"
         return "\n".join([*head, body])
 
 
@@ -107,7 +116,10 @@ class Run:
             tensor.requires_grad_()
             self.inputs.append(tensor)
             self.variables[given.name] = tensor
-        self.names = {"torch": torch, "F": F, "D": self.constant, "L": self.laid_out}
+        self.names = {
+            "torch": torch, "F": F, "D": self.constant, "L": self.laid_out, "T": self.through_locals,
+            "G": self.gathered, "C": checkpointed,
+        }  # fmt: skip
 
     def constant(self, tensor: torch.Tensor) -> Any:
         if self.mesh is None:
@@ -120,25 +132,80 @@ class Run:
         moved = tensor.redistribute(**layout_of(self.mesh, tensor.shape, placements))
         return tensor.clone() if moved is tensor else moved
 
+    def through_locals(self, tensor: Any, *placements: str) -> Any:
+        if self.mesh is None:
+            return tensor.clone()
+        moved = tensor.redistribute(**layout_of(self.mesh, tensor.shape, placements))
+        return sw.DTensor.from_local(moved.to_local() * 1.0, self.mesh, moved.placements, shape=moved.shape)
+
+    def gathered(self, tensor: Any) -> Any:
+        if self.mesh is None:
+            return tensor.clone()
+        return sw.DTensor.from_local(tensor.full_tensor(), self.mesh)
+
     def step(self, line: str) -> None:
         exec(line, self.names, self.variables)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Every variable's value, and the gradients of a sum of all of them with fixed weights."""
+        """Every variable's value, and derivatives of a sum of all of them with fixed weights."""
         found: dict[str, torch.Tensor] = {}
         total: Any = None
         for name, value in sorted(self.variables.items()):
             found[name] = _whole(value)
             if value.dtype.is_floating_point and value.requires_grad:
-                weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
-                part = (value * self.constant(weights)).sum()
+                part = (value * self.weights(value)).sum()
                 total = part if total is None else total + part
         if total is not None:
-            total.backward()
-            for given, tensor in zip(self.program.inputs, self.inputs, strict=True):
-                if tensor.grad is not None:
-                    found[f"gradient of {given.name}"] = _whole(tensor.grad)
+            named = {given.name: tensor for given, tensor in zip(self.program.inputs, self.inputs, strict=True)}
+            found |= DERIVATIVES[self.program.derivative](self, total, named)
         return found
+
+    def weights(self, value: Any) -> Any:
+        made = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
+        return self.constant(made)
+
+
+def checkpointed(function: Callable[[Any], Any], x: Any) -> Any:
+    return checkpoint(function, x, use_reentrant=False)
+
+
+def _first(run: Run, total: Any, named: dict[str, Any]) -> dict[str, torch.Tensor]:
+    total.backward()
+    return {f"gradient of {name}": _whole(x.grad) for name, x in named.items() if x.grad is not None}
+
+
+def _first_with_graph(total: Any, named: dict[str, Any]) -> dict[str, Any]:
+    used = torch.autograd.grad(total, list(named.values()), create_graph=True, allow_unused=True)
+    return {name: grad for name, grad in zip(named, used, strict=True) if grad is not None}
+
+
+def _penalty(run: Run, total: Any, named: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The gradients of the sum and of the squares of its gradients."""
+    grads = _first_with_graph(total, named)
+    found = {f"gradient of {name}": _whole(grad) for name, grad in grads.items()}
+    squares = [(grad * grad * run.weights(grad)).sum() for grad in grads.values() if grad.requires_grad]
+    if squares:
+        sum(squares).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        found |= {f"second gradient of {n}": _whole(x.grad) for n, x in named.items() if x.grad is not None}
+    return found
+
+
+def _hessian_vector(run: Run, total: Any, named: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The Hessian of the sum, times a vector, by two backward passes."""
+    grads = {name: grad for name, grad in _first_with_graph(total, named).items() if grad.requires_grad}
+    if not grads:
+        return {}
+    vectors = [run.weights(grad) for grad in grads.values()]
+    second = torch.autograd.grad(list(grads.values()), list(named.values()), vectors, allow_unused=True)
+    return {f"Hessian product of {n}": _whole(s) for n, s in zip(named, second, strict=True) if s is not None}
+
+
+DERIVATIVES: dict[str, Callable[[Run, Any, dict[str, Any]], dict[str, torch.Tensor]]] = {
+    "first": _first,
+    "penalty": _penalty,
+    "hessian": _hessian_vector,
+    "forward": lambda run, total, named: {},  # the inputs have tangents: see `run`
+}
 
 
 def _whole(value: Any) -> torch.Tensor:
@@ -149,9 +216,28 @@ def _whole(value: Any) -> torch.Tensor:
 def run(program: Program, distributed: bool, shaken: float = 0.0) -> dict[str, torch.Tensor]:
     torch.manual_seed(program.seed)
     side = Run(program, distributed, shaken)
+    if program.derivative == "forward":
+        return _forward(side)
     for line in program.lines:
         side.step(line)
     return side.results()
+
+
+def _forward(side: Run) -> dict[str, torch.Tensor]:
+    """Every variable's value and tangent."""
+    with forward_ad.dual_level():
+        for given, tensor in zip(side.program.inputs, side.inputs, strict=True):
+            plain = tensor.detach()
+            side.variables[given.name] = forward_ad.make_dual(plain, side.weights(plain))
+        for line in side.program.lines:
+            side.step(line)
+        found: dict[str, torch.Tensor] = {}
+        for name, value in sorted(side.variables.items()):
+            primal, tangent = forward_ad.unpack_dual(value)
+            found[name] = _whole(primal)
+            if tangent is not None:
+                found[f"tangent of {name}"] = _whole(tangent)
+    return found
 
 
 def check(program: Program) -> str | None:
@@ -165,6 +251,8 @@ def check(program: Program) -> str | None:
         try:
             have = run(program, distributed=True)
         except Exception as error:
+            if program.derivative != "first" and INPLACE in str(error):
+                return None
             place = traceback.extract_tb(error.__traceback__)[-1]
             return f"{type(error).__name__}: {error} [{place.name}]"
         told = _difference(want, have)
@@ -377,7 +465,17 @@ def _random(c: Choices) -> str:
 
 def _layout(c: Choices) -> str:
     x = c.name()
-    return f"L({x}, {', '.join(map(repr, c.placements(len(c.shape(x)))))})"
+    placements = ", ".join(map(repr, c.placements(len(c.shape(x)))))
+    return c.pick(f"L({x}, {placements})", f"L({x}, {placements})", f"T({x}, {placements})", f"G({x})")
+
+
+def _region(c: Choices) -> str:
+    x = c.name()
+    placements = ", ".join(map(repr, c.placements(len(c.shape(x)))))
+    return c.pick(
+        f"C(lambda t: (t * 2).tanh() * t, {x})", f"C(lambda t: L(t.sin(), {placements}).exp().clamp(max=2), {x})",
+        f"C(lambda t: T(t.square(), {placements}) + {x}, {x})", f"C(lambda t: F.dropout(t, 0.3).sigmoid(), {x})",
+    )  # fmt: skip
 
 
 def _write(c: Choices) -> str:
@@ -397,7 +495,7 @@ def _write(c: Choices) -> str:
 
 MAKERS: tuple[tuple[Maker, int], ...] = (
     (_function, 3), (_binary, 4), (_reduction, 3), (_product, 2), (_view, 4), (_movement, 3), (_norm, 2), (_random, 1),
-    (_layout, 1), (_write, 4),
+    (_layout, 2), (_region, 1), (_write, 4),
 )  # fmt: skip
 
 
@@ -406,7 +504,7 @@ def make(seed: int) -> Program:
     rng = random.Random(seed)
     mesh = rng.choice(MESHES)
     inputs = tuple(_input(rng, mesh, f"x{i}") for i in range(rng.randint(2, 4)))
-    program = Program(seed, mesh, inputs, ())
+    program = Program(seed, mesh, inputs, (), rng.choice(("first", "penalty", "penalty", "hessian", "forward")))
     torch.manual_seed(seed)
     plain = Run(program, distributed=False)
     lines: list[str] = []
@@ -477,13 +575,15 @@ def _simpler(program: Program) -> Iterator[Program]:
     for i in range(len(program.inputs)):
         if not any(program.inputs[i].name in line for line in program.lines) and len(program.inputs) > 1:
             yield replace(program, inputs=program.inputs[:i] + program.inputs[i + 1 :])
-    if len(program.mesh) > 1 and not any("L(" in line for line in program.lines):
+    if len(program.mesh) > 1 and not any("L(" in line or "T(" in line for line in program.lines):
         for axis in range(len(program.mesh)):
             kept = [a for a in range(len(program.mesh)) if a != axis]
             inputs = tuple(
                 replace(i, placements=tuple(i.placements[a] for a in kept), order=None) for i in program.inputs
             )
             yield replace(program, mesh=tuple(program.mesh[a] for a in kept), inputs=inputs)
+    if program.derivative != "first":
+        yield replace(program, derivative="first")
     for i, given in enumerate(program.inputs):
         for axis, placement in enumerate(given.placements):
             if placement != "R":
@@ -510,11 +610,11 @@ def _failures(seeds: Sequence[int]) -> tuple[list[str], int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    seeds = range(options.first, options.first + options.count)
+    seeds = range(options.seed, options.seed + options.programs)
     chunks = [seeds[i : i + 20] for i in range(0, len(seeds), 20)]
     found = ran = lines = 0
     context = multiprocessing.get_context("spawn")
@@ -523,7 +623,7 @@ def main() -> int:
             for text in failures:
                 print(text, flush=True)
             found, ran, lines = found + len(failures), ran + programs, lines + length
-    print(f"{ran} programs of {lines} lines in all from seed {options.first}: {found} differ")
+    print(f"{ran} programs of {lines} lines in all from seed {options.seed}: {found} differ")
     return 1 if found else 0
 
 

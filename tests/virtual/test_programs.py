@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.virtual.programs import Input, Program, check, failure, make
+from tests.virtual.programs import DERIVATIVES, Input, Program, check, failure, make
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch does so for forward mode
 
 
 @pytest.mark.parametrize("first", range(0, 160, 20))
@@ -18,6 +20,9 @@ def test_programs_use_what_they_are_made_for() -> None:
     assert len(lines) > 600
     assert sum("_(" in line or "] =" in line for line in lines) > 60
     assert len({i.placements for program in programs for i in program.inputs}) > 40
+    assert {program.derivative for program in programs} == set(DERIVATIVES)
+    for kind in ("L(", "T(", "G(", "C("):
+        assert sum(kind in line for line in lines) > 3, kind
 
 
 def test_a_difference_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:

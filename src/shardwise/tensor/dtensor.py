@@ -53,7 +53,7 @@ from shardwise.tensor.gradients import (
     transposed_spec,
 )
 from shardwise.tensor.memory import first_sharing
-from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
+from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, stored_zeros, wants_derivatives
 from shardwise.transforms import (
     alive,
     innermost,
@@ -793,7 +793,7 @@ def writable_local(tensor: DTensor) -> torch.Tensor:
 
 
 def _gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
-    """The gradient that has come to a tensor of this spec. Some formulas of torch make plain zeros."""
+    """The gradient or tangent that a tensor of this spec has got. Some formulas of torch make plain zeros."""
     if is_dtensor(grad):
         return grad
     if not is_traced(grad) and not is_wrapped(grad) and bool(grad.any()):
@@ -802,7 +802,11 @@ def _gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
             hint="distribute_tensor(gradient, mesh, placements) before you give it to backward()",
         )
     whole = replicated_spec(spec.mesh, TensorMeta.of(grad))
-    return dtensor_of(whole, fabric_of(spec.mesh).build(spec.mesh, lambda coordinate: grad.clone()))
+    if is_wrapped(grad):
+        is_virtual = spec.mesh.fabric == "virtual"
+        return as_dtensor(on_every_rank(grad, spec.mesh.grid_size) if is_virtual else grad, whole, whole)
+    zeros = stored_zeros(grad)
+    return dtensor_of(whole, fabric_of(spec.mesh).build(spec.mesh, lambda coordinate: zeros.clone()))
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -820,7 +824,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dtensor_of(spec, local.detach())
+        return dtensor_of(spec, stored_zeros(local).detach())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -888,7 +892,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_parts(ctx.spec)
-        return as_local(moved(tangent, tangent_spec(ctx.spec)), ctx.gradient)
+        return as_local(moved(_gradient(tangent, ctx.spec), tangent_spec(ctx.spec)), ctx.gradient)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Any, spec: DTensorSpec, gradient: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -935,7 +939,7 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dtype = ctx.target.tensor_meta.dtype
+        tangent, dtype = _gradient(tangent, ctx.source), ctx.target.tensor_meta.dtype
         tangent = tangent if tangent.dtype is dtype else cast(tangent, dtype)
         found = moved(tangent, tangent_spec(ctx.target), ctx.async_op, None, ctx.max_bytes)
         return tangent.view_as(tangent) if found is tangent else found

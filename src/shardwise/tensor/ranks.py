@@ -23,6 +23,7 @@ __all__ = [
     "first_rank",
     "is_forward_or_transformed",
     "on_every_rank",
+    "stored_zeros",
     "wants_derivatives",
 ]
 
@@ -44,6 +45,11 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def stored_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has memory. The zeros that forward mode makes have none, which kernels on locals do not see."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor._is_zerotensor() else tensor
+
+
 def on_every_rank(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """A plain tensor as the local of each of `count` virtual ranks: the same program made it on each."""
     return apply_function(OnEveryRank, tensor, count)
@@ -60,7 +66,7 @@ class OnEveryRank(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: torch.Tensor, count: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return RankTensor([tensor.detach().clone() for _ in range(count)])
+        return RankTensor([stored_zeros(tensor).detach().clone() for _ in range(count)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
