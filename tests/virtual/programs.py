@@ -501,6 +501,12 @@ MAKERS: tuple[tuple[Maker, int], ...] = (
 
 def make(seed: int) -> Program:
     """The program of a seed: 2 to 4 tensors, 5 to 12 lines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _make(seed)
+
+
+def _make(seed: int) -> Program:
     rng = random.Random(seed)
     mesh = rng.choice(MESHES)
     inputs = tuple(_input(rng, mesh, f"x{i}") for i in range(rng.randint(2, 4)))
@@ -510,28 +516,26 @@ def make(seed: int) -> Program:
     lines: list[str] = []
     makers, weights = zip(*MAKERS, strict=True)
     count = rng.randint(5, 12)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(8 * count):
-            if len(lines) == count:
-                break
-            choices = Choices(rng, plain.variables, len(mesh))
-            maker: Maker = rng.choices(makers, weights)[0]
-            try:
-                line = maker(choices)
-                line = line if maker is _write else f"v{len(lines)} = {line}"
-                plain.step(line)
-                if not all(torch.isfinite(v).all() and v.abs().sum() < 1e6 for v in plain.variables.values()):
-                    raise FloatingPointError
-                if maker is _write:  # what was written in place may be what a gradient needs
-                    run(replace(program, lines=(*lines, line)), distributed=False)
-            except Exception:  # not a line that torch can run: start again from the lines so far
-                torch.manual_seed(seed)
-                plain = Run(program, distributed=False)
-                for known in lines:
-                    plain.step(known)
-                continue
-            lines.append(line)
+    for _ in range(8 * count):
+        if len(lines) == count:
+            break
+        choices = Choices(rng, plain.variables, len(mesh))
+        maker: Maker = rng.choices(makers, weights)[0]
+        try:
+            line = maker(choices)
+            line = line if maker is _write else f"v{len(lines)} = {line}"
+            plain.step(line)
+            if not all(torch.isfinite(v).all() and v.abs().sum() < 1e6 for v in plain.variables.values()):
+                raise FloatingPointError
+            if maker is _write:  # what was written in place may be what a gradient needs
+                run(replace(program, lines=(*lines, line)), distributed=False)
+        except Exception:  # not a line that torch can run: start again from the lines so far
+            torch.manual_seed(seed)
+            plain = Run(program, distributed=False)
+            for known in lines:
+                plain.step(known)
+            continue
+        lines.append(line)
     while lines:  # a line after a write may need what was there before: the lines before can be differentiated
         made = replace(program, lines=tuple(lines))
         try:
