@@ -108,7 +108,9 @@ def check_agreement(tensors: Sequence[torch.Tensor], error: Callable[[int], Shar
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    # of a single element the stride may be any number
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class SharedWrite:
