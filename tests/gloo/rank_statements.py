@@ -210,7 +210,8 @@ INTO_ROW = (
     "{t}.index_add_(0, torch.tensor([0, 2, 2]), {x})", "{t}.scatter_add_(0, torch.tensor([1, 1, 0]), {x})",
     "{t}[torch.tensor([2, 0])] = {x}[:2]", "{t}.put_(torch.tensor([0, 1]), {x}[1:], accumulate=True)",
     "{t}.view(3, 1)[1:].add_({x}[1:, None])", "torch._foreach_add_([{t}, {t}[1:]], [{x}, {x}[1:]])",
-    "torch.sort({x}, out=({t}, torch.zeros(3, dtype=torch.int64)))", "{t}.index_copy_(0, torch.tensor([1]), {x}[:1])",
+    "order = torch.zeros(3, dtype=torch.int64)\ntorch.sort({x}, out=({t}, order))",
+    "{t}.index_copy_(0, torch.tensor([1]), {x}[:1])",
 )  # fmt: skip
 
 
