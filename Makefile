@@ -59,6 +59,7 @@ bench: $(READY)
 
 conformance: $(READY)
 	$(TEST_ENV) $(PY) -m tests.virtual.conformance --write docs/operators.md $(CONFORMANCE)
+	$(TEST_ENV) $(PY) -m tests.virtual.scaling --write docs/operators.md
 
 # Offline and strict: a broken link, or a page that is not in the navigation, is an error. (--quiet would hide them.)
 docs: $(READY)

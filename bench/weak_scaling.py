@@ -363,6 +363,14 @@ each(
     outer=lambda x, y: torch.einsum("bi,bj->bij", x[:, :8], y[:, :8]).mean(),
 )
 
+
+@program
+def picked_rows(w: World) -> Any:
+    x, y = w.data(), w.data()
+    index = sw.zeros(8, dtype=torch.int64, device_mesh=w.mesh, placements=[sw.Replicate()])
+    return x.index_select(0, index).mean() + (x * y)[index].square().sum() + y.gather(0, index[:, None]).mean()
+
+
 # ---------------------------------------------------------------- science
 
 each(

@@ -220,6 +220,14 @@ def backward(*formulas: Callable[..., Any]) -> Callable[[Both], Any]:
     return program
 
 
+def _picked(x: Any, like: Any) -> Any:
+    """Rows of a tensor by index, in three ways."""
+    index = torch.tensor([5, 0, 5])
+    if isinstance(like, sw.DTensor):
+        index = sw.distribute_tensor(index, like.device_mesh, [sw.Replicate()] * like.device_mesh.ndim)
+    return x.index_select(0, index) + x[index] + x.gather(0, index[:, None].expand(3, 4))
+
+
 GRADIENTS = backward(
     lambda x, y: x.mean(),
     lambda x, y: x.sum(),
@@ -235,6 +243,7 @@ GRADIENTS = backward(
     lambda x, y: x[5].square().sum() + (x.t() * 1)[1].sum() + (x.t() * 1)[:, 2:4].sum() + x.view(4, 2, 4)[1].sum(),
     lambda x, y: (torch.stack([x, y]).unbind(0)[1] * 2).sum() + sum(part.sum() for part in x.unbind(1)[:2]),
     lambda x, y: x.view(4, 2, 4).tril().sum() + torch.fft.rfft(x).abs().square().sum() + x.diagonal().sum(),
+    lambda x, y: _picked(x, x).sum() + _picked(y, x).sum() + _picked(x * y, x).square().sum(),
     lambda x, y: x.cumsum(0).mean() + x.flatten().sum() + x.t().mean(),
     lambda x, y: torch.where(x > y, x, y).mean() + x.masked_fill(y > 0, 0.0).sum(),
     lambda x, y: x.view(4, 2, 4).sum(0).mean() + x.view(-1).sum() + x.view(2, 4, 4).mean(1).sum(),

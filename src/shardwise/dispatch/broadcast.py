@@ -17,9 +17,10 @@ import torch
 from shardwise.core.layout import dense_strides
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import unrecorded
+from shardwise.dispatch.origins import current_node, origin_of
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.pieces import compacted, empty_block
+from shardwise.fabric.pieces import compacted
 from shardwise.fabric.routes import bound_route
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
@@ -31,7 +32,7 @@ from shardwise.rules.slicing import local_input_sizes, where_put_back
 from shardwise.rules.view import NOT_A_VIEW, groups_of
 from shardwise.schema import Slot
 
-__all__ = ["FILLED", "INTO_LEAVES", "current_node", "filled_once", "into_leaf", "keeping_broadcast"]
+__all__ = ["FILLED", "INTO_LEAVES", "filled_once", "into_leaf", "keeping_broadcast"]
 
 aten = torch.ops.aten
 VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
@@ -45,8 +46,6 @@ UNIFORM: dict[Any, int] = {
     local_image: 0,
     where_triangle: 2,
 }
-
-current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Operators beside the pointwise ones that read operands of stride 0 as any others. Some of torch's do not: the median
@@ -298,31 +297,43 @@ FILLED = {
 def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Executor:
     """`run`, but what autograd's formulas make of one number is stored once: they add something to it.
 
-    Outside of autograd such a tensor is most often a buffer, about to be written to.
+    Where it is known how the tensor lies whose gradient it becomes, it lies so. Outside of autograd such a tensor is
+    most often a buffer, about to be written to.
     """
     info, spec = signature.info, signature.specs[0]
     dims = [dim for dim, axes in enumerate(result.dim_axes) if not axes]
     made = DTensorSpec.from_dim_axes(result.mesh, result.placements, result.tensor_meta, result.dim_axes, dims)
-    wrap, mesh = signature.wrapping.wrapper(made), result.mesh
-
-    def stored(args: tuple[Any, ...], kwargs: Mapping[str, Any], at: Any, local: torch.Tensor) -> torch.Tensor:
-        shape = made.local_shape(at)
-        sizes = [1 if dim in made.broadcast else size for dim, size in enumerate(shape)]
-        bound = info.bind((local, *args[1:]), kwargs)
-        value = bound["fill_value"] if "fill_value" in bound else 1 if "ones" in info.op.name() else 0
-        return local.new_full(sizes, value, dtype=made.tensor_meta.dtype).expand(shape)
+    wrapping, mesh, dtype = signature.wrapping, result.mesh, result.tensor_meta.dtype
 
     def run_or_fill(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if current_node() is None:
             return run(args, kwargs)
-        held = args[0]._local_tensor
-        return wrap(fabric_of(mesh).map(mesh, lambda at, local: stored(args, kwargs, at, local), held))
+        bound = info.bind(args, kwargs)
+        value = bound["fill_value"] if "fill_value" in bound else 1 if "ones" in info.op.name() else 0
+        goal = _as_origin(made, origin_of(wrapping.tensor_class))
+
+        def fill(at: Any, local: torch.Tensor) -> torch.Tensor:
+            shape = goal.local_shape(at)
+            stored = [1 if dim in goal.broadcast else size for dim, size in enumerate(shape)]
+            return local.new_full(stored, value, dtype=dtype).expand(shape)
+
+        return wrapping.wrapper(goal)(fabric_of(mesh).map(mesh, fill, args[0]._local_tensor))
 
     # a sharded one costs a rank what its tensor costs
     return run_or_fill if made.is_lazy and not any(made.dim_axes) and spec.mesh is mesh else run
 
 
+def _as_origin(made: DTensorSpec, origin: DTensorSpec | None) -> DTensorSpec:
+    """A replicated constant as the tensor lies whose gradient it becomes, if that one is sharded."""
+    if origin is None or origin.mesh is not made.mesh or origin.shape != made.shape or not any(origin.dim_axes):
+        return made
+    return origin.reduced().with_meta(made.tensor_meta)
+
+
 # ---------------------------------------------------------------- gradients on their way into `.grad`
+
+
+INTO_LEAVES = {aten.detach.default, aten.new_empty_strided.default}
 
 
 def into_leaf(signature: Signature, run: Executor) -> Executor:
@@ -330,31 +341,33 @@ def into_leaf(signature: Signature, run: Executor) -> Executor:
 
     Autograd detaches a gradient that nobody else holds; of any other it makes an empty tensor and copies.
     """
-    spec, wrapping = signature.specs[0], signature.wrapping
-    detaches = signature.info.op is aten.detach.default
+    tensor_class, spec = signature.wrapping.tensor_class, signature.specs[0]
+    known: dict[DTensorSpec, Executor] = {}  # by the layout of the leaf
 
     def run_or_lay_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        target = _leaf_layout(wrapping.tensor_class, spec)
-        if target is None:
+        leaf: Any = getattr(current_node(), "variable", None)
+        if not isinstance(leaf, tensor_class):  # autograd is doing something else
             return run(args, kwargs)
-        local = args[0]._local_tensor
-        if detaches:
-            return wrapping.wrapper(target)(bound_route(spec, target).run(local))
-        made = fabric_of(target.mesh).map(target.mesh, lambda at, part: empty_block(target, at, part), local)
-        return wrapping.wrapper(target)(made)
+        found = known.get(leaf._spec)
+        if found is None:
+            here = leaf._spec.mesh is spec.mesh and leaf._spec.shape == spec.shape
+            found = known[leaf._spec] = _as_leaf(signature, leaf._spec) if here else run
+        return found(args, kwargs)
 
     return run_or_lay_out
 
 
-INTO_LEAVES = {aten.detach.default, aten.new_empty_strided.default}
+def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor:
+    """What detaches a gradient, or makes an empty one, in the layout of a leaf."""
+    spec, mesh = signature.specs[0], leaf.mesh
+    target = leaf.reduced().materialized().with_dtype(spec.tensor_meta.dtype)
+    wrap, fabric = signature.wrapping.wrapper(target), fabric_of(mesh)
+    if signature.info.op is aten.detach.default:
+        move = bound_route(spec, target).run
+        return lambda args, kwargs: wrap(move(args[0]._local_tensor))
+    blocks = {at: (target.local_shape(at), target.local_stride(at)) for at in fabric.coordinates(mesh)}
 
+    def empty(at: Any, part: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(*blocks[at], dtype=part.dtype, device=part.device)
 
-def _leaf_layout(tensor_class: type[torch.Tensor], spec: DTensorSpec) -> DTensorSpec | None:
-    """How a gradient of this spec is to lie that autograd is about to put into the `.grad` of a leaf: as the leaf does.
-
-    None where autograd is doing something else, or where the leaf lies on another mesh.
-    """
-    leaf: Any = getattr(current_node(), "variable", None)
-    if not isinstance(leaf, tensor_class) or leaf._spec.mesh is not spec.mesh or leaf.shape != spec.shape:  # pyright: ignore[reportAttributeAccessIssue]
-        return None
-    return leaf._spec.reduced().materialized().with_dtype(spec.tensor_meta.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    return lambda args, kwargs: wrap(fabric.map(mesh, empty, args[0]._local_tensor))

@@ -15,23 +15,27 @@ import torch
 
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
-from shardwise.dispatch.broadcast import current_node
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.dims import wrapped
 
-__all__ = ["PUTTING_BACK", "TAKING", "noting_origin", "putting_back"]
+__all__ = ["PUTTING_BACK", "TAKING", "current_node", "noting_origin", "origin_of", "putting_back"]
 
 aten = torch.ops.aten
-TAKING = {aten.select.int, aten.slice.Tensor}
+TAKING = {
+    aten.select.int, aten.slice.Tensor, aten.gather.default, aten.index_select.default, aten.index.Tensor,
+}  # fmt: skip
 PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default}
+current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 
 
 def noting_origin(signature: Signature, run: Executor) -> Executor:
     """`run`, but where it takes something of a sharded dim, the layout is noted for the gradient."""
     spec = signature.specs[0]
-    if spec.is_strided or not spec.dim_axes[wrapped(signature.arguments["dim"], spec.ndim)]:
+    dim = signature.arguments.get("dim")
+    axes = spec.dim_axes if dim is None or not spec.ndim else spec.dim_axes[wrapped(dim, spec.ndim)]
+    if spec.is_strided or not any(axes if dim is None else [axes]):
         return run
 
     def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -51,7 +55,7 @@ def _node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _origin(tensor_class: Any) -> DTensorSpec | None:
+def origin_of(tensor_class: Any) -> DTensorSpec | None:
     """The layout of the tensor whose gradient is being computed, where it is known."""
     node: Any = current_node()
     follows = node.next_functions if node is not None else ()
@@ -73,7 +77,7 @@ def putting_back(
         return runs[None]
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        origin = _origin(tensor_class)
+        origin = origin_of(tensor_class)
         if origin is not None and (origin.mesh is not spec.mesh or origin.shape != spec.shape or origin.is_strided):
             origin = None
         found = runs.get(origin)
