@@ -83,6 +83,7 @@ class RankCheck:
         self._backward: set[int] = set()  # of them, autograd's: the thread that started the backward waits meanwhile
         self._heard: dict[int, tuple[int, float]] = {}  # the last beat of a rank, and when it was new
         self._circles: dict[tuple[Any, ...], int] = {}
+        self._helpers: list[threading.Thread] = []
         self._stop, self._main = threading.Event(), threading.main_thread().ident
         self._hook = sys.excepthook
         sys.excepthook = self._failed
@@ -147,7 +148,7 @@ class RankCheck:
             except BaseException as error:
                 result.append((None, error))
 
-        threading.Thread(target=work, daemon=True).start()
+        self.start_thread(work)
         self.until(lambda: bool(result), key)
         value, error = result[0]
         if isinstance(error, RuntimeError):
@@ -155,6 +156,13 @@ class RankCheck:
         if error is not None:
             raise error
         return value
+
+    def start_thread(self, function: Callable[[], object]) -> threading.Thread:
+        """A thread that may wait for ever: where it does, the process ends without it."""
+        thread = threading.Thread(target=function, name="shardwise-collective", daemon=True)
+        self._helpers = [*(helper for helper in self._helpers if helper.is_alive()), thread]
+        thread.start()
+        return thread
 
     def meet(self, ranks: Ranks, text: str, final: bool = False) -> None:
         """Wait for all of these ranks to come here, and compare now. Raises on all of them if they have parted.
@@ -394,6 +402,8 @@ class RankCheck:
                 print(f"shardwise: rank {self.rank}: {AgreementError(self.verdict, hint=HINT)}", file=sys.stderr)
                 exit_with(1)
             self._give_up()  # a collective that will never end must not keep the process
+            if any(helper.is_alive() for helper in self._helpers):  # torch aborts where the interpreter ends before it
+                _exit_status[:] = [1]
 
     def _at_exit_of_child(self) -> None:
         """At the end of a process of multiprocessing, whose status is what SystemExit says."""
@@ -410,8 +420,8 @@ class RankCheck:
 class _CheckedWork:
     """A collective in flight that is waited for by looking."""
 
-    def __init__(self, check: RankCheck, work: Any, key: str, on_host: bool) -> None:
-        self._check, self._work, self._key, self._on_host = check, work, key, on_host
+    def __init__(self, check: RankCheck, work: Any, key: str, silent: bool) -> None:
+        self._check, self._work, self._key, self._silent = check, work, key, silent
 
     def wait(self) -> Any:
         self._check.until(self._is_done(), self._key)
@@ -423,22 +433,15 @@ class _CheckedWork:
 
     def _is_done(self) -> Callable[[], bool]:
         """Whether it is done. gloo's reduce-scatters do not say so until they are waited for: a thread does that."""
-        waited: list[threading.Thread] = []
-        patience = time.monotonic() + 0.02
+        if not self._silent:
+            return self._work.is_completed
 
         def wait_quietly() -> None:
             with contextlib.suppress(RuntimeError):  # raised again where the program waits
                 self._work.wait()
 
-        def done() -> bool:
-            if self._work.is_completed() or (waited and not waited[0].is_alive()):
-                return True
-            if self._on_host and not waited and time.monotonic() > patience:
-                waited.append(threading.Thread(target=wait_quietly, daemon=True))
-                waited[0].start()
-            return False
-
-        return done
+        waiting = self._check.start_thread(wait_quietly)
+        return lambda: not waiting.is_alive()
 
 
 class CheckedGroup:
@@ -457,7 +460,8 @@ class CheckedGroup:
         def issue(*args: Any) -> _CheckedWork:
             with self._check.issuing:
                 key = self._check.enter(self._ranks, self._text)
-                return _CheckedWork(self._check, method(*args), key, _first_tensor(args).device.type == "cpu")
+                silent = "reduce_scatter" in name and _first_tensor(args).device.type == "cpu"
+                return _CheckedWork(self._check, method(*args), key, silent)
 
         return issue
 
