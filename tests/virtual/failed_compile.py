@@ -180,6 +180,7 @@ def _strict(x: DTensor) -> torch.Tensor:
 
 
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "a list as index": lambda x: x[[1, 0, 2]],
     "a mask": lambda x: x[x > 3],
     "softmax along the sharded dim": lambda x: F.softmax(x, 0),
     "cumsum along the sharded dim": lambda x: x.cumsum(0),

@@ -45,9 +45,11 @@ def with_plain_operands(
     names = [slot.name if slot.item is None else f"{slot.name}[{slot.item}]" for slot in plain]
 
     def run_with_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        operands = [slot.get(args, kwargs) for slot in plain]
+        if any(operand._is_zerotensor() for operand in operands):
+            args, kwargs = _with_stored_zeros(args, kwargs, plain, operands)
         if modes.is_nested():
             return run(args, kwargs)
-        operands = [slot.get(args, kwargs) for slot in plain]
         if check is not None:
             check(name, list(zip(names, operands, strict=True)))
         elif lockstep:
@@ -63,6 +65,20 @@ def with_plain_operands(
         return run(args, kwargs)
 
     return run_with_plain
+
+
+def _with_stored_zeros(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: Sequence[Slot], operands: Sequence[torch.Tensor]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The call with memory for tensors that have none because they are zero: undefined tangents of forward mode.
+
+    torch gives them memory before an operator runs, but not inside `__torch_dispatch__`, where kernels would read it.
+    """
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for slot, operand in zip(plain, operands, strict=True):
+        if operand._is_zerotensor():
+            slot.put(new_args, new_kwargs, torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device))
+    return tuple(new_args), new_kwargs
 
 
 def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class: Any) -> None:

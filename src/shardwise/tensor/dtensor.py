@@ -968,7 +968,11 @@ class Redistribute(torch.autograd.Function):
 
 def is_dtensor(value: Any) -> TypeIs[DTensor]:
     """Whether a value is a DTensor, or stands for one inside a function that torch.func transforms."""
-    return isinstance(value, DTensor) or (value.__class__ is torch.Tensor and isinstance(innermost(value), DTensor))
+    if isinstance(value, DTensor):
+        return True
+    if is_dynamo_compiling():  # which does not see what a tensor stands for
+        return False
+    return value.__class__ is torch.Tensor and isinstance(innermost(value), DTensor)
 
 
 class _OfTransformed:
