@@ -12,7 +12,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import modes
-from shardwise.tensor import DTensor
+from shardwise.core.placement import Replicate
+from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.together import SideBySide, alike
+from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["align_gradients", "install"]
 
@@ -34,15 +37,31 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
     """
     if modes.is_strict():
         return
+    found: list[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
-            if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
-                continue
-            have, goal = grad._spec, parameter._spec
-            differs = have.placements != goal.placements or have.dim_axes != goal.dim_axes
-            if differs and have.mesh is goal.mesh:
-                parameter.grad = grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
+                found.append(parameter)
+    sums = {at: p.grad._spec for at, p in enumerate(found) if p._spec.is_replicated and not any(p.grad._spec.dim_axes)}
+    for positions in alike(sums):
+        _reduce_together([found[at] for at in positions])
+    for parameter in found:
+        if _differs(parameter.grad._spec, goal := parameter._spec):
+            parameter.grad = parameter.grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+
+
+def _differs(have: DTensorSpec, goal: DTensorSpec) -> bool:
+    return have.mesh is goal.mesh and (have.placements != goal.placements or have.dim_axes != goal.dim_axes)
+
+
+def _reduce_together(parameters: list[Any]) -> None:
+    """Reduce gradients of one layout in one collective."""
+    buffer = SideBySide.of([parameter.grad._spec for parameter in parameters])
+    joined = dtensor_of(buffer.spec, buffer.joined(parameter.grad._local_tensor for parameter in parameters))
+    total = joined.redistribute(placements=[Replicate()] * joined.device_mesh.ndim)
+    for parameter, part in zip(parameters, buffer.parts(total._local_tensor), strict=True):
+        parameter.grad = dtensor_of(parameter._spec.with_dtype(part.dtype), part)
 
 
 def install() -> None:
