@@ -363,3 +363,14 @@ def test_nothing_is_stored_or_moved_along_a_broadcast_dim() -> None:
     assert comm.get_total_counts() == 1
     route = sw.DTensorRedistributePlanner().plan(made.spec, x.spec)
     assert route.received <= 8, "one number is reduced"
+
+
+@pytest.mark.parametrize("make", [lambda x: x.expand(6, 2) * 2, lambda x: x.expand(6, 2).clone()], ids=["mul", "clone"])
+def test_a_view_of_a_constant_tensor_sees_a_later_write_to_it(make: Any) -> None:
+    mesh = sw.init_device_mesh("cpu", (3,))
+    column, values = (torch.arange(n, dtype=torch.float64).view(6, -1) for n in (6, 12))
+    base = make(sw.distribute_tensor(column, mesh, [sw.Replicate()]))
+    view = base.t()
+    base.copy_(sw.distribute_tensor(values, mesh, [sw.Replicate()]))
+    assert torch.equal(view.full_tensor(), values.t())
+    assert torch.equal((view + 0).full_tensor(), values.t())

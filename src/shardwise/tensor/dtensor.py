@@ -531,6 +531,7 @@ def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 _LOCAL = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
+_SPEC = DTensor.__dict__["_spec"]
 _DATA: Any = torch.Tensor.data
 _modes_active = torch._C._len_torch_dispatch_stack
 _NO_KWARGS: Mapping[str, Any] = {}
@@ -723,15 +724,29 @@ class CopiedDTensor(DTensor):
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._copied_view.is_stale:
-            with recording(self._held):
-                again = self._copied_view.again()
-                local = again._held
-                if self._spec.broadcast and again._spec is not self._spec:  # what was constant need not be so now
-                    self._spec = self._spec.materialized()
-                _LOCAL.__set__(
-                    self, local if again._spec is self._spec else bound_route(again._spec, self._spec).run(local)
-                )
+            self._make_again()
         return _LOCAL.__get__(self)
+
+    @property
+    def _spec(self) -> DTensorSpec:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # who reads the layout reads the local next, and a write to the base may have ended that it is constant
+        if _SPEC.__get__(self).broadcast and self._copied_view.is_stale:
+            self._make_again()
+        return _SPEC.__get__(self)
+
+    @_spec.setter
+    def _spec(self, spec: DTensorSpec) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _SPEC.__set__(self, spec)
+
+    def _make_again(self) -> None:
+        """Take the view of its base again."""
+        with recording(self._held):
+            again = self._copied_view.again()
+            local, spec = again._held, _SPEC.__get__(self)
+            if spec.broadcast and again._spec is not spec:  # what was constant need not be so now
+                spec = spec.materialized()
+                _SPEC.__set__(self, spec)
+            _LOCAL.__set__(self, local if again._spec is spec else bound_route(again._spec, spec).run(local))
 
     @staticmethod
     def __tensor_unflatten__(
