@@ -221,7 +221,7 @@ def surroundings() -> dict[str, Any]:
         "transforms": native._are_functorch_transforms_active(),
         "tracing": is_tracing(),
         "modes": (modes.in_force(), [entry.mode for entry in entries_in_force()]),
-        "decomposing": modes.replicates_implicitly(),
+        "decomposing": modes.is_nested(),
         "dispatch": DTensor.__dict__["__torch_dispatch__"],
     }
 

@@ -230,10 +230,10 @@ class PlainCheck:
                 busy = self._look() or self._asked > self._marks
                 pause = BUSY if busy else min(2 * pause, IDLE)
             self._finish()
-            self._show_unless_raised()
         except dist.DistError:  # the store is gone, and with it whoever could be compared with
             pass
         finally:
+            self._show_unless_raised()
             with self._turn:
                 self._turn.notify_all()
 
@@ -283,8 +283,8 @@ class PlainCheck:
     def _hear(self) -> None:
         if not self.verdict and self._store.check(["verdict"]):
             self.verdict = self._store.get("verdict").decode()
-            self._store.add("heard", 1)
             self._report.found(self.verdict)
+            self._store.add("heard", 1)  # from now on the rank that holds the store may go
 
     def _show_unless_raised(self) -> None:
         """A program that ends, or waits for others, raises nothing: then the error is printed."""
