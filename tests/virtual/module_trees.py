@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import random
 import subprocess
 import sys
@@ -473,7 +474,11 @@ def run_models(seeds: Sequence[int], backend: str = "virtual") -> list[str]:
 
 
 def _worker(seeds: Sequence[int], gloo: bool) -> None:
-    found = run_processes(run_models, 4, seeds, "gloo", timeout=30 + 10 * len(seeds))[0] if gloo else run_models(seeds)
+    if gloo:
+        importable = importlib.import_module(__spec__.name).run_models  # other processes cannot import from __main__
+        found = run_processes(importable, 4, seeds, "gloo", timeout=60 + 20 * len(seeds))[0]
+    else:
+        found = run_models(seeds)
     for line in found:
         print(f"failed {line}", flush=True)
 
