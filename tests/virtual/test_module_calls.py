@@ -88,9 +88,9 @@ def test_hooks_of_parameters_step_an_optimizer_in_backward(wrap: Any) -> None:
 
             parameter.register_hook(lambda grad: grad * 2)
             parameter.register_post_accumulate_grad_hook(step)
-    for step in range(3):
-        loss(reference(batch(step))).backward()
-        loss(model(PLACES[0](batch(step)))).backward()
+    for number in range(3):
+        loss(reference(batch(number))).backward()
+        loss(model(PLACES[0](batch(number)))).backward()
         assert_same(model, reference, lambda parameter: parameter.detach())
         assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -117,7 +117,7 @@ class _Following(TorchDispatchMode):
         self.run, self.live = run, True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for kind in types):
+        if not all(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for kind in types):  # pyright: ignore[reportAttributeAccessIssue]
             return NotImplemented  # what it computes on its locals comes here again
         result = func(*args, **(kwargs or {}))
         run = self.run
