@@ -104,7 +104,7 @@ class Backward:
 
 
 class _AtEnd:
-    """What a pass of autograd calls when it ends. If it fails it only forgets this."""
+    """What a pass of autograd calls when it ends. If it fails it forgets this; modules see their own then."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
@@ -113,7 +113,11 @@ class _AtEnd:
         self._backward.end()
 
     def __del__(self) -> None:
-        self._backward.is_over = True
+        if not self._backward.is_over:
+            self._backward.is_over = True
+            for state in self._backward.states:
+                for group in state.groups:
+                    group.show_stored()
 
 
 def current_backward() -> Backward:
@@ -304,6 +308,8 @@ class ModuleState:
         self.still_to_run.discard(frame.module)
         if frame.run.is_repeated:
             self.show_stored()  # backward is about to use what is gathered, and drops it
+            for group in self.groups:
+                group.offer_leaves()
         elif not self.still_to_run:
             waits = torch.is_grad_enabled() and self._watch_outputs(frame, output)
             if not waits or self._drops_after_forward(frame.run):
@@ -413,6 +419,8 @@ class ModuleState:
         self.is_held = not self.reshard_after_backward
         if self.reshard_after_backward:
             self.drop()
+        else:
+            self.show_stored()
 
     def finish_reductions(self, *, give: bool = True) -> None:
         """Wait for the reductions in flight, and hand out the gradients."""

@@ -302,12 +302,14 @@ class ParameterGroup:
             for parameter in self.parameters:
                 parameter.withdraw()
 
-    def _leaf_in_backward(self, index: int) -> Any:
+    def _leaf_in_backward(self, index: int, held: Any) -> Any:
         current = self.current
-        if self.shown is not None or current is None or current.source.stored[index] is None:
-            return None
+        if current is None or self.shown is not None or current.source.stored[index] is not held:
+            return None  # it is a leaf already, or somebody else's
         self._owner.needed(current)
-        return current.leaves(self._owner.compute_mesh)[index]
+        self.show(self._owner.compute_mesh)
+        assert self.shown is not None
+        return self.shown[index]
 
     def keep_writes(self) -> None:
         """Keep what forward has written to parameters, where that is the same on all ranks; else raise."""

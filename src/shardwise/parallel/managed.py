@@ -53,17 +53,22 @@ class ParametersInBackward(dict[str, Any]):
     """The parameters that a module holds between forward and backward: a backward that reads one gets its leaf.
 
     Checkpointing repeats parts of a forward in backward, of which no hook tells. `leaves` has a function for each
-    parameter that gives the leaf, or None to leave it.
+    parameter that is given what the module holds, and gives the leaf, or None to leave it.
     """
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
-        self.leaves: dict[str, Callable[[], Any]] = {}
+        self.leaves: dict[str, Callable[[Any], Any]] = {}
 
     def __getitem__(self, name: str) -> Any:
-        held = super().__getitem__(name)
+        return self._seen(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._seen(name, super().get(name, default))
+
+    def _seen(self, name: str, held: Any) -> Any:
         leaf = self.leaves.get(name) if torch._C._current_graph_task_id() != -1 else None
-        found = None if leaf is None else leaf()
+        found = None if leaf is None else leaf(held)
         return held if found is None else found
 
 
@@ -146,10 +151,10 @@ class ManagedParameter:
     def held(self) -> Any:
         """What the modules hold as this parameter now; None where they have none any more."""
         module, name = self.owners[0]
-        return module._parameters.get(name)
+        return dict.get(module._parameters, name)
 
-    def offer(self, leaf: Callable[[], Any]) -> None:
-        """From now on a backward that reads the parameter of a module is given `leaf()`."""
+    def offer(self, leaf: Callable[[Any], Any]) -> None:
+        """From now on a backward that reads the parameter of a module is given `leaf(held)`."""
         for module, name in self.owners:
             parameters = module._parameters
             if not isinstance(parameters, ParametersInBackward):
