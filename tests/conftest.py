@@ -100,9 +100,6 @@ def tier_of(path: Path) -> str | None:
 
 # Tests that fail for a known reason, to be mended: what they ask for stays as it is.
 KNOWN_FAILURES = {
-    "test_activation_checkpointing[fsdp-tp on (2, 2), batches of ranks-checkpoint_inside-False]": "repeated forward "
-    "of a sharded sequence meets the layout of the gathered one",
-    "test_activation_checkpointing[fsdp-tp on (2, 2), batches of ranks-checkpoint_around-False]": "the same",
     "test_programs[120]": "locals of uneven shards on virtual ranks refuse a condition on their sizes",
     "test_graphs_hold_local_operators_and_the_collectives_of_eager_alone": "an unused result: eager code issues a "
     "collective that compiled code spares",
