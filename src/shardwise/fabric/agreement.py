@@ -79,6 +79,7 @@ class RankCheck:
         self._members: dict[str, Ranks] = {}
         self._status, self._beat = "running", 0
         self._waits: dict[int, tuple[str, int]] = {}  # by thread: the group, and the number of the collective
+        self._failures: list[str] = []  # the groups of collectives that failed and are being explained
         self._threads: set[int] = set()  # those that issue collectives
         self._backward: set[int] = set()  # of them, autograd's: the thread that started the backward waits meanwhile
         self._heard: dict[int, tuple[int, float]] = {}  # the last beat of a rank, and when it was new
@@ -205,7 +206,11 @@ class RankCheck:
     def explain_failure(self, key: str) -> None:
         """A collective has failed, as it does when another rank's process ends: raise what is known about that."""
         deadline = time.monotonic() + SILENCE + 5 * self.interval
-        self.until(lambda: time.monotonic() > deadline, key)
+        self._failures.append(key)
+        try:
+            self.until(lambda: time.monotonic() > deadline, key)
+        finally:
+            self._failures.remove(key)
 
     def _raise_if_parted(self) -> None:
         if self.verdict is not None:
@@ -295,6 +300,11 @@ class RankCheck:
 
     def _look_at_waits(self) -> None:
         """Whether what I wait for cannot come: its rank has ended, or waits for me."""
+        for key in list(self._failures):  # a rank that ended inside the collective had come to it
+            for rank in _ranks(key):
+                if rank != self.rank and (gone := self._gone(rank, self._state(rank))):
+                    self._tell(f"{gone}, but {self._text_of(self.rank)}")
+                    return
         for key, number in list(self._waits.values()):
             circle = self._circle([self.rank], key, number)
             if circle is not None:
@@ -328,8 +338,10 @@ class RankCheck:
                     return found
         return None
 
-    def _gone(self, rank: int, state: Mapping[str, Any]) -> str | None:
-        """How a rank ended, if it did."""
+    def _gone(self, rank: int, state: Mapping[str, Any] | None) -> str | None:
+        """How a rank ended, if it did; one that never said anything has not begun."""
+        if state is None:
+            return None
         if state["status"] != "running":
             return f"rank {rank} {state['status']}"
         silent = time.monotonic() - self._heard[rank][1]
