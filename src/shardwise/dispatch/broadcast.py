@@ -297,20 +297,23 @@ FILLED = {
 def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Executor:
     """`run`, but what autograd's formulas make of one number is stored once: they add something to it.
 
-    Where it is known how the tensor lies whose gradient it becomes, it lies so. Outside of autograd such a tensor is
-    most often a buffer, about to be written to.
+    Where it is known how the tensor lies whose gradient it becomes, it lies so; beside an operand of its own size that
+    every rank has in full, it is replicated as that one is. Outside of autograd such a tensor is most often a buffer,
+    about to be written to.
     """
     info, spec = signature.info, signature.specs[0]
     dims = [dim for dim, axes in enumerate(result.dim_axes) if not axes]
     made = DTensorSpec.from_dim_axes(result.mesh, result.placements, result.tensor_meta, result.dim_axes, dims)
     wrapping, mesh, dtype = signature.wrapping, result.mesh, result.tensor_meta.dtype
+    dense = spec.is_replicated and not spec.broadcast and not spec.tensor_meta.is_symbolic
+    beside_a_replica = dense and not result.tensor_meta.is_symbolic and _numel(result) <= 2 * _numel(spec)
 
     def run_or_fill(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if current_node() is None:
             return run(args, kwargs)
         bound = info.bind(args, kwargs)
         value = bound["fill_value"] if "fill_value" in bound else 1 if "ones" in info.op.name() else 0
-        goal = _as_origin(made, origin_of(wrapping.tensor_class))
+        goal = made if beside_a_replica else _as_origin(made, origin_of(wrapping.tensor_class))
 
         def fill(at: Any, local: torch.Tensor) -> torch.Tensor:
             shape = goal.local_shape(at)
@@ -321,6 +324,10 @@ def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Exe
 
     # a sharded one costs a rank what its tensor costs
     return run_or_fill if made.is_lazy and not any(made.dim_axes) and spec.mesh is mesh else run
+
+
+def _numel(spec: DTensorSpec) -> int:
+    return math.prod(spec.shape)
 
 
 def _as_origin(made: DTensorSpec, origin: DTensorSpec | None) -> DTensorSpec:
