@@ -22,7 +22,7 @@ from shardwise.dispatch.key import Key, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.operands import reduced_first
-from shardwise.dispatch.origins import PUTTING_BACK, TAKING, noting_origin, putting_back
+from shardwise.dispatch.origins import GROUPED, PUTTING_BACK, TAKING, noting_experts, noting_origin, putting_back
 from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
@@ -148,6 +148,8 @@ class OpDispatcher:
                 run = into_leaf(signature, run)
             if info.op in TAKING:
                 run = noting_origin(signature, run)
+            if info.op is GROUPED:
+                run = noting_experts(signature, run)
             run = counted_as_base(run) if info.is_view else run
         return run if len(laid_out) == len(found) else with_plain_operands(run, info, found, mesh, self.wrapping)
 

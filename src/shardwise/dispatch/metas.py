@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.key import Key
 from shardwise.dispatch.signature import Signature, sparse_result
 from shardwise.plan.propagate import meta_tensor
+from shardwise.rules.registry import RULES
 from shardwise.rules.shapes import SHAPES, broadcast_shape
+from shardwise.schema import OpInfo
 
 __all__ = ["ResultMetas"]
 
@@ -70,7 +72,7 @@ def _by_running(
                 slot.put(new_args, new_kwargs, meta_tensor(spec.tensor_meta))
             if "device" in new_kwargs:
                 new_kwargs["device"] = torch.device("meta")
-            results = info.op(*new_args, **new_kwargs)
+            results = _on_meta(info)(*new_args, **new_kwargs)
     except NotImplementedError:
         return None if info.returns else ()
     except ZeroDivisionError:  # some of torch's functions on meta tensors divide by sizes that are zero
@@ -86,6 +88,12 @@ def _by_running(
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise sparse_result(info)
     return tuple(TensorMeta.of(tensor) for tensor in tensors)
+
+
+def _on_meta(info: OpInfo) -> Callable[..., Any]:
+    """What tells the results of an operator from meta tensors: the operator itself, or what its rule has in its place."""
+    own = RULES.get(info.op)
+    return info.op if own is None or own.meta_op is None else own.meta_op
 
 
 def _without_shapes(key: Key) -> Key:

@@ -1,8 +1,9 @@
-"""What is put back into zeros of a tensor's shape lies as that tensor did.
+"""Gradients whose operator would be as cheap in every layout take the layout of the forward's operand.
 
-The gradient of `x[0]` is zeros but for one row. The operator that makes it is told the shape of `x`, not its layout,
-and every layout is as cheap: each rank makes its own part. So the forward notes the layout with the node of autograd
-that made `x`, and the backward asks the node that it leads to. What is not noted is whole on every rank.
+The gradient of `x[0]` is zeros but for one row, and the gradient of experts is a product of replicated rows for each
+of them. The operator is told the shape of `x`, not its layout: each rank can make its own part. So the forward notes
+the layout with the node of autograd that made `x`, and the backward asks the node that it leads to. What is not noted
+is replicated.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from shardwise.dispatch.signature import Executor, Signature
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.dims import wrapped
 
-__all__ = ["PUTTING_BACK", "TAKING", "current_node", "noting_origin", "origin_of", "putting_back"]
+__all__ = [
+    "GROUPED", "PUTTING_BACK", "TAKING", "current_node", "noting_experts", "noting_origin", "origin_of", "putting_back",
+]  # fmt: skip
 
 aten = torch.ops.aten
 TAKING = {
     aten.select.int, aten.slice.Tensor, aten.gather.default, aten.index_select.default, aten.index.Tensor,
 }  # fmt: skip
-PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default}
+GROUPED = aten._grouped_mm.default
+PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
 current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 
@@ -39,9 +43,7 @@ def noting_origin(signature: Signature, run: Executor) -> Executor:
         return run
 
     def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        node = _node_of(args[0])
-        if node is not None:  # of a leaf the layout is known anyway
-            node.metadata.setdefault(NOTED, {})[args[0].output_nr] = spec
+        _note(args[0], spec)
         return run(args, kwargs)
 
     return note_and_run
@@ -55,13 +57,34 @@ def _node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-def origin_of(tensor_class: Any) -> DTensorSpec | None:
-    """The layout of the tensor whose gradient is being computed, where it is known."""
+def noting_experts(signature: Signature, run: Executor) -> Executor:
+    """`run`, a grouped product; where the groups of one operand are sharded, its layout is noted for the gradient."""
+    groups = [i for i in (0, 1) if signature.specs[i].ndim == 3]
+    noted = [i for i in groups if signature.specs[i].dim_axes[0]]
+    if len(groups) != 1 or not noted or signature.specs[noted[0]].is_strided:
+        return run
+    at = noted[0]
+
+    def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        _note(args[at], signature.specs[at])
+        return run(args, kwargs)
+
+    return note_and_run
+
+
+def _note(tensor: Any, spec: DTensorSpec) -> None:
+    node = _node_of(tensor)
+    if node is not None:  # of a leaf the layout is known anyway
+        node.metadata.setdefault(NOTED, {})[tensor.output_nr] = spec
+
+
+def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
+    """The layout of the forward's operand whose gradient is being computed, where it is known."""
     node: Any = current_node()
     follows = node.next_functions if node is not None else ()
-    if not follows or follows[0][0] is None:
+    if operand >= len(follows) or follows[operand][0] is None:
         return None
-    maker, output = follows[0]
+    maker, output = follows[operand]
     leaf: Any = getattr(maker, "variable", None)
     return leaf._spec if isinstance(leaf, tensor_class) else maker.metadata.get(NOTED, {}).get(output)
 
@@ -69,16 +92,21 @@ def origin_of(tensor_class: Any) -> DTensorSpec | None:
 def putting_back(
     signature: Signature, sharding: OutputSharding, make: Callable[[OutputSharding], Executor]
 ) -> Executor:
-    """What runs a call that puts something back into zeros; in the layout that they are noted to have, if any."""
+    """What runs a call that makes a gradient: in the layout that was noted for it, if any."""
     tensor_class, spec = signature.wrapping.tensor_class, sharding.outputs[0]
     runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
-    dim = wrapped(signature.arguments["dim"], spec.ndim)
-    if spec.tensor_meta.is_symbolic:
+    grouped = signature.info.op is GROUPED
+    if spec.tensor_meta.is_symbolic or (grouped and any(operand.ndim != 2 for operand in signature.specs[:2])):
         return runs[None]
+    dim = 0 if grouped else wrapped(signature.arguments["dim"], spec.ndim)
+    find = _experts_of if grouped else origin_of
+    compared = 1 if grouped else None  # matrices of experts may be transposed
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        origin = origin_of(tensor_class)
-        if origin is not None and (origin.mesh is not spec.mesh or origin.shape != spec.shape or origin.is_strided):
+        origin = find(tensor_class)
+        if origin is not None and (
+            origin.mesh is not spec.mesh or origin.shape[:compared] != spec.shape[:compared] or origin.is_strided
+        ):
             origin = None
         found = runs.get(origin)
         if found is None:
@@ -86,6 +114,12 @@ def putting_back(
         return found(args, kwargs)
 
     return run
+
+
+def _experts_of(tensor_class: Any) -> DTensorSpec | None:
+    """The layout of the operand of a grouped product that has a matrix for each group."""
+    found = [origin_of(tensor_class, operand) for operand in (0, 1)]
+    return next((spec for spec in found if spec is not None and spec.ndim == 3), None)
 
 
 def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int) -> OutputSharding:

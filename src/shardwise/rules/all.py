@@ -12,6 +12,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     extremes,
     fft,
     foreach,
+    grouped_matmul,
     indexing,
     joining,
     linalg,

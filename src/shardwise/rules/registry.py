@@ -64,6 +64,7 @@ class Rule:
         reads: arguments of kind Scalar or float that the rule reads, each with what it looks at (whether it is zero):
             that is part of the dispatch key. Other numbers are not.
         local_op: what to run on the locals in place of the operator, with the same arguments.
+        meta_op: what to run on meta tensors for the shape of the result, where torch's own refuses what kernels take.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -71,6 +72,7 @@ class Rule:
     localize: Localize | None = None
     reads: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     local_op: Callable[..., Any] | None = None
+    meta_op: Callable[..., Any] | None = None
 
 
 RULES: dict[OpOverload, Rule] = {}
@@ -82,6 +84,7 @@ def rule(
     localize: Localize | None = None,
     reads: Sequence[str] | Mapping[str, Callable[[Any], Any]] = (),
     local_op: Callable[..., Any] | None = None,
+    meta_op: Callable[..., Any] | None = None,
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
@@ -89,7 +92,7 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op), *ops)
+        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op, meta_op), *ops)
         return factors
 
     return declare

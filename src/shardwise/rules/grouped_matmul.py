@@ -1,0 +1,181 @@
+"""Products of groups of rows with a matrix each: tokens, experts and the dims of the matrices may be sharded. Pure.
+
+`offs` is the end of each group along the jagged dim ("t"), and is replicated. A rank that holds a range of the jagged
+dim shifts and clamps the ends. A rank that holds some of the matrices moves their rows to the front, as the operator
+starts with row 0. Neither reads a value of `offs` on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard
+from shardwise.core.spec import DTensorSpec
+from shardwise.rules.notation import EACH_ALONE, Factors, Row
+from shardwise.rules.registry import Call, rule
+
+aten = torch.ops.aten
+OP = aten._grouped_mm.default
+ALIGNMENT = 16  # bytes that rows must be a multiple of
+TAKEN = (torch.bfloat16, torch.float16, torch.float32)
+R = Replicate()
+
+# by the number of dims of the two matrices: the factors of their dims and of the result's
+FORMS: dict[tuple[int, int], tuple[str, str, str]] = {
+    (2, 3): ("tk", "gkn", "tn"),
+    (3, 2): ("gmk", "kt", "mt"),
+    (2, 2): ("mt", "tn", "gmn"),
+    (3, 3): ("gmk", "gkn", "gmn"),
+}
+
+
+def form_of(first: Any, second: Any) -> tuple[str, str, str]:
+    """The factors of a product, by the dims of the two matrices."""
+    return FORMS[len(first.shape), len(second.shape)]
+
+
+def held_groups(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """Where the jagged dim begins on a rank, and which groups it computes."""
+    forms = form_of(call["self"], call["mat2"])
+    if call.get("offs") is None:
+        return {}
+    here: dict[str, Any] = {}
+    for spec, dims in zip((*inputs[:2], outputs[0]), forms, strict=True):
+        if "t" in dims and spec.dim_axes[dims.index("t")]:
+            here["begin"] = spec.global_offset(coordinate)[dims.index("t")]
+        if "g" in dims and spec.dim_axes[0]:
+            here["first"], here["count"] = spec.global_offset(coordinate)[0], spec.local_shape(coordinate)[0]
+    return here
+
+
+def grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    begin: int | None = None,
+    first: int = 0,
+    count: int | None = None,
+) -> torch.Tensor:
+    """The part of a grouped product that one rank computes.
+
+    Args:
+        mat_a: the first matrices.
+        mat_b: the second matrices.
+        offs: the ends of all groups in the global jagged dim.
+        bias: refused by torch.
+        out_dtype: the dtype of the result.
+        begin: where the jagged dim of the locals begins in the global one, if it is sharded.
+        first: the first group of this rank.
+        count: how many groups it has; None for all.
+    """
+    forms = form_of(mat_a, mat_b)
+    if offs is None or "t" not in forms[0] + forms[1]:
+        return _multiplied(mat_a, mat_b, offs, bias, out_dtype)
+    length = (mat_a.shape[forms[0].index("t")]) if "t" in forms[0] else mat_b.shape[forms[1].index("t")]
+    if begin is not None:
+        offs = (offs - begin).clamp_(0, length)
+    if count is None:
+        return _multiplied(mat_a, mat_b, offs, bias, out_dtype)
+    start = offs[first - 1] if first else offs.new_zeros(())
+    ends = offs[first : first + count]
+    if not count or not length:
+        return _multiplied(mat_a, mat_b, ends, bias, out_dtype)
+    positions = torch.arange(length, device=offs.device)
+    if first:
+        order = (positions + start) % length
+        mat_a, mat_b = (
+            _taken(matrix, dims.index("t"), order) if "t" in dims else matrix
+            for matrix, dims in zip((mat_a, mat_b), forms[:2], strict=True)
+        )
+    product = _multiplied(mat_a, mat_b, ends - start, bias, out_dtype)
+    if "t" not in forms[2]:
+        return product
+    if first:
+        product = _taken(product, forms[2].index("t"), (positions - start) % length)
+    missing = (positions < start) | (positions >= ends[-1])
+    return product.masked_fill(missing.unsqueeze(1 - forms[2].index("t")), 0)
+
+
+def _taken(matrix: torch.Tensor, dim: int, order: torch.Tensor) -> torch.Tensor:
+    """A matrix with the rows (columns) in another order, in memory one after the other."""
+    return matrix.movedim(dim, 0).index_select(0, order).movedim(0, dim)
+
+
+def _multiplied(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None, bias: Any, out_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """torch's product of locals, which may be empty, and whose rows may not be aligned."""
+    if mat_a.is_meta:
+        return on_meta(mat_a, mat_b, offs, bias, out_dtype)
+    if not mat_a.numel() or not mat_b.numel() or (offs is not None and not offs.numel()):
+        forms = form_of(mat_a, mat_b)
+        sizes = {**dict(zip(forms[0], mat_a.shape, strict=True)), **dict(zip(forms[1], mat_b.shape, strict=True))}
+        if offs is not None:
+            sizes["g"] = offs.shape[0]
+        return mat_a.new_zeros([sizes[name] for name in forms[2]], dtype=out_dtype)
+    return OP(_aligned(mat_a), _aligned(mat_b), offs, bias, out_dtype)
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix with rows (or columns) that begin where the kernels want them: a shard of an aligned one may not."""
+    unit = ALIGNMENT // matrix.element_size()
+    rows, columns = matrix.shape[-2:]
+    down, across = matrix.stride()[-2:]
+    fits = (across == 1 and down >= columns and down % unit == 0) or (
+        down == 1 and across >= rows and across % unit == 0
+    )
+    if fits and matrix.storage_offset() % unit == 0:
+        return matrix
+    padded = -(-columns // unit) * unit
+    return matrix.new_empty([*matrix.shape[:-1], padded])[..., :columns].copy_(matrix)
+
+
+def on_meta(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """torch's checks and result on meta tensors: they know bfloat16 alone, and locals are aligned before they run."""
+    dtype = mat_a.dtype
+    if mat_b.dtype is not dtype or dtype not in TAKEN or out_dtype not in (None, dtype):
+        return OP(mat_a, mat_b, offs, bias, out_dtype)
+    stand_ins = [
+        _aligned(torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")) for matrix in (mat_a, mat_b)
+    ]
+    return torch.empty_like(OP(*stand_ins, offs, bias), dtype=dtype)
+
+
+@rule(OP, localize=held_groups, local_op=grouped_mm, meta_op=on_meta)
+def grouped_product(call: Call) -> Factors:
+    """Matrices of experts, times the rows that belong to each."""
+    first, second, result = form_of(call["self"], call["mat2"])
+    if call.get("offs") is None:
+        return Factors((tuple(first), tuple(second)), (tuple(result),), linear=EACH_ALONE)
+    operands = (first, second, "g")
+    rows = [_row(operands, result, "t")]
+    if result != "gmn":
+        rows.append(_row(operands, result, "g"))
+    named = tuple(tuple(dims) for dims in (first, second))
+    return Factors(
+        (*named, (None,)), (tuple(result),), whole=frozenset("tg"), linear=EACH_ALONE, rows=tuple(rows)
+    )
+
+
+def _row(operands: Sequence[str], result: str, name: str) -> Row:
+    """The jagged dim or the groups sharded, and the ends of the groups replicated."""
+    shards = [Shard(dims.index(name)) if name in dims else R for dims in operands[:2]]
+    if name in result:
+        return Row((*shards, R), (Shard(result.index(name)),))
+    # rows of other ranks' groups are zero; a sum over the jagged dim has a part on each rank
+    return Row((*shards, R), (MaskPartial() if name == "g" else Partial(),))
