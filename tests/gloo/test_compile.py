@@ -130,6 +130,32 @@ def test_moves_inside_a_compiled_function_on_every_backend(gloo4):
     gloo4.run(functions, timeout=240)
 
 
+def grouped_products() -> None:
+    """Experts or tokens sharded, in the one dtype that torch compiles."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    generator = torch.Generator().manual_seed(0)
+    rows, experts = (torch.randn(*size, generator=generator).bfloat16() for size in ((12, 8), (4, 16, 8)))
+    ends = torch.tensor([2, 2, 9, 12], dtype=torch.int32)
+
+    def program(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(a, b.transpose(-2, -1), offs=offs).relu()
+
+    plain = rows.clone().requires_grad_(), experts.clone().requires_grad_()
+    wanted = program(*plain, ends)
+    grads = torch.autograd.grad(wanted.sum(), plain)
+    for first, second in ((R, S(0)), (S(0), R), (S(1), S(2))):
+        torch._dynamo.reset()
+        a, b = (sw.distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in ((rows, first), (experts, second)))
+        got = torch.compile(program, fullgraph=True, backend="aot_eager")(a, b, sw.distribute_tensor(ends, mesh, [R]))
+        found = torch.autograd.grad(got.sum(), (a, b))
+        for x, y in zip((got, *found), (wanted, *grads), strict=True):
+            torch.testing.assert_close(whole(x), y.detach(), rtol=2e-2, atol=1e-1)
+
+
+def test_grouped_products(gloo4):
+    gloo4.run(grouped_products, timeout=120)
+
+
 def draw(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return F.dropout(x, 0.4), torch.rand_like(x), torch.randn_like(x), x.clone().normal_()
 

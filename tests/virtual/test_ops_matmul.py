@@ -1,5 +1,6 @@
 """Matrix products against one device, and the layouts on which they need no communication."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
-from tests.virtual.parity import assert_parity
+from tests.virtual.parity import assert_parity, bytes_moved, distribute, layouts, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning", "ignore:torch.chain_matmul")
 
@@ -140,3 +141,90 @@ def test_product_of_a_masked_sum_is_a_plain_sum() -> None:
     looked_up = F.embedding(sw.distribute_tensor(indices, mesh, [R]), sw.distribute_tensor(table, mesh, [S0]))
     mixed = sw.distribute_tensor(t(2, 8), mesh, [R]) @ looked_up
     torch.testing.assert_close(mixed.relu().full_tensor(), (t(2, 8) @ table[indices]).relu())
+
+
+# ---------------------------------------------------------------- groups of rows with a matrix each
+
+ENDS = torch.tensor([2, 2, 9, 10], dtype=torch.int32)
+GROUPED: dict[str, tuple[torch.Tensor, ...]] = {
+    "tokens and experts": (t(10, 8), t(4, 8, 12), ENDS),
+    "experts and tokens": (t(4, 12, 8), t(8, 12), ENDS + 2),
+    "tokens summed": (t(12, 8), t(8, 16), torch.tensor([3, 3, 8], dtype=torch.int32)),
+    "batches": (t(3, 10, 8), t(3, 8, 12)),
+}
+
+
+def twice_derived(first: Any, second: Any, offs: Any = None) -> list[Any]:
+    """A grouped product, its gradients and theirs."""
+    result = F.grouped_mm(first, second, offs=offs)
+    weights = torch.linspace(-1, 1, result.numel(), dtype=result.dtype).reshape(result.shape)
+    grads = torch.autograd.grad((result * result * weights).sum(), [first, second], create_graph=True)
+    return [result, *grads, *torch.autograd.grad(sum((g * g).sum() for g in grads), [first, second])]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products_and_two_orders_of_derivatives(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    given = [a.float() if a.is_floating_point() else a for a in GROUPED[name]]
+    wanted = twice_derived(*(a.clone().requires_grad_(a.is_floating_point()) for a in given))
+    for shape in ((4,), (2, 3)):
+        mesh = sw.init_device_mesh("cpu", shape)
+        for placed in layouts([a.shape for a in given], len(shape), random.Random(0), 8):
+            laid_out = [distribute(a, mesh, p) for a, p in zip(given, placed, strict=True)]
+            got = twice_derived(*(a.requires_grad_(a.is_floating_point()) for a in laid_out))
+            for a, b in zip(whole(got), wanted, strict=True):
+                torch.testing.assert_close(a, b.detach(), rtol=1e-4, atol=1e-4 * float(b.detach().abs().max()))
+    assert not [w for w in recwarn if issubclass(w.category, sw.ReplicationWarning)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("placements", "result", "weight_gradient"),
+    [
+        ((R, S0, R), sw.MaskPartial(), S0),
+        ((S0, R, R), S0, P),
+        ((R, S2, R), S1, S2),
+        ((S1, S1, R), P, S1),
+        ((P, R, R), P, P),
+    ],
+)
+def test_grouped_products_without_communication(
+    dtype: torch.dtype, placements: Any, result: Any, weight_gradient: Any
+) -> None:
+    """The gradient of sharded experts is computed by the ranks that hold them, though all rows are everywhere."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    plain = (t(16, 8).to(dtype), t(6, 8, 16).to(dtype), torch.tensor([2, 2, 9, 10, 15, 16], dtype=torch.int32))
+    given = [distribute(a, mesh, [p]) for a, p in zip(plain, placements, strict=True)]
+    first, second = given[0].requires_grad_(), given[1].requires_grad_()
+
+    def run() -> Any:
+        out = F.grouped_mm(first, second, offs=given[2])
+        like = [R if isinstance(p, sw.Partial) else p for p in out.placements]
+        (grad,) = torch.autograd.grad(out, second, sw.distribute_tensor(torch.ones(16, 16, dtype=dtype), mesh, like))
+        return out, grad
+
+    (out, grad), moved, _ = bytes_moved(run)
+    assert (out.placements, grad.placements) == ((result,), (weight_gradient,))
+    assert moved == 0
+    wanted = F.grouped_mm(plain[0], plain[1], offs=plain[2])
+    torch.testing.assert_close(whole(out), wanted, rtol=2e-2, atol=5e-2)
+
+
+def test_grouped_product_on_a_dry_run() -> None:
+    with sw.dry_run():
+        mesh = sw.init_device_mesh("cpu", (64,))
+        rows = sw.distribute_tensor(torch.empty(512, 64, device="meta"), mesh, [R])
+        experts = sw.distribute_tensor(torch.empty(128, 64, 256, device="meta"), mesh, [S0]).requires_grad_()
+        ends = sw.distribute_tensor(torch.empty(128, dtype=torch.int32, device="meta"), mesh, [R])
+        out = F.grouped_mm(rows, experts, offs=ends)
+        out.sum().backward()
+        assert (str(out.spec), str(experts.grad.spec)) == ("f32[512,256] M", "f32[128,64,256] S0")
+
+
+def test_grouped_product_that_one_device_refuses() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    rows, experts = (sw.distribute_tensor(a, mesh, [R]) for a in (t(8, 8).float(), t(4, 8, 8).float()))
+    for bad in (torch.arange(4), torch.arange(3, dtype=torch.int32), None):
+        with pytest.raises(RuntimeError):
+            F.grouped_mm(rows, experts, offs=bad)
+    with pytest.raises(RuntimeError):
+        F.grouped_mm(rows.double(), experts.double(), offs=torch.arange(4, dtype=torch.int32))

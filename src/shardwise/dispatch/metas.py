@@ -91,7 +91,7 @@ def _by_running(
 
 
 def _on_meta(info: OpInfo) -> Callable[..., Any]:
-    """What tells the results of an operator from meta tensors: the operator itself, or what its rule has in its place."""
+    """What to run on meta tensors for the results of an operator: the operator, or what its rule has in its place."""
     own = RULES.get(info.op)
     return info.op if own is None or own.meta_op is None else own.meta_op
 

@@ -150,9 +150,7 @@ def on_meta(
     dtype = mat_a.dtype
     if mat_b.dtype is not dtype or dtype not in TAKEN or out_dtype not in (None, dtype):
         return OP(mat_a, mat_b, offs, bias, out_dtype)
-    stand_ins = [
-        _aligned(torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")) for matrix in (mat_a, mat_b)
-    ]
+    stand_ins = [_aligned(torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")) for matrix in (mat_a, mat_b)]
     return torch.empty_like(OP(*stand_ins, offs, bias), dtype=dtype)
 
 
@@ -167,9 +165,7 @@ def grouped_product(call: Call) -> Factors:
     if result != "gmn":
         rows.append(_row(operands, result, "g"))
     named = tuple(tuple(dims) for dims in (first, second))
-    return Factors(
-        (*named, (None,)), (tuple(result),), whole=frozenset("tg"), linear=EACH_ALONE, rows=tuple(rows)
-    )
+    return Factors((*named, (None,)), (tuple(result),), whole=frozenset("tg"), linear=EACH_ALONE, rows=tuple(rows))
 
 
 def _row(operands: Sequence[str], result: str, name: str) -> Row:
