@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from shardwise.fabric.world import as_mesh
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, entered, is_dtensor
 from shardwise.transforms import alive, is_wrapped, outside_transforms, without_derivatives
 
-__all__ = ["cut_block", "distribute_module", "distribute_tensor", "mesh_or_error"]
+__all__ = ["cut_block", "distribute_module", "distribute_tensor"]
 
 
 @traceable
@@ -51,7 +52,7 @@ def distribute_tensor(
         >>> [t.tolist() for t in x.to_local().tensors]
         [[0, 1, 2], [3, 4, 5], [6]]
     """
-    mesh = mesh_or_error(device_mesh)
+    mesh = as_mesh(device_mesh)
     if is_dtensor(tensor):
         if tensor.device_mesh is not mesh:
             raise MeshError(f"the tensor is a DTensor on {tensor.device_mesh} already", hint="use redistribute(...)")
@@ -113,13 +114,6 @@ def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -
     return slicer(whole_block(spec.shape), spec.block(coordinate))(tensor)
 
 
-def mesh_or_error(device_mesh: Any) -> DeviceMesh:
-    """The mesh that was given; there is no default one."""
-    if device_mesh is not None:
-        return as_mesh(device_mesh)
-    raise MeshError("no mesh was given", hint='make one: mesh = shardwise.init_device_mesh("cpu", (4,))')
-
-
 # ---------------------------------------------------------------- modules
 
 
@@ -137,8 +131,10 @@ def distribute_module(
         device_mesh: the mesh.
         partition_fn: called as `(name, submodule, mesh)` for the module (its name is "") and each submodule, to make
             parameters DTensors as it likes. What it leaves is replicated over the mesh; DTensors stay as they are.
-        input_fn: called as `(module, inputs, mesh)` before each forward; what it returns are the inputs.
-        output_fn: called as `(module, outputs, mesh)` after each forward; what it returns is the output.
+        input_fn: called as `(module, inputs, mesh)`, or without the module if it takes two arguments, before each
+            forward; what it returns are the inputs.
+        output_fn: called as `(module, outputs, mesh)`, or without the module, after each forward; what it returns is
+            the output.
 
     Returns:
         The module.
@@ -155,16 +151,33 @@ def distribute_module(
         >>> linear.weight.spec, linear(torch.ones(12, 8)).shape
         (f32[16,8] R, torch.Size([12, 16]))
     """
-    mesh = mesh_or_error(device_mesh)
+    mesh = as_mesh(device_mesh)
     if partition_fn is not None:
         for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
     replicate_rest(module, mesh)
     if input_fn is not None:
-        module.register_forward_pre_hook(partial(_call_input_fn, function=input_fn, mesh=mesh))
+        module.register_forward_pre_hook(partial(_call_input_fn, function=_of_three(input_fn, "input_fn"), mesh=mesh))
     if output_fn is not None:
-        module.register_forward_hook(partial(_call_output_fn, function=output_fn, mesh=mesh))
+        module.register_forward_hook(partial(_call_output_fn, function=_of_three(output_fn, "output_fn"), mesh=mesh))
     return module
+
+
+def _of_three(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function` as one of a module, values and a mesh."""
+    given = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in given):
+        return function
+    count = sum(parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in given)
+    if count not in (2, 3):
+        raise LayoutError(
+            f"distribute_module: {name} takes {count} arguments", hint="it is called with (module, values, mesh)"
+        )
+    return function if count == 3 else partial(_without_module, function)
+
+
+def _without_module(function: Callable[..., Any], module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
+    return function(values, mesh)
 
 
 def _call_input_fn(module: nn.Module, inputs: Any, *, function: Callable[..., Any], mesh: DeviceMesh) -> Any:

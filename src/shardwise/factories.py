@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.api import cut_block, mesh_or_error
+from shardwise.api import cut_block
 from shardwise.compilers import traceable
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -15,6 +15,7 @@ from shardwise.dispatch.drawing import fill_parts
 from shardwise.errors import LayoutError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
+from shardwise.fabric.world import as_mesh
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.transforms import outside_transforms
 
@@ -35,7 +36,7 @@ class Layout(NamedTuple):
         """The spec of a tensor of this size."""
         if self.layout is not torch.strided:
             raise LayoutError(f"a DTensor is strided, not {self.layout}", hint="leave layout= out")
-        mesh = mesh_or_error(self.device_mesh)
+        mesh = as_mesh(self.device_mesh)
         placements = (Replicate(),) * mesh.ndim if self.placements is None else self.placements
         return DTensorSpec(mesh, placements, TensorMeta(size, dtype=dtype), self.shard_order)
 

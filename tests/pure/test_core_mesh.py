@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core import mesh as mesh_module
-from shardwise.core.mesh import DeviceMesh
-from shardwise.errors import MeshError
+from shardwise.core.factors import common_factors
+from shardwise.core.mesh import DeviceMesh, current_mesh, on_one_grid
+from shardwise.errors import MeshError, UnsupportedError
 from tests.pure.strategies import AXIS_NAMES, any_meshes, composite, meshes, rank_grids
 
 
@@ -326,3 +327,86 @@ def check_error(error: MeshError, problem: str, hint: str) -> None:
     assert isinstance(error, ValueError)
     assert error.hint is not None
     assert hint in error.hint
+
+
+# ---------------------------------------------------------------- torch's names for these
+
+
+@given(any_meshes())
+@settings(max_examples=60)
+def test_an_axis_split_counts_the_same_ranks(mesh: DeviceMesh) -> None:
+    for axis in range(mesh.ndim if mesh.mesh_dim_names is not None or mesh.ndim == 1 else 0):
+        size = mesh.shape[axis]
+        for first in (n for n in range(1, size + 1) if size % n == 0):
+            if common_factors([mesh.grid_shape[g] for g in mesh.axes[axis]], (first, size // first)) is None:
+                with pytest.raises(MeshError, match="does not split"):  # it cuts across axes
+                    mesh._unflatten(axis, (first, size // first), ("first", "second"))
+                continue
+            split = mesh._unflatten(axis, (first, size // first), ("first", "second"))
+            assert split.shape == (*mesh.shape[:axis], first, size // first, *mesh.shape[axis + 1 :])
+            assert split["first", "second"].flatten().shape == (size,)
+            for rank in mesh.grid_ranks:
+                before, after = mesh.coordinate_of(rank), split.coordinate_of(rank)
+                assert before is not None
+                assert after is not None
+                assert (*after[:axis], after[axis] * (size // first) + after[axis + 1], *after[axis + 2 :]) == before
+
+
+def test_splitting_a_whole_mesh_gives_the_mesh_of_that_shape() -> None:
+    world = named(range(8), "world")
+    shape = (1, 2, 1, 4)
+    whole = DeviceMesh("cpu", np.arange(8).reshape(shape), mesh_dim_names=("a", "b", "c", "d"), fabric="virtual")
+    assert world._unflatten("world", shape, ("a", "b", "c", "d")) is whole
+    assert whole._unflatten("d", (2, 2), ("x", "y")).shape == (1, 2, 1, 2, 2)
+    assert world._unflatten(0, (2, 4), ("dp", "tp"), backend_override={"dp": "fake"})["tp"].shape == (4,)
+    for wrong in ((3, 3), (2, 2), (5, 2)):
+        with pytest.raises(MeshError, match="does not split"):
+            world._unflatten(0, wrong, ("dp", "tp"))
+    with pytest.raises(UnsupportedError, match="backend"):
+        world._unflatten(0, (2, 4), ("dp", "tp"), backend_override={"dp": "nccl"})
+
+
+def test_flattened_axes_are_known_by_their_name() -> None:
+    mesh = DeviceMesh("cpu", np.arange(16).reshape(2, 2, 2, 2), mesh_dim_names=("a", "b", "c", "d"), fabric="virtual")
+    data = mesh["a", "b"]._flatten("data")
+    assert data is mesh["data"]
+    assert data is mesh["a", "b"]._flatten("data")
+    assert mesh["data", "d"].shape == (4, 2)
+    assert mesh["b", "c"]._flatten().mesh_dim_names == ("b_c",)
+    assert mesh["b_c", "d"].shape == (4, 2)
+    assert mesh["a"]._flatten("a") is mesh["a"]
+    assert mesh["a", "b"]["data"] is data
+    for name in ("data", "d"):
+        with pytest.raises(MeshError, match="another axis"):
+            mesh["c", "d"]._flatten(name)
+    for names in (("a", "data"), ("data", "b_c")):
+        with pytest.raises(MeshError, match="twice"):
+            mesh[names]
+    with pytest.raises(MeshError, match="no axis"):
+        mesh["c", "d"]["data"]
+
+
+@given(any_meshes(), any_meshes())
+@settings(max_examples=60)
+def test_two_meshes_on_one_grid_keep_their_coordinates(first: DeviceMesh, second: DeviceMesh) -> None:
+    found = on_one_grid(first, second)
+    if found is None:
+        return
+    assert found[0].root is found[1].root
+    for before, after in zip((first, second), found, strict=True):
+        assert before.shape == after.shape
+        assert (before.coordinates == after.coordinates).all()
+
+
+def test_a_mesh_is_current_inside_its_with_statement() -> None:
+    outer, inner = named(range(4), "dp"), named(range(2), "tp")
+    assert current_mesh() is None
+    with outer as entered:
+        assert entered is outer
+        with inner, outer:
+            assert current_mesh() is outer
+        assert current_mesh() is outer
+        with pytest.raises(KeyError), inner:
+            raise KeyError
+        assert current_mesh() is outer
+    assert current_mesh() is None

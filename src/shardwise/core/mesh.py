@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, SupportsIndex, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self, SupportsIndex, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from shardwise.core.factors import common_factors, groups_of
 from shardwise.core.intern import Interned
-from shardwise.core.mode_stack import ModeStack
+from shardwise.core.mode_stack import ModeStack, entries_in_force
 from shardwise.core.opaque import constant_to_compilers
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, UnsupportedError
 
-__all__ = ["Coordinate", "DeviceMesh", "Host", "hosts"]
+__all__ = ["Coordinate", "DeviceMesh", "Host", "current_mesh", "hosts", "on_one_grid"]
 
 Axis = SupportsIndex | str
 Coordinate = tuple[int, ...]  # of a rank: its index along each axis
@@ -46,6 +48,7 @@ choose_fabric: list[Callable[[], str]] = []
 # Run once, when the first mesh is made: what must be in place before there are DTensors, and not earlier.
 on_first_mesh: list[Callable[[], None]] = []
 fabric_mode = ModeStack[str]("fabric")  # what `virtual()` and `dry_run()` choose
+_mesh_mode: ModeStack[Any] = ModeStack("mesh")  # what `with mesh:` chooses
 
 
 def chosen_fabric() -> str:
@@ -62,9 +65,21 @@ def chosen_fabric() -> str:
     return choose_fabric[-1]() if choose_fabric else "virtual"
 
 
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost `with mesh:`, None outside of any.
+
+    Example:
+        >>> with DeviceMesh("cpu", [0, 1]):
+        ...     current_mesh()
+        DeviceMesh(cpu 2, virtual)
+    """
+    chosen = _mesh_mode.values()
+    return chosen[-1] if chosen else None
+
+
 @constant_to_compilers
 class DeviceMesh(Interned):
-    """A grid of ranks with named axes.
+    """A grid of ranks with named axes. Inside `with mesh:` it is the mesh of whatever names none.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -170,12 +185,22 @@ class DeviceMesh(Interned):
 
     def __getitem__(self, names: str | Iterable[Axis]) -> DeviceMesh:
         """The mesh of the named axes: `mesh["tp"]`, `mesh["dp", "tp"]`. It keeps the grid it was cut from."""
-        chosen = [self.axis(name) for name in ((names,) if isinstance(names, str) else names)]
+        chosen = [self._named_axis(name) for name in ((names,) if isinstance(names, str) else names)]
         if not chosen:
             raise MeshError("an empty selection of axes", hint='name at least one, as in mesh["dp"]')
-        if len(set(chosen)) != len(chosen):
+        grid = [g for axes, _ in chosen for g in axes]
+        if len(set(grid)) != len(grid):
             raise MeshError(f"an axis stands twice in {names!r}", hint="name each axis once")
-        return self._select(tuple(self.axes[a] for a in chosen), tuple(self.axis_name(a) for a in chosen))
+        return self._select(tuple(axes for axes, _ in chosen), tuple(name for _, name in chosen))
+
+    def _named_axis(self, axis: Axis) -> tuple[tuple[int, ...], str]:
+        """The axes of the grid that an axis stands for, and its name: an own one, or one that `_flatten` has named."""
+        if isinstance(axis, str) and axis not in (self.mesh_dim_names or ()):
+            joined = _flattened.get(self.root, {}).get(axis)
+            if joined is not None and set(joined) <= {g for own in self.axes for g in own}:
+                return joined, axis
+        index = self.axis(axis)
+        return self.axes[index], self.axis_name(index)
 
     def flatten(self, axes: Iterable[Axis] | None = None, *, name: str | None = None) -> DeviceMesh:
         """One axis out of several (all of them by default), the first one major.
@@ -191,6 +216,82 @@ class DeviceMesh(Interned):
         joined = tuple(g for a in chosen for g in self.axes[a])
         names = _checked_names(name, 1) or ("_".join(self.axis_name(a) for a in chosen),)
         return self._select((joined,), names)
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
+        """As torch's: one axis out of all, which the mesh that this one was cut from knows by its name from now on.
+
+        Example:
+            >>> mesh = DeviceMesh("cpu", [[[0, 1], [2, 3]]], mesh_dim_names=("dp", "cp", "tp"))
+            >>> mesh["dp", "cp"]._flatten("data") is mesh["data"]
+            True
+        """
+        _check_backends({0: backend_override} if backend_override is not None else {})
+        flat = self.flatten(name=mesh_dim_name)
+        root, (name,) = self.root, flat.mesh_dim_names or ("",)
+        if self.ndim == 1 and flat.mesh_dim_names == self.mesh_dim_names:
+            return self
+        known = _flattened.setdefault(root, {})
+        if name in (root.mesh_dim_names or ()) or known.get(name, flat.axes[0]) != flat.axes[0]:
+            raise MeshError(f"{root} has another axis {name!r}", hint="flatten axes under a name of their own")
+        known[name] = flat.axes[0]
+        return flat
+
+    def _unflatten(
+        self,
+        dim: Axis,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Iterable[str],
+        backend_override: Mapping[str, Any] | None = None,
+    ) -> DeviceMesh:
+        """As torch's: an axis split into several, the first one major.
+
+        Example:
+            >>> world = DeviceMesh("cpu", range(8), mesh_dim_names=("world",))
+            >>> world._unflatten(0, (2, 4), ("dp", "tp"))
+            DeviceMesh(cpu dp=2 tp=4, virtual)
+        """
+        _check_backends(backend_override or {})
+        at, sizes = self.axis(dim), tuple(mesh_sizes)
+        if self.mesh_dim_names is None and self.ndim > 1:
+            raise MeshError(f"{self} has no names for its other axes", hint="make it with mesh_dim_names")
+        names = [self.axis_name(a) for a in range(self.ndim)]
+        new_names = _checked_names(mesh_dim_names, len(sizes)) or ()
+        joined = [self.grid_shape[g] for g in self.axes[at]]
+        factors = common_factors(joined, sizes)
+        if factors is None:
+            raise MeshError(
+                f"axis {names[at]!r} of {self.shape[at]} ranks does not split into {sizes}",
+                hint="give sizes whose product is that of the axis, and that do not cut across axes it was made of",
+            )
+        kept = _checked_names([*names[:at], *new_names, *names[at + 1 :]], self.ndim - 1 + len(sizes))
+        # the axes of the finer grid that each axis of the grid becomes, and that each new axis stands for
+        finer: list[int] = []
+        becomes: dict[int, tuple[int, ...]] = {}
+        pieces = dict(zip(self.axes[at], groups_of(joined, factors), strict=True))
+        for g, size in enumerate(self.grid_shape):
+            new = [factors[i] for i in pieces[g]] if g in pieces else [size]
+            becomes[g] = tuple(range(len(finer), len(finer) + len(new)))
+            finer += new
+        order = [i for g in self.axes[at] for i in becomes[g]]
+        parts: list[tuple[int, ...]] = []
+        for group in groups_of(sizes, factors):
+            parts.append(tuple(order[i] for i in group) or (len(finer),))
+            finer += [] if group else [1]
+        rest = [tuple(i for g in axis for i in becomes[g]) for axis in self.axes]
+        axes = (*rest[:at], *parts, *rest[at + 1 :])
+        return self._over(tuple(finer), axes, kept)
+
+    def _over(
+        self, grid: tuple[int, ...], axes: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None
+    ) -> DeviceMesh:
+        """A mesh of these axes over the same ranks in a grid of another shape."""
+        if sorted(g for axis in axes for g in axis) == list(range(len(grid))) and all(len(axis) == 1 for axis in axes):
+            order = [axis[0] for axis in axes]
+            wide = [g for g in order if grid[g] > 1]
+            if wide == sorted(wide):  # axes of one rank may stand anywhere: the mesh is the whole grid
+                grid, axes = tuple(grid[g] for g in order), tuple((a,) for a in range(len(grid)))
+                return self._intern(self.device_type, self.fabric, grid, self.grid_ranks, names, axes, names)
+        return self._intern(self.device_type, self.fabric, grid, self.grid_ranks, None, axes, names)
 
     def _select(self, axes: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> DeviceMesh:
         # the whole grid with numbers for names is the mesh without names
@@ -227,16 +328,24 @@ class DeviceMesh(Interned):
         """The name of an axis, or its number where there are no names."""
         return self.mesh_dim_names[axis] if self.mesh_dim_names else str(axis)
 
+    def __enter__(self) -> Self:
+        _mesh_mode.enter(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        entry = next(e for e in reversed(entries_in_force()) if e.mode is _mesh_mode and e.value is self)
+        _mesh_mode.leave(entry)
+
     # ---------------------------------------------------------------- ranks and coordinates
 
-    def size(self, axis: Axis | None = None) -> int:
-        """The number of ranks along `axis`, or of the mesh.
+    def size(self, mesh_dim: Axis | None = None) -> int:
+        """The number of ranks along an axis, or of the mesh.
 
         Example:
             >>> DeviceMesh("cpu", [[0, 1, 2]]).size(1)
             3
         """
-        return math.prod(self.shape) if axis is None else self.shape[self.axis(axis)]
+        return math.prod(self.shape) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
 
     @property
     def grid_size(self) -> int:
@@ -364,17 +473,17 @@ class DeviceMesh(Interned):
         """This rank's coordinate, or None if it is not in the mesh."""
         return self.coordinate_of(self.get_rank())
 
-    def get_local_rank(self, axis: Axis | None = None) -> int:
-        """This rank's coordinate along `axis` (which may be left out on a mesh of one axis)."""
-        index = self._one_axis(axis)
+    def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
+        """This rank's coordinate along an axis (which may be left out on a mesh of one axis)."""
+        index = self._one_axis(mesh_dim)
         coordinate = self.get_coordinate()
         if coordinate is None:
             raise MeshError(f"rank {self.get_rank()} is not in {self}")
         return coordinate[index]
 
-    def get_group(self, axis: Axis | None = None) -> Any:
-        """The torch process group along `axis` (which may be left out on a mesh of one axis)."""
-        return self.host.group(self, (self._one_axis(axis),))
+    def get_group(self, mesh_dim: Axis | None = None) -> Any:
+        """The torch process group along an axis (which may be left out on a mesh of one axis)."""
+        return self.host.group(self, (self._one_axis(mesh_dim),))
 
     def get_all_groups(self) -> list[Any]:
         """The process group of every axis."""
@@ -394,6 +503,52 @@ class DeviceMesh(Interned):
         ranks = "" if self.grid_ranks == range(self.grid_size) else f", ranks {list(self.grid_ranks)}"
         part = "" if self.size() == self.grid_size else f" of {self.root.size()}"
         return f"DeviceMesh({self.device_type} {sizes}{part}{ranks}, {self.fabric})"
+
+
+# For the mesh over a whole grid, the names that `_flatten` has given to several of its axes. As long as it is alive: a
+# program that makes it again names them again.
+_flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def on_one_grid(first: DeviceMesh, second: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh] | None:
+    """Two meshes over the same ranks as meshes over one grid; None where no grid has the axes of both.
+
+    Example:
+        >>> world = DeviceMesh("cpu", range(8), mesh_dim_names=("world",))
+        >>> loading, dense = world._unflatten(0, (4, 2), ("batch", "tp")), world._unflatten(0, (2, 4), ("dp", "rest"))
+        >>> tp, dp = on_one_grid(loading["tp"], dense["dp"])
+        >>> tp.root is dp.root, tp.axes, dp.axes
+        (True, ((2,),), ((0,),))
+    """
+    if first.root is second.root:
+        return first, second
+    if (first.device_type, first.fabric, first.grid_ranks) != (second.device_type, second.fabric, second.grid_ranks):
+        return None
+    factors = common_factors(first.grid_shape, second.grid_shape)
+    if factors is None:
+        return None
+    grid = list(factors)
+    made = []
+    for mesh in (first, second):
+        groups = groups_of(mesh.grid_shape, factors)
+        axes = []
+        for axis in mesh.axes:
+            axes.append(tuple(i for g in axis for i in groups[g]) or (len(grid),))
+            grid += [] if any(groups[g] for g in axis) else [1]
+        made.append((mesh, tuple(axes)))
+    return tuple(  # pyright: ignore[reportReturnType]
+        m._intern(m.device_type, m.fabric, tuple(grid), m.grid_ranks, None, axes, m.mesh_dim_names) for m, axes in made
+    )
+
+
+def _check_backends(chosen: Mapping[Any, Any]) -> None:
+    """Groups are made on first use, so "fake", which spares them, is as good as nothing; others are refused."""
+    for axis, backend in chosen.items():
+        if backend != "fake":
+            raise UnsupportedError(
+                f"the backend {backend!r} for axis {axis!r}: groups are of the backend of the default one",
+                hint="adopt a mesh of torch's, made with it: its groups are used as they are",
+            )
 
 
 def rebuild_mesh(

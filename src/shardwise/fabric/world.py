@@ -128,12 +128,19 @@ _adopted: dict[int, tuple[TorchMesh, DeviceMesh]] = {}
 def as_mesh(mesh: Any) -> DeviceMesh:
     """Our mesh for `mesh`: itself, or a torch DeviceMesh adopted once, whose process groups are reused.
 
+    None stands for the mesh of the innermost `with mesh:`.
+
     Example:
         >>> mesh = init_device_mesh("cpu", (2,))
         >>> as_mesh(mesh) is mesh
         True
     """
     if isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh is None:
+        mesh = mesh_module.current_mesh()
+        if mesh is None:
+            raise MeshError("no mesh was given", hint='make one: mesh = shardwise.init_device_mesh("cpu", (4,))')
         return mesh
     if not isinstance(mesh, TorchMesh):
         raise MeshError(f"{mesh!r} is not a DeviceMesh", hint="make one with shardwise.init_device_mesh(...)")

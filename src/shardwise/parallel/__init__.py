@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from shardwise.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from shardwise.parallel.data_axes import DataParallelMeshDims
+from shardwise.parallel.fully_shard import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import parallelize_module
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -14,6 +21,7 @@ from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, Sequence
 __all__ = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -30,4 +38,5 @@ __all__ = [
     "parallelize_module",
     "register_fsdp_forward_method",
     "replicate",
+    "share_comm_ctx",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.compilers import not_compiled
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh, on_one_grid
 from shardwise.errors import MeshError
 from shardwise.parallel.gathered import Gathered, save_handles
 from shardwise.parallel.group import Bucket, Finish, ParameterGroup
@@ -187,6 +187,7 @@ class ModuleState:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.gradient_divide_factor: float | None = None
         self.requires_all_reduce = True
         self.is_last_backward = True
         self.forward_prefetch: list[ModuleState] | None = None
@@ -467,7 +468,7 @@ def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -
     found: DeviceMesh | None = None
     for mesh in meshes:
         for axes in dict.fromkeys([group.data_mesh for group in groups]):
-            if mesh.root is not axes.root or not _grid_axes(mesh) & _grid_axes(axes):
+            if not _has_data_axes(mesh, axes):
                 continue
             if not set(axes.axes) <= set(mesh.axes) or (found is not None and found is not mesh):
                 raise MeshError(
@@ -476,6 +477,19 @@ def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -
                 )
             found = mesh
     return found
+
+
+def _has_data_axes(mesh: DeviceMesh, axes: DeviceMesh) -> bool:
+    """Whether the mesh of an input has data axes, so that the input is one batch for all ranks along them."""
+    found = on_one_grid(mesh, axes)
+    overlap = found is not None and bool(_grid_axes(found[0]) & _grid_axes(found[1]))
+    if found is None or (overlap and mesh.root is not axes.root):
+        raise MeshError(
+            f"the batch is on {mesh}, and the model's parameters are sharded or replicated over {axes}",
+            hint="put the batch on the mesh that the model was given, or on a larger one that this was cut from; "
+            "or give each rank its own plain tensors",
+        )
+    return overlap
 
 
 def _grid_axes(mesh: DeviceMesh) -> set[int]:

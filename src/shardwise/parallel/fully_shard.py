@@ -9,23 +9,20 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardwise.api import mesh_or_error
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Shard, as_placement
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
-from shardwise.fabric.world import init_device_mesh
+from shardwise.parallel.data_axes import DataParallelMeshDims, data_axes
 from shardwise.parallel.engine import ModuleState, abandon_forward
-from shardwise.parallel.group import ParameterGroup, by_dtype
+from shardwise.parallel.group import ParameterGroup, alike
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.module import DataParallelModule
 from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.tree import STATE, owned_parameters, subclass_with
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method"]
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 ShardPlacementFn = Callable[[nn.Parameter], Any]
 
@@ -128,6 +125,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Split the parameters of a module over the data axes, and gather them when they are used. Changes it in place.
 
@@ -148,6 +146,9 @@ def fully_shard(
         mp_policy: dtypes to compute, reduce and return in.
         offload_policy: only the default one.
         ignored_params: parameters to leave alone.
+        dp_mesh_dims: the names of the data axes, where `mesh` has others too.
+
+    A scalar parameter stays replicated.
 
     Example:
         >>> import shardwise as sw
@@ -164,16 +165,17 @@ def fully_shard(
         f32[8,8] dp:S0
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    data_mesh = _checked_mesh(mesh)
+    data_mesh = _checked_axes(mesh, dp_mesh_dims)
+    shards = dp_mesh_dims is None or dp_mesh_dims.shard is not None
     _check_modules(modules, offload_policy)
     policy = mp_policy or MixedPrecisionPolicy()
     reshard = _checked_reshard(reshard_after_forward, data_mesh)
     managed: list[ManagedParameter] = []
     for name, parameter, owners in owned_parameters(modules, ignored_params or ()):
-        dim = _dim_to_shard(parameter, name, shard_placement_fn)
+        dim = _dim_to_shard(parameter, name, shard_placement_fn) if shards and parameter.dim() else None
         managed.append(ManagedParameter(parameter, owners, name, data_mesh, dim))
     state = ModuleState(modules, policy, reshard)
-    for group in by_dtype(managed):
+    for group in alike(managed):
         own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
         state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state))
     for each in modules:
@@ -217,11 +219,23 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, run)
 
 
-def _checked_mesh(mesh: Any) -> DeviceMesh:
-    if mesh is None and dist.is_initialized():
-        device = torch.accelerator.current_accelerator()
-        mesh = init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
-    ours = mesh_or_error(mesh)
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Accepted for programs written for torch: fully sharded modules have no streams of their own to share.
+
+    Args:
+        modules: fully sharded modules.
+
+    Example:
+        >>> import shardwise as sw
+        >>> share_comm_ctx([fully_shard(nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,)))])
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise UnsupportedError(f"{type(module).__name__} is not fully sharded", hint="call fully_shard on it first")
+
+
+def _checked_axes(mesh: Any, dims: DataParallelMeshDims | None) -> DeviceMesh:
+    ours = data_axes(mesh, dims)
     if ours.ndim > 2:
         raise MeshError(
             f"fully_shard over {ours}, which has {ours.ndim} axes",

@@ -26,7 +26,7 @@ from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.sums import parts_of_sums
 from shardwise.tensor import DTensor, dtensor_of
 
-__all__ = ["Bucket", "Finish", "ParameterGroup", "by_dtype"]
+__all__ = ["Bucket", "Finish", "ParameterGroup", "alike"]
 
 Finish = Callable[[bool], None]  # waits; with True it gives the gradients out, with False they are lost
 Key = tuple[DeviceMesh | None, Source]
@@ -37,6 +37,7 @@ class Owner(Protocol):
     """What a group asks of the state that it belongs to."""
 
     requires_gradient_sync: bool
+    gradient_divide_factor: float | None
     compute_mesh: DeviceMesh | None
 
     def needed(self, gathered: Gathered) -> None:
@@ -187,7 +188,7 @@ class ParameterGroup:
         for index in source.indices:
             stored = source.stored[index]
             if buffer is None:
-                found[index] = _local(stored)
+                found[index] = _local(stored).to(self._compute_dtype(index))
             else:
                 found[index] = self.parameters[index].empty_gathered(self.dtype, stored.device)
         if buffer is not None:
@@ -253,7 +254,7 @@ class ParameterGroup:
             parameter.register(leaf)
 
     def _compute_dtype(self, index: int) -> torch.dtype:
-        return self.dtype if self.is_sharded else self.parameters[index].stored.dtype
+        return self.policy.param_dtype or self.parameters[index].stored.dtype
 
     def show_stored(self) -> None:
         """Let the modules, and whoever looks, see what they held before."""
@@ -370,13 +371,16 @@ class ParameterGroup:
 
     def _reduce(self, bucket: Bucket, key: Key, grads: dict[int, Any], all_reduce: bool) -> list[Finish]:
         # plain leaves compute a loss for each rank, of which the mean is meant; DTensors compute the loss of all
-        part = Partial("avg") if key[0] is None else Partial()
+        factor = self._owner.gradient_divide_factor
+        part = Partial("avg") if key[0] is None and factor is None else Partial()
         scattered: Placement = Shard(0) if self.is_sharded else Replicate()
         replicas = self.data_mesh.ndim - 1
         waiting = bucket.unreduced.setdefault(key, {})
         indices = tuple(index for index in bucket.indices if index in grads)
         if indices:
             flat = self._flattened(indices, self._layout(indices), [grads.pop(i) for i in indices], key[0], part)
+            if factor is not None and factor != 1:
+                flat._local_tensor.div_(factor)
             if not all_reduce or indices in waiting:
                 flat = flat.redistribute(placements=[part] * replicas + [scattered])
                 flat: Any = waiting[indices] + flat if indices in waiting else flat
@@ -455,11 +459,11 @@ def _why(mesh: DeviceMesh | None, in_graph: bool) -> str:
     return " in another dtype than it is stored in"
 
 
-def by_dtype(parameters: Iterable[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One buffer has one dtype, so parameters of others go in groups of their own."""
-    groups: dict[torch.dtype, list[ManagedParameter]] = {}
+def alike(parameters: Iterable[ManagedParameter]) -> list[list[ManagedParameter]]:
+    """Parameters by groups: one buffer has one dtype, and is gathered or is not."""
+    groups: dict[tuple[torch.dtype, bool], list[ManagedParameter]] = {}
     for parameter in parameters:
-        groups.setdefault(parameter.stored.dtype, []).append(parameter)
+        groups.setdefault((parameter.stored.dtype, parameter.is_sharded), []).append(parameter)
     return list(groups.values())
 
 

@@ -73,8 +73,8 @@ def target_of(spec: DTensorSpec, mesh: DeviceMesh, wanted: Placement) -> DTensor
         axis = spec.mesh.axis_of(mesh)
         if axis is None:
             raise MeshError(
-                f"a tensor lies as {spec} on {spec.mesh}, which does not have the axis of {mesh}",
-                hint="give tensors on the mesh of the plan, or on a larger one that the mesh was cut from",
+                f"the batch is on {spec.mesh} as {spec}, and the model's plan is on {mesh}, which is no axis of it",
+                hint="put the batch on the mesh of the plan, or on a larger one that this was cut from",
             )
         if len(_targets) >= MAX_TARGETS:
             _targets.clear()

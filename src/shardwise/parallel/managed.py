@@ -7,13 +7,13 @@ puts in the place of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh, on_one_grid
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
@@ -91,10 +91,10 @@ class ManagedParameter:
                 f"{name} is tied to {getattr(parameter, MARK)}, which belongs to another fully sharded module",
                 hint="wrap the modules that share a parameter together: fully_shard([first, second])",
             )
-        self.name, self.owners, self.data_mesh = name, owners, data_mesh
-        self.origin = _origin(parameter, data_mesh, name)
+        self.name, self.owners = name, owners
+        self.origin, on_grid, self.data_mesh = _origin(parameter, data_mesh, name)
         meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
-        self.slot = _slot(self.origin, meta, data_mesh, dim, name)
+        self.slot = _slot(on_grid, meta, self.data_mesh, dim, name)
         self.stored = self._store(parameter)
         self._given = parameter
         self._leaf_specs: dict[DeviceMesh | None, DTensorSpec | None] = {}
@@ -264,17 +264,23 @@ class ManagedParameter:
         return DTensorSpec.from_dim_axes(mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
 
 
-def _origin(parameter: nn.Parameter, data_mesh: DeviceMesh, name: str) -> DTensorSpec | None:
-    """How a parameter lies apart from the data axes; None where it is plain."""
+def _origin(
+    parameter: nn.Parameter, data_mesh: DeviceMesh, name: str
+) -> tuple[DTensorSpec | None, DTensorSpec | None, DeviceMesh]:
+    """How a parameter lies apart from the data axes, None where it is plain: on its own mesh, and on one grid with the
+    data axes; and these on that grid.
+    """
     if not isinstance(parameter, DTensor):
-        return None
+        return None, None, data_mesh
     spec = parameter._spec
-    if spec.mesh.root is not data_mesh.root:
+    found = on_one_grid(spec.mesh, data_mesh)
+    if found is None:
         raise MeshError(
             f"{name} lies on {spec.mesh}, which is not of one grid with {data_mesh}",
             hint='cut both out of one mesh: world["tp"] for tensor parallelism, world["dp"] for data parallelism',
         )
-    kept = [axis for axis, grid in enumerate(spec.mesh.axes) if grid not in data_mesh.axes]
+    own, data = found
+    kept = [axis for axis, grid in enumerate(own.axes) if grid not in data.axes]
     for axis in set(range(spec.mesh.ndim)) - set(kept):
         if not isinstance(spec.placements[axis], Replicate):
             raise LayoutError(
@@ -284,12 +290,17 @@ def _origin(parameter: nn.Parameter, data_mesh: DeviceMesh, name: str) -> DTenso
     if spec.partial_axes:
         raise LayoutError(f"{name} is {spec}: a sum that is not added up", hint="redistribute it to Replicate() first")
     if not kept:
-        return None
-    mesh = spec.mesh._select(tuple(spec.mesh.axes[a] for a in kept), tuple(spec.mesh.axis_name(a) for a in kept))
+        return None, None, data
+    return _apart(spec, spec.mesh, kept), _apart(spec, own, kept), data
+
+
+def _apart(spec: DTensorSpec, mesh: DeviceMesh, kept: Sequence[int]) -> DTensorSpec:
+    """The layout on some axes of a mesh of the same axes as the spec's."""
+    part = mesh._select(tuple(mesh.axes[a] for a in kept), tuple(mesh.axis_name(a) for a in kept))
     to = {axis: new for new, axis in enumerate(kept)}
     dim_axes = [tuple(to[axis] for axis in axes) for axes in spec.dim_axes]
     meta = TensorMeta(spec.shape, dtype=spec.tensor_meta.dtype)
-    return DTensorSpec.from_dim_axes(mesh, tuple(spec.placements[a] for a in kept), meta, dim_axes)
+    return DTensorSpec.from_dim_axes(part, tuple(spec.placements[a] for a in kept), meta, dim_axes)
 
 
 def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, dim: int | None, name: str) -> Slot:
@@ -297,7 +308,7 @@ def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, d
     if dim is not None and not -len(meta.shape) <= dim < len(meta.shape):
         raise LayoutError(
             f"{name} of shape {tuple(meta.shape)} has no dim {dim} to shard",
-            hint="give a scalar parameter the shape (1,)" if not meta.shape else "choose one with shard_placement_fn",
+            hint="choose one with shard_placement_fn",
         )
     own = [] if origin is None else list(zip(origin.mesh.axes, _names(origin.mesh), strict=True))
     ours = list(zip(data_mesh.axes, _names(data_mesh), strict=True))

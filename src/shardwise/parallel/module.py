@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.engine import ModuleState
-from shardwise.parallel.tree import states_under
+from shardwise.parallel.tree import STATE, states_under
 
 __all__ = ["DataParallelModule"]
 
@@ -31,6 +31,14 @@ class DataParallelModule:
         """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of the ranks' gradients of this module's own parameters is divided by.
+
+        By default that is the number of ranks where inputs are plain tensors, and 1 where they are DTensors, whose loss
+        is that of the whole batch.
+        """
+        getattr(self, STATE).gradient_divide_factor = factor
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

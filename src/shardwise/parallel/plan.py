@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.api import mesh_or_error
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
 from shardwise.errors import LayoutError, MeshError
+from shardwise.fabric.world import as_mesh
 from shardwise.parallel.parameters import check_parameters, keep_one_gradient, update_ties
 from shardwise.parallel.style import ParallelStyle
 
@@ -71,7 +71,7 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a parallelize_plan does nothing", stacklevel=2)
         return module
-    mesh = _one_axis(mesh_or_error(device_mesh))
+    mesh = _one_axis(as_mesh(device_mesh))
     unknown: list[str] = []
     entries = list(_entries(module, "", parallelize_plan, unknown))
     for key in unknown:

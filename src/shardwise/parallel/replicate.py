@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.api import mesh_or_error
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.errors import UnsupportedError
+from shardwise.errors import MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.parallel.data_axes import data_axes
 from shardwise.parallel.engine import ModuleState
 from shardwise.parallel.flat import FlatLayout
-from shardwise.parallel.group import ParameterGroup, by_dtype
+from shardwise.parallel.group import ParameterGroup, alike
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.module import DataParallelModule
 from shardwise.parallel.precision import MixedPrecisionPolicy
@@ -47,7 +47,9 @@ def replicate(
     mesh: Any = None,
     *,
     bucket_cap_mb: float = 25.0,
+    mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    device_mesh: Any = None,
 ) -> Any:
     """Make a module data parallel: gradients are reduced over the mesh while backward runs. Changes it in place.
 
@@ -58,8 +60,11 @@ def replicate(
     Args:
         module: the module.
         mesh: the data axes. A slice of a larger mesh (`world["dp"]`) composes with tensor parallelism on its others.
+            All processes, where there are any and none is given.
         bucket_cap_mb: gradients travel in buckets of about this many megabytes.
+        mp_policy: dtypes to compute, reduce and return in.
         ignored_params: parameters to leave alone.
+        device_mesh: another name for `mesh`.
 
     Example:
         >>> import shardwise as sw
@@ -70,21 +75,24 @@ def replicate(
         >>> model.weight.grad.spec, model.weight.grad.full_tensor()
         (f32[1,4] dp:R, tensor([[2., 2., 2., 2.]]))
     """
-    data_mesh = mesh_or_error(mesh)
+    if mesh is not None and device_mesh is not None:
+        raise MeshError("replicate: both mesh and device_mesh are given", hint="give one; they mean the same")
+    data_mesh = data_axes(mesh if mesh is not None else device_mesh)
     if hasattr(module, STATE):
         raise UnsupportedError(
             f"the {type(module).__name__} is data parallel already", hint="call fully_shard or replicate once"
         )
-    policy = MixedPrecisionPolicy()
+    policy = mp_policy or MixedPrecisionPolicy()
     managed = [
         ManagedParameter(parameter, owners, name, data_mesh, None)
         for name, parameter, owners in owned_parameters([module], ignored_params or ())
     ]
     state = ModuleState([module], policy, reshard_after_forward=False)
-    for group in by_dtype(managed):
+    for group in alike(managed):
         _broadcast(group, data_mesh)
         buckets = _buckets(group, bucket_cap_mb * 2**20)
-        state.groups.append(ParameterGroup(group, data_mesh, policy, buckets, state))
+        own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
+        state.groups.append(ParameterGroup(group, data_mesh, own, buckets, state))
     subclass_with(module, ReplicateModule, "Replicate")
     return module
 

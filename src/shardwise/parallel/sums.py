@@ -43,8 +43,12 @@ def parts_of_sums(
 
 
 def _data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
-    """The axes of `mesh` that are data axes; none where each rank computes on its own."""
-    return {axis for axis, grid in enumerate(mesh.axes) if grid in data_mesh.axes}
+    """The axes of `mesh` that are data axes; none where each rank computes on its own, or on a grid without them."""
+    return (
+        set()
+        if mesh.root is not data_mesh.root
+        else {axis for axis, grid in enumerate(mesh.axes) if grid in data_mesh.axes}
+    )
 
 
 def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh) -> list[Any]:

@@ -1,0 +1,69 @@
+"""Which axes of a mesh are data axes: what `fully_shard` and `replicate` are given, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.mesh import DeviceMesh, current_mesh
+from shardwise.errors import MeshError
+from shardwise.fabric.world import as_mesh, init_device_mesh
+
+__all__ = ["DataParallelMeshDims", "data_axes"]
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Which axes of a mesh `fully_shard` shards parameters over, and which it replicates them over.
+
+    Args:
+        shard: the axis that shards, or several that shard as one.
+        replicate: the axis that replicates, or several that replicate as one.
+
+    Example:
+        >>> import torch, shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> dims = DataParallelMeshDims(shard="dp")
+        >>> sw.parallel.fully_shard(torch.nn.Linear(4, 4), mesh, dp_mesh_dims=dims).weight.spec
+        f32[4,4] dp:S0
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims: name an axis to shard over, or one to replicate over")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The axes that shard."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The axes that replicate."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def data_axes(mesh: Any, dims: DataParallelMeshDims | None = None) -> DeviceMesh:
+    """The data axes that were given: the last one shards, one before it replicates. All processes by default."""
+    if mesh is None and current_mesh() is None and dist.is_initialized():
+        device = torch.accelerator.current_accelerator()
+        mesh = init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
+    ours = as_mesh(mesh)
+    if dims is not None:
+        parts = [names for names in (dims.replicate_names, dims.shard_names) if names]
+        joined = [ours[names].flatten(name="_".join(names)) for names in parts]
+        axes = tuple(part.axes[0] for part in joined)
+        if len({g for axis in axes for g in axis}) != sum(map(len, axes)):
+            raise MeshError(f"{dims} names an axis twice", hint="an axis shards or replicates")
+        return ours._select(axes, tuple(part.axis_name(0) for part in joined))
+    return ours
