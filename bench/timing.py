@@ -19,18 +19,25 @@ class Timing:
 
 
 def compare(
-    sides: Mapping[str, Thunk], *, number: int = 1000, repeat: int = 15, baseline: str | None = None, title: str = ""
+    sides: Mapping[str, Thunk],
+    *,
+    number: int = 1000,
+    repeat: int = 15,
+    baseline: str | None = None,
+    title: str = "",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time warm calls; print a table with the ratio of each side to `baseline` (the last side unless named).
 
-    Each of `repeat` rounds times `number` calls of every side, and every round starts with another side.
+    Each of `repeat` rounds times `number` calls of every side, and every round starts with another side. What never
+    waits is timed best with `time.process_time`, the processor's time of all threads: other programs disturb it less.
     """
     for thunk in sides.values():  # caches filled, branches predicted
         timeit.timeit(thunk, number=max(1, number // 10))
     rounds: dict[str, list[float]] = {name: [] for name in sides}
     for order in _orders(list(sides), repeat):
         for name in order:
-            rounds[name].append(timeit.timeit(sides[name], number=number) / number * 1e6)
+            rounds[name].append(timeit.timeit(sides[name], timer=clock, number=number) / number * 1e6)
     return _report(rounds, baseline, title, f"best and median of {repeat} rounds of {number} calls")
 
 

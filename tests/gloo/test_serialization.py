@@ -1,5 +1,6 @@
 """DTensors between processes: a part is loaded by the rank that holds it; a process that is no rank says so."""
 
+import gc
 import tempfile
 import warnings
 from pathlib import Path
@@ -99,6 +100,36 @@ def rows_in_workers() -> tuple[list[float], str]:
         said = str(error)
     after = Rows(True)[1].item()  # the parent is a rank still
     return [*local, after], said
+
+
+class CollectingRows(Rows):
+    """Frees, in the worker, what only garbage refers to."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        gc.collect()
+        return super().__getitem__(i)
+
+
+def rows_after_another_world(path: str) -> list[float]:
+    """Garbage of the process that is forked holds a group of a world that it has left."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    garbage: list[Any] = [sw.init_device_mesh("cpu", (2, 2)).get_group(0)]
+    garbage.append(garbage)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(path, world), rank=rank, world_size=world)
+    rows = CollectingRows(False)
+    gc.collect()
+    gc.disable()
+    try:
+        del garbage
+        return [row.item() for row in DataLoader(rows, None, num_workers=1, multiprocessing_context="fork")]
+    finally:
+        gc.enable()
+
+
+def test_a_worker_that_is_forked_in_a_second_world(gloo4: ProcessPool, tmp_path: Path) -> None:
+    rows = gloo4.run(rows_after_another_world, str(tmp_path / "store"), timeout=120)
+    assert rows == [[2.0 * rank, 2.0 * rank + 1] for rank in range(4)]
 
 
 def test_a_forked_worker_is_no_rank(gloo4: ProcessPool) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -73,6 +74,8 @@ class C10dFabric(Fabric):
         self._rank = 0
         self._parents: Any = None  # the world of the process that this one was forked from
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._used: weakref.WeakSet[Any] = weakref.WeakSet()  # the groups of this world and of former ones
+        self._kept: list[Any] = []  # those of the parent of a forked process
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
         self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
@@ -112,7 +115,11 @@ class C10dFabric(Fabric):
         return self.rank() if dist.is_initialized() and dist.group.WORLD is not self._parents else None
 
     def after_fork(self) -> None:
-        """Forget what belongs to the parent of this process, which is no rank until it joins a process group."""
+        """Forget what belongs to the parent of this process, which is no rank until it joins a process group.
+
+        Its groups stay: a group waits for its threads when it is freed, and a forked process has none of them.
+        """
+        self._kept += self._used
         if dist.is_initialized():
             self._parents, self._world, self._check, self._plain = dist.group.WORLD, None, None, None
             self._forget()
@@ -168,6 +175,7 @@ class C10dFabric(Fabric):
             else:
                 found = new_group(key)
             self._groups[key] = found
+            self._used.add(found)
         return found
 
     def check_ranks_while(self, intervals: Sequence[float]) -> bool:
