@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -208,7 +209,12 @@ def assert_parity(
         return result, gradients_of(result, tensors) if gradients else []
 
     plain = [_leaf(leaves[i]) for i in at]
-    wanted, wanted_grads = call(plain)
+    try:
+        wanted, wanted_grads = call(plain)
+    except RuntimeError as error:
+        if "derivative for" in str(error) and "is not implemented" in str(error):  # by this version of torch
+            pytest.skip(f"torch {torch.__version__}: {error}")
+        raise
     wanted = tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, wanted)
     for shape in meshes:
         mesh = sw.init_device_mesh("cpu", shape)

@@ -224,7 +224,10 @@ def test_gradients_of_a_gpu_by_shape(kernel: str, placement: Any, bias: bool) ->
     tensors = {a.name: given[a.name] for a in op._schema.arguments if a.name in given}
     placed = {name: placement for name, x in tensors.items() if x is not None and x.ndim}
     others = {"max_q": 16, "max_k": 12, "dropout_p": 0.0, "is_causal": False, "grad_input_mask": [True] * 4}
-    inputs, outputs = _layouts(op, tensors, placed, **others)
+    try:
+        inputs, outputs = _layouts(op, tensors, placed, **others)
+    except NotImplementedError as error:
+        pytest.skip(f"torch {torch.__version__}: {error}")
     assert outputs == [placement] * len(outputs)
     assert len(outputs) == (4 if bias and "grad_input_mask" in {a.name for a in op._schema.arguments} else 3)
     assert inputs == [placed.get(name, R) for name, x in tensors.items() if x is not None]

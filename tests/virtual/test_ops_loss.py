@@ -147,6 +147,6 @@ def test_sequences_flattened_with_their_samples(reduction: str) -> None:
 
 def test_gradient_of_squares_of_a_sum_is_a_sum() -> None:
     """It is linear in the difference."""
-    x, y, grad = t(4, 6), t(4, 6), torch.ones(())
+    x, y, grad = t(4, 6), t(4, 6), torch.ones((), dtype=torch.float64)
     op = torch.ops.aten.mse_loss_backward.default
     assert collectives(lambda g, a, b: op(g, a, b, 1), (grad, x, y), (R, P, R), backward=False) == ((P,), 0)
