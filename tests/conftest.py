@@ -101,10 +101,6 @@ def tier_of(path: Path) -> str | None:
 # Tests that fail for a known reason, to be mended: what they ask for stays as it is.
 KNOWN_FAILURES = {
     "test_programs[120]": "locals of uneven shards on virtual ranks refuse a condition on their sizes",
-    "test_graphs_hold_local_operators_and_the_collectives_of_eager_alone": "an unused result: eager code issues a "
-    "collective that compiled code spares",
-    "test_modules_made_parallel": "hooks of data parallel modules break the graph once more",
-    "test_compiled_plans_with_local_outputs[given0]": "compiled plans on virtual ranks",
 }
 
 

@@ -82,8 +82,9 @@ def test_virtual_ranks_are_compiled_into_one_graph(alone):
 
 def test_modules_made_parallel(alone):
     (found,) = alone.run(compiled.parallel_modules, timeout=120)
-    # a graph for each module between the hooks that gather and free, where one graph cannot hold them
-    assert found == {"tensor_parallel": (True, 1), "fully_sharded": (True, 3), "replicated": (True, 1)}
+    # a graph for each linear layer between the hooks that gather and free, where one graph cannot hold them; none for
+    # the activation, whose file Dynamo does not compile on its own, and none for code of ours
+    assert found == {"tensor_parallel": (True, 1), "fully_sharded": (True, 2), "replicated": (True, 1)}
     assert alone.run(compiled.parallel_modules_on_a_larger_mesh, timeout=120) == [True]
 
 

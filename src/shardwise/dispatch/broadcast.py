@@ -346,7 +346,9 @@ INTO_LEAVES = {aten.detach.default, aten.new_empty_strided.default}
 def into_leaf(signature: Signature, run: Executor) -> Executor:
     """`run`, but a gradient that autograd is putting into the `.grad` of a leaf gets the layout of the leaf.
 
-    Autograd detaches a gradient that nobody else holds; of any other it makes an empty tensor and copies.
+    Only where that needs no communication: a sum over ranks stays `Partial`, so that those of several backward passes
+    are reduced once. Autograd detaches a gradient that nobody else holds; of any other it makes an empty tensor and
+    copies.
     """
     tensor_class, spec = signature.wrapping.tensor_class, signature.specs[0]
     known: dict[DTensorSpec, Executor] = {}  # by the layout of the leaf
@@ -358,19 +360,22 @@ def into_leaf(signature: Signature, run: Executor) -> Executor:
         found = known.get(leaf._spec)
         if found is None:
             here = leaf._spec.mesh is spec.mesh and leaf._spec.shape == spec.shape
-            found = known[leaf._spec] = _as_leaf(signature, leaf._spec) if here else run
+            found = known[leaf._spec] = (_as_leaf(signature, leaf._spec) if here else None) or run
         return found(args, kwargs)
 
     return run_or_lay_out
 
 
-def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor:
-    """What detaches a gradient, or makes an empty one, in the layout of a leaf."""
+def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor | None:
+    """What detaches a gradient, or makes an empty one, in the layout of a leaf; None where that would communicate."""
     spec, mesh = signature.specs[0], leaf.mesh
     target = leaf.reduced().materialized().with_dtype(spec.tensor_meta.dtype)
+    route = bound_route(spec, target)
+    if route.communicates:
+        return None
     wrap, fabric = signature.wrapping.wrapper(target), fabric_of(mesh)
     if signature.info.op is aten.detach.default:
-        move = bound_route(spec, target).run
+        move = route.run
         return lambda args, kwargs: wrap(move(args[0]._local_tensor))
     blocks = {at: (target.local_shape(at), target.local_stride(at)) for at in fabric.coordinates(mesh)}
 

@@ -125,9 +125,10 @@ def _differing_gradients(rank: int) -> AgreementError:
 
 
 never_traced(
+    RankTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
     *(
         getattr(function, name)
         for function in (OnEveryRank, FirstRank)
         for name in ("forward", "setup_context", "backward", "jvp")
-    )
+    ),
 )
