@@ -143,7 +143,8 @@ class _Runner:
     ) -> Any:
         """On one virtual rank after the other."""
         columns = _columns(locals_)
-        rows = [[*_row(locals_, columns, i), coordinate] for i, coordinate in enumerate(self.coordinates)]
+        own = self.patches is not None  # else a rank's coordinate makes no difference
+        rows = [[*_row(locals_, columns, i), at if own else ()] for i, at in enumerate(self.coordinates)]
 
         def call(row: Sequence[Any]) -> Any:
             new_args, new_kwargs = self.arguments(args, kwargs, row[:-1], row[-1])

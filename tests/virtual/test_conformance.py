@@ -16,8 +16,6 @@ PARTIAL_DRAW = "refuses to draw random numbers into a Partial tensor"
 
 # Operators that fail now, and why. One that passes again must be taken out.
 KNOWN: dict[str, str] = {
-    "linalg.lstsq": "refused: the residuals of replicas differ in their last bits between virtual ranks",
-    "linalg.lstsq.grad_oriented": "refused: the residuals of replicas differ in their last bits between virtual ranks",
     "addbmm": "torch resizes the target of addbmm_ to the broadcast shape",
     "cauchy": PARTIAL_DRAW,
     "exponential": PARTIAL_DRAW,

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import AgreementError, UnsupportedError
+from shardwise.fabric.nondeterministic import share_results
 from shardwise.fabric.shared_writes import agree, written_arguments
 
 RANKS = 4
@@ -437,3 +438,35 @@ def test_compiled_plans_with_local_outputs(given: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "differs by" in done.stdout
+
+
+# ---------------------------------------------------------------- operators that give other bits each time
+
+
+def test_ranks_with_equal_operands_share_the_result_of_a_nondeterministic_operator() -> None:
+    calls: list[float] = []
+
+    def call(row: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(calls))
+        return row[0].add_(row[1] * len(calls)), torch.tensor(calls)
+
+    rows = [[torch.zeros(2), torch.full((2,), value)] for value in (1.0, 2.0, 1.0, 2.0, 1.0)]
+    results = share_results(rows, call, [(0, "self")])
+    assert len(calls) == 2
+    for (target, value), (written, counted) in zip(rows, results, strict=True):
+        assert written is target
+        assert torch.equal(target, value * value)  # 1 on the first call, 2 * 2 on the second
+        assert counted.numel() == value[0]
+    assert len({result[1].data_ptr() for result in results}) == len(rows)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.modes.ReplicationWarning")
+def test_least_squares_of_replicas_are_one_value(mesh: sw.DeviceMesh) -> None:
+    """torch's driver reads uninitialized memory, so its results differ in the last bits from call to call."""
+    for size in range(8):
+        memory = [torch.randn(3 + size) for _ in range(5)]
+        a = sw.distribute_tensor(torch.randn(6, 3), mesh, [sw.Shard(1)])
+        b = sw.distribute_tensor(torch.randn(6, 2), mesh, [sw.Replicate()])
+        solution = torch.linalg.lstsq(a, b, driver="gelsy").solution.full_tensor()
+        assert torch.allclose(solution, torch.linalg.lstsq(a.full_tensor(), b.full_tensor()).solution, atol=1e-4)
+        del memory[size % 5]

@@ -17,6 +17,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import BoundStep, Fabric, check_source, register
+from shardwise.fabric.nondeterministic import is_nondeterministic, share_results
 from shardwise.fabric.pieces import (
     distinct_blocks,
     divide_average,
@@ -238,10 +239,13 @@ def run_rows(
     random = draws(func)
     shared = [i for i, _ in written if is_shared([row[i] for row in rows])]
     if not shared and not random:
-        return [call(row) for row in rows]
+        return share_results(rows, call, written) if is_nondeterministic(func) else [call(row) for row in rows]
     trial = SharedWrite(func, rows, written, shared) if written else None
     mine = rows if trial is None else trial.trials
-    results = draws_alike(func, mine, call) if random else [call(row) for row in mine]
+    if random:
+        results = draws_alike(func, mine, call)
+    else:
+        results = share_results(mine, call, written) if is_nondeterministic(func) else [call(row) for row in mine]
     if trial is None:
         return results
     trial.commit()

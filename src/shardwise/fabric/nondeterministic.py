@@ -1,0 +1,86 @@
+"""Operators that give other bits on the same operands: virtual ranks with equal operands share one result.
+
+Replicas are one value. Where kernels add in no fixed order, or read memory that nobody wrote to, every rank would have
+a value of its own. Ranks whose operands differ compute their own results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from shardwise.fabric.shared_writes import agree, is_traced
+
+__all__ = ["is_nondeterministic", "share_results"]
+
+# What torch.use_deterministic_algorithms names, by operator, and least squares, whose driver gelsy is given pivots from
+# uninitialized memory.
+_NAMES = frozenset({
+    "linalg_lstsq", "index_put", "_index_put_impl", "_unsafe_index_put", "put", "index_add", "index_copy",
+    "scatter_add", "scatter", "scatter_reduce", "cumsum", "bincount", "histc", "median", "nanmedian",
+    "embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward", "index_select_backward",
+    "convolution", "convolution_backward", "cudnn_convolution", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+    "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+    "adaptive_max_pool2d_backward", "max_pool3d_with_indices_backward", "fractional_max_pool2d_backward",
+    "fractional_max_pool3d_backward", "max_unpool2d", "max_unpool3d", "upsample_linear1d_backward",
+    "upsample_bilinear2d_backward", "_upsample_bilinear2d_aa_backward", "upsample_bicubic2d_backward",
+    "_upsample_bicubic2d_aa_backward", "upsample_trilinear3d_backward", "reflection_pad1d_backward",
+    "reflection_pad2d_backward", "reflection_pad3d_backward", "replication_pad1d_backward",
+    "replication_pad2d_backward", "replication_pad3d_backward", "nll_loss2d_forward", "_ctc_loss_backward",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+})  # fmt: skip
+
+
+def is_nondeterministic(op: Any) -> bool:
+    """Whether an operator may give other bits each time that it is called.
+
+    Example:
+        >>> is_nondeterministic(torch.ops.aten.index_add_.default), is_nondeterministic(torch.ops.aten.add.Tensor)
+        (True, False)
+    """
+    return isinstance(op, OpOverload) and op._opname.rstrip("_") in _NAMES
+
+
+def share_results(
+    rows: Sequence[Sequence[Any]], call: Callable[[Sequence[Any]], Any], written: Sequence[tuple[int, str]]
+) -> list[Any]:
+    """`call` on the row of each rank, once for all ranks whose rows are equal.
+
+    Args:
+        rows: each rank's tensors and other values.
+        call: runs the operator on a row.
+        written: where in a row the tensors are that it writes to, and the names of their arguments.
+    """
+    if any(is_traced(value) for value in rows[0] if isinstance(value, torch.Tensor)):
+        return [call(row) for row in rows]
+    found: list[int] = []  # for each rank the first one with the same row
+    for rank, row in enumerate(rows):
+        found.append(next((i for i in dict.fromkeys(found) if _equal(rows[i], row)), rank))
+    results: list[Any] = []
+    for rank, (row, first) in enumerate(zip(rows, found, strict=True)):
+        results.append(call(row) if first == rank else _repeat(row, rows[first], results[first], written))
+    return results
+
+
+def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return all(agree(x, y) if isinstance(x, torch.Tensor) else x is y or x == y for x, y in zip(a, b, strict=True))
+
+
+def _repeat(row: Sequence[Any], first: Sequence[Any], result: Any, written: Sequence[tuple[int, str]]) -> Any:
+    """What another rank with an equal row has written and returned, for this row."""
+    for position, _ in written:
+        if row[position] is not first[position]:
+            row[position].copy_(first[position])
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        at = next((position for position, _ in written if value is first[position]), None)
+        return value.clone() if at is None else row[at]
+
+    return tree_map(own, result)
