@@ -120,10 +120,7 @@ class _Runner:
         return new_args, new_kwargs
 
     def run_here(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        """On the one rank of this process; outside the mesh nothing is held."""
-        if not self.coordinates:
-            count = len(self.info.returns)
-            return tuple(torch.empty(0) for _ in range(count)) if count > 1 else torch.empty(0)
+        """On the one rank of this process."""
         new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.coordinates[0])
         return op(*new_args, **new_kwargs)
 

@@ -21,8 +21,8 @@ class Decision:
     """One resolved signature.
 
     Args:
-        way: "rule", "decomposed", "whole tensors", "random", "by a new tensor", "by copies", "view in place" or
-            "mesh by mesh".
+        way: "rule", "decomposed", "whole tensors", "random", "by a new tensor", "by copies", "view in place",
+            "mesh by mesh" or "outside the mesh".
         signature: the call; None where its operands lie on several meshes.
         sharding: where everything lies by the rule; for "decomposed" what the rule would have done.
     """

@@ -23,17 +23,18 @@ from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.origins import GROUPED, PUTTING_BACK, TAKING, noting_experts, noting_origin, putting_back
+from shardwise.dispatch.outside import holding_nothing
 from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.recipes import Recipes
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.base import on_found, on_new_world, raise_found
+from shardwise.fabric.base import fabric_of, on_found, on_new_world, raise_found
 from shardwise.fabric.routes import cached_routes
 from shardwise.plan.cost import on_new_model
 from shardwise.plan.decomposing import worth_decomposing
-from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
+from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, replicated_spec
 from shardwise.rng.draw import fills
 from shardwise.rules.registry import DECOMPOSITIONS, REDUCTIONS, RULES
 from shardwise.schema import OpInfo, Slot, forget_infos, functional_of, op_info, tensor_slots
@@ -137,6 +138,9 @@ class OpDispatcher:
         if "device" in kwargs:
             _check_device(info, kwargs["device"], mesh)
         signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
+        if fabric_of(mesh).is_outside(mesh) and torch.Tag.inplace_view not in func.tags:
+            run = self._resolve_outside(signature, key, args, kwargs)
+            return run if len(laid_out) == len(found) else with_plain_operands(run, info, found, mesh, self.wrapping)
         if info.draws:
             agree_once(mesh)
         if info.writes:
@@ -185,6 +189,16 @@ class OpDispatcher:
         decided("decomposed" if compute is not None else "whole tensors", signature, sharding)
         run = directly() if compute is None else decomposed(signature, compute, directly, metas)
         return watched(self.wrapping, info, run)
+
+    def _resolve_outside(
+        self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executor:
+        """An operator on a rank that is not in the mesh of its operands."""
+        decided("outside the mesh", signature)
+        metas = self._metas.find(signature, key, args, kwargs)
+        sharding = _sharding(signature, metas)
+        outputs = None if metas is None else [replicated_spec(signature.mesh, meta) for meta in metas]
+        return holding_nothing(signature, outputs if sharding is None else sharding.outputs, args, kwargs)
 
     def _laid_out(self, signature: Signature, key: Key, sharding: OutputSharding) -> Executor:
         """A call that runs as its rule has laid it out; those that differ from it in their sizes alone will too."""

@@ -26,7 +26,7 @@ from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.traced_draws import fill_in_graph, mask_in_graph
 from shardwise.errors import AgreementError, LayoutError
-from shardwise.fabric.base import device_of, fabric_of, on_new_world
+from shardwise.fabric.base import device_of, fabric_of, nothing_of, on_new_world
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
@@ -131,7 +131,8 @@ class _Parts:
             used.add(id(found))
             return (found if first else found.clone()).permute(self.back)
 
-        return fabric_of(self.spec.mesh).build(self.spec.mesh, part)
+        fabric = fabric_of(self.spec.mesh)
+        return nothing_of(self.spec) if fabric.is_outside(self.spec.mesh) else fabric.build(self.spec.mesh, part)
 
 
 def _note_state(mesh: DeviceMesh, op: OpOverload, generator: torch.Generator | None) -> None:

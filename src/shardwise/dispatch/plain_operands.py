@@ -15,7 +15,7 @@ from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping
-from shardwise.errors import AgreementError, MeshError, PlainTensorError
+from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor, virtual
 from shardwise.schema import OpInfo, Slot
@@ -127,11 +127,8 @@ def _plain_gradient(grad: Any) -> torch.Tensor:
     """The gradient of a plain tensor: that of a replicated DTensor, as a plain tensor."""
     if not hasattr(grad, "full_tensor"):
         return grad
-    if not fabric_of(grad._spec.mesh).coordinates(grad._spec.mesh):
-        raise MeshError(
-            f"a plain tensor was used with DTensors on {grad._spec.mesh}, and this rank is outside of it",
-            hint="let the ranks of the mesh alone run this part, or make the tensor a DTensor",
-        )
+    if fabric_of(grad._spec.mesh).is_outside(grad._spec.mesh):  # this rank has no part in it
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     return grad.full_tensor()
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.fabric.base import fabric_of
 
 __all__ = ["SideBySide", "alike"]
 
@@ -35,6 +36,8 @@ class SideBySide(NamedTuple):
 
     def parts(self, joined: torch.Tensor) -> list[torch.Tensor]:
         """The local of each tensor, contiguous, of a local of the buffer."""
+        if fabric_of(self.spec.mesh).is_outside(self.spec.mesh):
+            return [joined.new_zeros((0,) if shape else ()) for shape in self.shapes]
         pieces = joined.split([math.prod(shape) for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 

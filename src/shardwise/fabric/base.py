@@ -15,6 +15,7 @@ import torch
 
 from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
+from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
 from shardwise.plan.route import Route
 from shardwise.plan.step import Step
@@ -25,6 +26,7 @@ __all__ = [
     "device_of",
     "fabric_of",
     "fabrics",
+    "nothing_of",
     "on_found",
     "on_new_world",
     "raise_found",
@@ -64,6 +66,10 @@ class Fabric(ABC):
     @abstractmethod
     def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
         """The coordinates of the ranks that run in this process; none outside the mesh."""
+
+    def is_outside(self, mesh: DeviceMesh) -> bool:
+        """Whether no rank of the mesh runs in this process."""
+        return False
 
     @abstractmethod
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
@@ -152,6 +158,12 @@ def check_source(mesh: DeviceMesh, source: int | None) -> None:
 
 # Called where the ranks here are of another world than before: forget what was worked out for those of the former one.
 on_new_world: list[Callable[[], object]] = []
+
+
+def nothing_of(spec: DTensorSpec) -> torch.Tensor:
+    """What a rank outside its mesh holds of a tensor: no elements, or one zero in the place of a single number."""
+    make = torch.empty if spec.ndim else torch.zeros
+    return make((0,) if spec.ndim else (), dtype=spec.tensor_meta.dtype, device=device_of(spec.mesh))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -31,7 +31,6 @@ from shardwise.fabric.base import (
     BoundStep,
     Fabric,
     check_source,
-    device_of,
     on_new_world,
     raise_found,
     register,
@@ -295,9 +294,15 @@ class C10dFabric(Fabric):
         coordinate = self.coordinate(mesh)
         return [] if coordinate is None else [coordinate]
 
+    def is_outside(self, mesh: DeviceMesh) -> bool:
+        return self.coordinate(mesh) is None
+
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         coordinate = self.coordinate(mesh)
-        return torch.empty(0, device=device_of(mesh)) if coordinate is None else make(coordinate)
+        if coordinate is not None:
+            return make(coordinate)
+        first = make((0,) * mesh.ndim)  # for its dtype and device
+        return first.new_empty(0) if first.dim() else first.new_zeros(())
 
     def map(self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor) -> torch.Tensor:
         coordinate = self.coordinate(mesh)

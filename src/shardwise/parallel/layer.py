@@ -17,6 +17,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
 from shardwise.fabric.virtual import RankTensor, is_even, virtual
 from shardwise.parallel.boundary import from_layer, to_layer
@@ -173,9 +174,13 @@ class Layer:
             for name, spec in zip(recipe.parameters, key[1:], strict=True)
             if module._parameters[name] is not None
         }
-        fits = mesh.fabric != dry.name and all(
-            spec is not None and spec.mesh is mesh and spec.placements == (recipe.parameters[name],)
-            for name, spec in given.items()
+        fits = (
+            mesh.fabric != dry.name
+            and not fabric_of(mesh).is_outside(mesh)
+            and all(
+                spec is not None and spec.mesh is mesh and spec.placements == (recipe.parameters[name],)
+                for name, spec in given.items()
+            )
         )
         entered = key[0] if isinstance(key[0], DTensorSpec) else None
         ndim: int = key[0] if entered is None else entered.ndim  # pyright: ignore[reportAssignmentType]

@@ -18,6 +18,6 @@ def redistributed_together(tensors: Sequence[DTensor], placements: Sequence[Plac
     joined = dtensor_of(buffer.spec, buffer.joined(tensor._local_tensor for tensor in tensors))
     parts = buffer.parts(joined.redistribute(placements=placements)._local_tensor)
     return [
-        dtensor_of(DTensorSpec(joined.device_mesh, placements, TensorMeta(part.shape, dtype=joined.dtype)), part)
-        for part in parts
+        dtensor_of(DTensorSpec(joined.device_mesh, placements, TensorMeta(shape, dtype=joined.dtype)), part)
+        for shape, part in zip(buffer.shapes, parts, strict=True)
     ]

@@ -31,7 +31,7 @@ from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.dispatch.views import OUTSIDE, materialize
 from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabric_of, nothing_of
 from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.shared_writes import is_traced
@@ -267,6 +267,8 @@ class DTensor(torch.Tensor):
         if mesh.fabric == "virtual" and not isinstance(innermost(local_tensor), RankTensor):
             local_tensor = on_every_rank(local_tensor, mesh.grid_size)
         spec = spec_given(local_tensor, mesh, placements, run_check, shape, stride, shard_order)
+        if fabric_of(mesh).is_outside(mesh):
+            local_tensor = nothing_of(spec).requires_grad_(local_tensor.requires_grad)
         if wants_derivatives(local_tensor):
             made = apply_function(FromLocal, local_tensor, spec, gradient_spec_as(spec, grad_placements))
         else:
