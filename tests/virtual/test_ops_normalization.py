@@ -229,3 +229,18 @@ def test_group_norm_of_locals_in_any_order_of_memory(by_channels: bool) -> None:
         torch.testing.assert_close(whole(got), result.detach())
         got.backward(held(grad, order_of_grad))
         torch.testing.assert_close(whole(inner.grad), source.grad)
+
+
+@pytest.mark.parametrize("stride", [(1, 1, 12, 4), (12, 1, 12, 4), (4, 1, 12, 4), (36, 9, 3, 1), (3, 9, 3, 1)])
+def test_group_norm_with_one_sample_on_each_rank(stride: tuple[int, ...]) -> None:
+    """The stride of a dim of one index says nothing, and kernels read it to find the order of memory."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = t(4, 4, 3, 3)
+    locals_ = [torch.empty_strided((1, 4, 3, 3), stride, dtype=x.dtype).copy_(one) for one in x.split(1)]
+    inner = sw.DTensor.from_local(sw.RankTensor(locals_), mesh, [S0]).requires_grad_()
+    source = x.clone().requires_grad_()
+    wanted, got = F.group_norm(source, 2), F.group_norm(inner, 2)
+    torch.testing.assert_close(whole(got), wanted.detach())
+    wanted.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(whole(inner.grad), source.grad)

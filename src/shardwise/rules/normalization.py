@@ -184,24 +184,36 @@ def by_batch(call: Call, **facts: Any) -> Factors:
     return Factors(tuple(map(dims, call.operands)), tuple(map(dims, call.results)), **facts)
 
 
-def memory_order(x: torch.Tensor) -> torch.memory_format:
-    """In which order of memory the kernels of group norms read a local: by channels where it lies so, on the CPU."""
-    by_channels = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if by_channels is None or x.device.type != "cpu" or x.is_contiguous():
-        return torch.contiguous_format
-    return by_channels if x.is_contiguous(memory_format=by_channels) else torch.contiguous_format
+def by_channels(x: torch.Tensor) -> bool:
+    """Whether the kernels of group norms read a local with the channels last, as it lies in memory: on the CPU alone."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return (
+        order is not None
+        and x.device.type == "cpu"
+        and not x.is_contiguous()
+        and x.is_contiguous(memory_format=order)
+    )
+
+
+def dense(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """A local in one of the two orders, copied only if need be.
+
+    Dims of one index get the strides that a new tensor has: kernels look at them to find the order.
+    """
+    if not channels_last:
+        return x.contiguous().view(-1).view(x.shape)
+    return dense(x.movedim(1, -1), False).movedim(-1, 1)
 
 
 def local_group_norm(x: torch.Tensor, *rest: Any) -> Any:
     """Group norm of a local, which may lie in memory otherwise than on one device."""
-    return aten.native_group_norm.default(x.contiguous(memory_format=memory_order(x)), *rest)
+    return aten.native_group_norm.default(dense(x, by_channels(x)), *rest)
 
 
 def local_group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
     """The gradients of a group norm of a local. The kernel takes both to lie alike, and does not look."""
-    order = memory_order(x)
-    grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
-    return aten.native_group_norm_backward.default(grad, x, *rest)
+    last = by_channels(x)
+    return aten.native_group_norm_backward.default(dense(grad, last), dense(x, last), *rest)
 
 
 @rule(aten.native_group_norm.default, localize=local_batch, local_op=local_group_norm)
