@@ -12,16 +12,8 @@ pytestmark = pytest.mark.usefixtures("always_decomposing")
 SEED = 0
 CHUNKS = 48  # so that workers can share them
 
-PARTIAL_DRAW = "refuses to draw random numbers into a Partial tensor"
-
 # Operators that fail now, and why. One that passes again must be taken out.
 KNOWN: dict[str, str] = {
-    "addbmm": "torch resizes the target of addbmm_ to the broadcast shape",
-    "cauchy": PARTIAL_DRAW,
-    "exponential": PARTIAL_DRAW,
-    "log_normal": PARTIAL_DRAW,
-    "normal.in_place": PARTIAL_DRAW,
-    "tensor_split": "torch reads the memory of the index tensor itself",
     "to_sparse": "there are no sparse DTensors",
 }
 

@@ -101,3 +101,17 @@ def test_index_outside_of_a_sharded_table_is_an_error(bad: int) -> None:
     words = sw.distribute_tensor(torch.tensor([0, bad]), mesh, [R])
     with pytest.raises(RuntimeError, match="not in the table of 7 rows"):
         F.embedding(words, table)
+
+
+@pytest.mark.parametrize("table", [S0, S1, R])
+@pytest.mark.parametrize("words", [S0, R])
+def test_the_gradient_of_a_table_that_asks_for_a_sparse_one_is_dense(table: Any, words: Any) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    plain = TABLE.clone().requires_grad_()
+    F.embedding(WORDS, plain, sparse=True, padding_idx=2).square().sum().backward()
+    weight = sw.distribute_tensor(TABLE, mesh, [table]).requires_grad_()
+    F.embedding(
+        sw.distribute_tensor(WORDS, mesh, [words]), weight, sparse=True, padding_idx=2
+    ).square().sum().backward()
+    assert plain.grad is not None and plain.grad.is_sparse  # of plain tensors it stays sparse
+    torch.testing.assert_close(weight.grad.full_tensor(), plain.grad.to_dense())

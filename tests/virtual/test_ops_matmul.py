@@ -33,6 +33,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "baddbmm": (lambda s, a, b: torch.baddbmm(s, a, b, **SCALED), t(4, 5), t(3, 4, 6), t(3, 6, 5)),
     "baddbmm_": (lambda s, a, b: (s * 1).baddbmm_(a, b, **SCALED), t(3, 4, 5), t(3, 4, 6), t(3, 6, 5)),
     "addbmm": (lambda s, a, b: torch.addbmm(s, a, b, **SCALED), t(4, 5), t(3, 4, 6), t(3, 6, 5)),
+    "addbmm_": (lambda s, a, b: (s * 1).addbmm_(a, b, **SCALED), t(4, 5), t(3, 4, 6), t(3, 6, 5)),
+    "addbmm_ that resizes": (lambda s, a, b: (s * 1).addbmm_(a, b), t(5), t(3, 4, 6), t(3, 6, 5)),
     "addbmm row": (torch.addbmm, t(5), t(3, 4, 6), t(3, 6, 5)),
     "mv": (torch.mv, t(4, 6), t(6)),
     "addmv": (lambda s, a, b: torch.addmv(s, a, b, **SCALED), t(4), t(4, 6), t(6)),

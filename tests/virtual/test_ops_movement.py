@@ -227,6 +227,15 @@ def test_most_of_a_sharded_dim_is_gathered() -> None:
     assert collectives == 1
 
 
+@pytest.mark.parametrize("at", [torch.tensor([1, 5]), torch.tensor(3)])
+def test_splits_at_a_tensor(at: torch.Tensor) -> None:
+    """torch reads the memory of the indices, which a DTensor has none of."""
+    assert_parity(lambda x, at: torch.tensor_split(x, at), torch.arange(16.0).reshape(8, 2), at, limit=6)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    plain = torch.arange(8.0).tensor_split(sw.distribute_tensor(at, mesh, [Replicate()]))
+    assert [part.tolist() for part in plain] == [part.tolist() for part in torch.arange(8.0).tensor_split(at)]
+
+
 def test_booleans_have_no_sum() -> None:
     x = sw.distribute_tensor(X > 0, mesh_of(4), [Shard(0)])
     assert torch.equal(x[1].full_tensor(), (X > 0)[1])

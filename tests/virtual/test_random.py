@@ -269,20 +269,31 @@ def test_factories(shape: tuple[int, ...]) -> None:
         assert torch.equal(have, torch.randperm(11))
 
 
-def test_partial_destinations_are_refused() -> None:
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "max", "product"])
+def test_what_is_drawn_into_a_partial_tensor_adds_up_to_the_numbers_of_one_device(reduce_op: str) -> None:
+    for shape, placements in (((4,), [sw.Partial(reduce_op)]), ((2, 2), [sw.Partial(reduce_op), sw.Shard(0)])):
+        mesh = sw.init_device_mesh("cpu", shape)
+        for draw in (torch.Tensor.uniform_, torch.Tensor.cauchy_, lambda x: x.bernoulli_(0.5)):
+            partial = sw.ones(5, 3, device_mesh=mesh, placements=placements)
+            torch.manual_seed(SEED)
+            draw(partial)
+            state = torch.get_rng_state()
+            torch.manual_seed(SEED)
+            assert torch.equal(partial.full_tensor(), draw(torch.ones(5, 3)))
+            assert partial.placements == tuple(placements)
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_partial_factories_are_refused() -> None:
     mesh = sw.init_device_mesh("cpu", (2,))
     state = torch.get_rng_state()
-    partial = sw.ones(4, device_mesh=mesh, placements=[sw.Partial()])
     for draw in (
-        lambda: partial.uniform_(),
-        lambda: partial.bernoulli_(0.5),
         lambda: sw.rand(4, device_mesh=mesh, placements=[sw.Partial()]),
         lambda: sw.randint(4, (3,), device_mesh=mesh, placements=[sw.Partial()]),
     ):
         with pytest.raises(sw.LayoutError, match="do not add up"):
             draw()
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(partial.full_tensor(), torch.ones(4))
 
 
 def test_dropout_of_a_sum_stays_a_sum() -> None:

@@ -25,7 +25,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.traced_draws import fill_in_graph, mask_in_graph
-from shardwise.errors import AgreementError, LayoutError
+from shardwise.errors import AgreementError
 from shardwise.fabric.base import device_of, fabric_of, nothing_of, on_new_world
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import bound_route
@@ -226,13 +226,10 @@ def agree_on_state(mesh: DeviceMesh) -> None:
 
 
 def filling(signature: Signature) -> Executor:
-    """An in-place fill."""
+    """An in-place fill. What a Partial tensor adds up to is what one device draws."""
     info, spec = signature.info, signature.specs[0]
     if spec.partial_axes:
-        raise LayoutError(
-            f"{info.op} cannot draw into {spec}: random numbers do not add up to random numbers",
-            hint="redistribute it to Replicate() or Shard() first",
-        )
+        return _filling_partial(signature)
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         bound = info.bind(args, kwargs)
@@ -242,6 +239,21 @@ def filling(signature: Signature) -> Executor:
             local.copy_(fill_in_graph(spec, op, numbers, bound.get("generator")))
         else:
             _parts_of(spec).draw_into(local, op, numbers, bound.get("generator"))
+        return args[0]
+
+    return run
+
+
+def _filling_partial(signature: Signature) -> Executor:
+    info, spec = signature.info, signature.specs[0]
+    reduced = spec.reduced()
+    route = bound_route(reduced, spec)
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        bound = info.bind(args, kwargs)
+        op, numbers = _fill_of(info.op, bound)  # pyright: ignore[reportGeneralTypeIssues]
+        fill = fill_in_graph if is_tracing() else fill_parts
+        args[0]._local_tensor.copy_(route.run(fill(reduced, op, numbers, bound.get("generator"))))
         return args[0]
 
     return run
@@ -259,8 +271,6 @@ def drawing(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
 
 def _filling_new(signature: Signature, meta: TensorMeta) -> Executor:
     info = signature.info
-    if signature.specs[0].partial_axes and info.op in IN_PLACE:
-        return filling(signature)  # says why not
     spec = signature.specs[0].reduced().with_meta(meta)
     wrap = signature.wrapping.wrapper(spec)
 

@@ -185,13 +185,10 @@ def by_batch(call: Call, **facts: Any) -> Factors:
 
 
 def by_channels(x: torch.Tensor) -> bool:
-    """Whether the kernels of group norms read a local with the channels last, as it lies in memory: on the CPU alone."""
+    """Whether the kernels of group norms read a local with the channels last, as it is in memory: on the CPU alone."""
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return (
-        order is not None
-        and x.device.type == "cpu"
-        and not x.is_contiguous()
-        and x.is_contiguous(memory_format=order)
+        order is not None and x.device.type == "cpu" and not x.is_contiguous() and x.is_contiguous(memory_format=order)
     )
 
 

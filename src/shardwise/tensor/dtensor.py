@@ -40,6 +40,7 @@ from shardwise.fabric.world import as_mesh
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import refusing, watching
+from shardwise.tensor.composites import replace_composites
 from shardwise.tensor.given import resolved, spec_given
 from shardwise.tensor.gradients import (
     addends_spec,
@@ -541,6 +542,7 @@ dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = dispatcher.cache
 watching.watchable(DTensor, dispatcher.dispatch)
 refusing.refusable(DTensor)
+replace_composites(DTensor)
 
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for
