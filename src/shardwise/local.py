@@ -81,7 +81,7 @@ def local_runner(
         slots: where the locals go in its arguments.
         patches: for each coordinate the plain arguments to be replaced.
         mesh: whose ranks run it.
-        draws: whether it runs once for all virtual ranks: it draws random numbers, or is not the same twice.
+        draws: whether it draws random numbers, once for all ranks.
     """
     runner = _Runner(info, slots, patches, coordinates_here(mesh))
     if mesh.fabric == virtual.name:

@@ -113,5 +113,6 @@ def test_the_gradient_of_a_table_that_asks_for_a_sparse_one_is_dense(table: Any,
     F.embedding(
         sw.distribute_tensor(WORDS, mesh, [words]), weight, sparse=True, padding_idx=2
     ).square().sum().backward()
-    assert plain.grad is not None and plain.grad.is_sparse  # of plain tensors it stays sparse
+    assert plain.grad is not None
+    assert plain.grad.is_sparse  # of plain tensors it stays sparse
     torch.testing.assert_close(weight.grad.full_tensor(), plain.grad.to_dense())

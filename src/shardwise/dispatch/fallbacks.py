@@ -25,8 +25,6 @@ __all__ = ["decomposed", "on_whole_tensors", "torch_decomposition"]
 BY_MEMORY = {
     "aten::resize", "aten::resize_as", "prims::as_strided_scatter", "aten::_pdist_forward", "aten::_pdist_backward",
 }  # fmt: skip
-# Operators whose last bits depend on where their operands stand in memory: virtual ranks share one result.
-ONCE = {"aten::linalg_lstsq"}
 
 
 @functools.cache
@@ -78,8 +76,7 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     if any_complex(specs, outputs or ()):
         local_op = seeing_conjugates(local_op or info.op)
     copies = info.is_view and (any(routes) or info.op in COPYING_VIEWS)
-    once = info.draws or info.op.name() in ONCE
-    run = general_executor(signature, routes, outputs, local_op=local_op, copies=copies, draws=once)
+    run = general_executor(signature, routes, outputs, local_op=local_op, copies=copies, draws=signature.info.draws)
     moving = [route.route for route in routes if route is not None and route.communicates]
     if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
         return run
