@@ -770,6 +770,8 @@ class CopiedDTensor(DTensor):
 
 # Each function is differentiated by the other ones, so that derivatives of any order are functions of DTensors too.
 # `source`, `spec`, `gradient` and `target` are layouts as a transformed function sees them: without the dims of vmap.
+# In forward mode a result shares the memory of an operand's tangent where it shares that of the operand, as for views
+# of plain tensors: a write in place then changes both or neither.
 
 
 def moved(
@@ -864,7 +866,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        addends = addends_spec(ctx.spec, ctx.gradient)
+        addends = addends_spec(ctx.spec, ctx.spec)  # the tangent of an average is the average of the tangents
         return as_dtensor(_weighted(ctx, tangent, addends), addends, ctx.gradient)
 
     @staticmethod
@@ -959,9 +961,11 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         tangent, dtype = _gradient(tangent, ctx.source), ctx.target.tensor_meta.dtype
+        if ctx.source is ctx.target:  # the value is a view of the operand
+            return tangent.view_as(tangent)
         tangent = tangent if tangent.dtype is dtype else cast(tangent, dtype)
         found = moved(tangent, tangent_spec(ctx.target), ctx.async_op, None, ctx.max_bytes)
-        return tangent.view_as(tangent) if found is tangent else found
+        return tangent.clone() if found is tangent else found
 
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
