@@ -323,6 +323,13 @@ class Choices:
             options.append(f"{name}.mean({self.dim(name)}, keepdim=True)")
         return self.rng.choice(options)
 
+    def apart(self, name: str, written: str) -> str:
+        """A variable, or what `like` has made, copied where it shares memory with another: what torch copies from a
+        tensor onto memory that it shares with it depends on the order of the copy."""
+        value, other = self.variables.get(name), self.variables[written]
+        is_shared = value is not None and value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        return f"{name}.clone()" if is_shared and name != written else name
+
     def part(self, name: str) -> str:
         """An index into a variable."""
         items = []
@@ -485,7 +492,7 @@ def _write(c: Choices) -> str:
     swapped = f"{x}.transpose(0, -1)" if c.shape(x) else x
     return c.pick(
         f"{x}.add_({y})", f"{x}.mul_(0.5)", f"{x}.sub_({y}, alpha=0.3)", f"{x}.mul_({y})", f"{part} = 0.25",
-        f"{part}.mul_(2)", f"{part}.add_(1)", f"{part}.zero_()", f"{x}.copy_({y})", f"{x}.clamp_(-1, 1)",
+        f"{part}.mul_(2)", f"{part}.add_(1)", f"{part}.zero_()", f"{x}.copy_({c.apart(y, x)})", f"{x}.clamp_(-1, 1)",
         f"{x}.tanh_()",
         f"{swapped}.add_(1)", f"{swapped}.mul_(0.5)", f"{x}.masked_fill_({x} > 0.5, 0.1)", f"{x}.fill_(0.75)",
         f"{part} = {part} * 2 + 1", f"{x}.view(-1).add_(0.5)", f"{x}.neg_()", f"{x}.addcmul_({y}, {y}, value=0.1)",

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.errors import AgreementError
 
-__all__ = ["RankNumber", "of_rank", "rank_sizes"]
+__all__ = ["RankNumber", "count_of", "of_rank", "rank_sizes"]
 
 
 class RankNumber:
@@ -29,7 +29,7 @@ class RankNumber:
     def __init__(self, values: Sequence[Any], general: bool | None = None, is_stride: bool = False) -> None:
         self.values = tuple(values)
         self.is_stride = is_stride
-        self.general = general  # what torch's own code takes a condition for if ranks differ: a size is not 1
+        self.general = general  # what torch's own code takes a condition for if ranks differ: a size is not 0 or 1
 
     def agreed(self) -> Any:
         """The number, where it is one plain number for all ranks."""
@@ -126,6 +126,24 @@ class RankNumber:
         rows = zip(zip(*self._values(*sizes), strict=True), zip(*self._values(*strides), strict=True), strict=True)
         return RankNumber([_is_dense(*row) for row in rows])
 
+    def _general(self, compute: Callable[[Any, Any], Any], other: Any, others: Sequence[Any]) -> bool | None:
+        """What torch's own code takes a comparison, or a combination of them, for where the ranks differ.
+
+        It asks whether a size is 1 to broadcast, whether it is 0 to save work, and compares strides to choose an order
+        of memory. A number that differs is taken as any other, as torch does with sizes that it does not know. Not so
+        where a user's program asks: that is `bool_`.
+        """
+        if compute in (operator.eq, operator.ne):
+            strides = self.is_stride or (isinstance(other, RankNumber) and other.is_stride)
+            return compute is operator.ne if strides or set(others) in ({0}, {1}) else None
+        if compute in (_or, _and):
+            both = self._assumed(), other._assumed() if isinstance(other, RankNumber) else other
+            return None if None in both else compute(*both)
+        return None
+
+    def _assumed(self) -> bool | None:
+        return self.values[0] if len(set(self.values)) == 1 else self.general
+
     def _values(self, *numbers: Any) -> list[tuple[Any, ...]]:
         count = len(self.values)
         return [
@@ -152,14 +170,17 @@ def _binary(compute: Callable[[Any, Any], Any]) -> Callable[[RankNumber, Any], R
     def run(self: RankNumber, other: Any) -> RankNumber:
         (others,) = self._values(other)
         values = [compute(a, b) for a, b in zip(self.values, others, strict=True)]
-        # Code in C++ asks whether a size is 1 to broadcast or to choose an order of memory, and compares strides for
-        # the latter. There one that differs is taken as any other, as torch does with sizes that it does not know;
-        # what Python asks is not.
-        compares = compute in (operator.eq, operator.ne) and len(set(values)) > 1
-        about_memory = compares and (set(others) == {1} or self.is_stride)
-        return RankNumber(values, compute is operator.ne if about_memory else None)
+        return RankNumber(values, self._general(compute, other, others) if len(set(values)) > 1 else None)
 
     return run
+
+
+def _or(a: bool, b: bool) -> bool:
+    return a or b
+
+
+def _and(a: bool, b: bool) -> bool:
+    return a and b
 
 
 def _divide(a: float, b: float) -> float:
@@ -168,7 +189,11 @@ def _divide(a: float, b: float) -> float:
 
 
 def _unary(compute: Callable[[Any], Any]) -> Callable[[RankNumber], RankNumber]:
-    return lambda self: RankNumber([compute(value) for value in self.values])
+    def run(self: RankNumber) -> RankNumber:
+        general = not self.general if compute is operator.not_ and self.general is not None else None
+        return RankNumber([compute(value) for value in self.values], general)
+
+    return run
 
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
@@ -176,8 +201,8 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "floordiv": operator.floordiv, "int_floordiv": operator.floordiv, "truediv": _divide,
     "int_truediv": _divide, "float_truediv": _divide, "float_pow": operator.pow,
     "pow_by_natural": operator.pow, "sym_max": max, "sym_min": min, "eq": operator.eq, "ne": operator.ne,
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "sym_or": lambda a, b: a or b,
-    "or_": lambda a, b: a or b, "sym_and": lambda a, b: a and b, "and_": lambda a, b: a and b,
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "sym_or": _or,
+    "or_": _or, "sym_and": _and, "and_": _and,
 }  # fmt: skip
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": operator.neg, "pos": operator.pos, "abs": abs, "sym_float": float, "sym_int": int, "trunc": math.trunc,
@@ -207,3 +232,14 @@ def of_rank(value: Any, rank: int) -> Any:
     """What a number is on one rank."""
     node = _node(value)
     return node.values[rank] if isinstance(node, RankNumber) else value
+
+
+def count_of(numbers: Sequence[Any]) -> int | None:
+    """How many ranks numbers are of; None where all of them are plain.
+
+    Example:
+        >>> count_of(rank_sizes([(2, 3), (1, 3)])), count_of((2, 3))
+        (2, None)
+    """
+    counts = [len(node.values) for node in map(_node, numbers) if isinstance(node, RankNumber)]
+    return counts[0] if counts else None

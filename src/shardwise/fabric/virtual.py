@@ -30,6 +30,7 @@ from shardwise.fabric.pieces import (
 )
 from shardwise.fabric.rank_generators import draws, draws_alike
 from shardwise.fabric.rank_sizes import of_rank, rank_sizes
+from shardwise.fabric.rank_tangents import RankTangents, in_forward_mode
 from shardwise.fabric.shared_writes import (
     STATISTICS,
     TRACED,
@@ -60,6 +61,7 @@ class RankTensor(torch.Tensor):
             for tensor in tensors:
                 if tensor.shape != size:
                     size, stride = _own_sizes(tensors)
+                    cls = UnevenDual if in_forward_mode() else cls
                     break
         self = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=first.dtype, device=first.device)
         self.tensors = tuple(tensors)
@@ -133,6 +135,20 @@ class RankTensor(torch.Tensor):
     def tolist(self) -> list[Any]:
         """The values of each rank."""
         return [tensor.tolist() for tensor in self.tensors]
+
+
+class UnevenDual(RankTensor):
+    """A `RankTensor` of uneven locals that was made in forward mode, where torch needs each rank's zero tangents."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        plain = torch._C._disabled_torch_function_impl
+        if not in_forward_mode():
+            return plain(func, types, args, kwargs or {})
+        with RankTangents(RankTensor):
+            return plain(func, types, args, kwargs or {})
 
 
 def _differing_gradients(rank: int) -> ShardwiseError:
@@ -289,7 +305,7 @@ def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], give
     first = results[0]
     if isinstance(first, torch.Tensor):
         for leaf in given:
-            if first is leaf or (leaf.__class__ is RankTensor and _are_parts(results, leaf)):
+            if first is leaf or (isinstance(leaf, RankTensor) and _are_parts(results, leaf)):
                 return leaf
         return RankTensor(results)
     if isinstance(first, tuple | list):
