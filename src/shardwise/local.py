@@ -17,10 +17,12 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
 from shardwise.fabric.shared_writes import written_arguments
-from shardwise.fabric.virtual import RankTensor, run_rows, together, virtual
+from shardwise.fabric.virtual import RankTensor, parts_of, run_rows, together, virtual
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["any_complex", "coordinates_here", "laid_out_like", "like", "local_runner", "seeing_conjugates"]
+__all__ = [
+    "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing_conjugates",
+]  # fmt: skip
 
 Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]  # operator, arguments, locals
 
@@ -60,6 +62,13 @@ def laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
         return RankTensor([laid_out_like(tensor, stride) for tensor in local.tensors])
     made = local.new_empty_strided(local.shape, dense_strides(local.shape, like=stride))
     return made.copy_(local)
+
+
+def in_order_of(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A local with its dims in memory in the order of these strides; itself where they are so."""
+    parts = parts_of(local)
+    is_so = all(part.stride() == dense_strides(part.shape, like=stride) for part in parts)
+    return local if is_so else laid_out_like(local, stride)
 
 
 def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:

@@ -36,6 +36,7 @@ class BoundRoute:
     run: BoundStep
     communicates: bool
     read: BoundStep  # the same for what is only read: broadcast dims stay so
+    reorder: bool = False  # whether the local is to be put in the order of the global strides: it may be row-major
     _begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
     def start(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -67,8 +68,9 @@ def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model
     route = DTensorRedistributePlanner(model).plan(source, target, max_bytes=max_bytes)
     run = fabric_of(source.mesh).bind_route(route)
     read = fabric_of(source.mesh).bind_route(_only_read(route)) if source.broadcast else run
+    reorder = not source.tensor_meta.is_contiguous and not target.broadcast
     if not route.collectives:
-        return BoundRoute(route, run, False, read)
+        return BoundRoute(route, run, False, read, reorder)
 
     def announced(bound: BoundStep) -> BoundStep:
         def announce_and_run(local: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,7 @@ def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model
         return announce_and_run
 
     both = announced(run)
-    return BoundRoute(route, both, True, announced(read) if source.broadcast else both)
+    return BoundRoute(route, both, True, announced(read) if source.broadcast else both, reorder)
 
 
 def _only_read(route: Route) -> Route:

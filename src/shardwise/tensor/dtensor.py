@@ -37,7 +37,7 @@ from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.shared_writes import is_traced
 from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
-from shardwise.local import laid_out_like
+from shardwise.local import in_order_of, laid_out_like
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import refusing, watching
 from shardwise.tensor.composites import replace_composites
@@ -661,7 +661,8 @@ def moved_to(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: in
     ):
         return _pending(tensor._local_tensor, bound, target)
     else:
-        made = dtensor_of(target, bound.run(tensor._local_tensor))
+        local = bound.run(tensor._local_tensor)
+        made = dtensor_of(target, in_order_of(local, meta.stride) if bound.reorder else local)
     if watching.watcher is not None:
         watching.watcher.moved(tensor, made)
     return made
@@ -708,7 +709,9 @@ def _pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> DTe
         PendingDTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device
     )
     made._spec = target
-    _LOCAL.__set__(made, bound.start(local))  # until it is settled the slot holds the function that waits
+    wait = bound.start(local)
+    # until it is settled the slot holds the function that waits
+    _LOCAL.__set__(made, (lambda: in_order_of(wait(), meta.stride)) if bound.reorder else wait)
     return made
 
 
