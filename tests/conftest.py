@@ -98,20 +98,7 @@ def tier_of(path: Path) -> str | None:
     return parts[1] if parts[0] == "tests" and parts[1] in TIERS else None
 
 
-# Tests that fail for a known reason, to be mended: what they ask for stays as it is.
-KNOWN_FAILURES = {
-    "test_programs[120]": "locals of uneven shards on virtual ranks refuse a condition on their sizes",
-}
-
-
-def mark_known_failures(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.name in KNOWN_FAILURES:
-            item.add_marker(pytest.mark.xfail(reason=KNOWN_FAILURES[item.name], strict=False))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_known_failures(items)
     for item in items:
         tier = tier_of(item.path)
         if tier is None:

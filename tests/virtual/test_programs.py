@@ -25,6 +25,19 @@ def test_programs_use_what_they_are_made_for() -> None:
         assert sum(kind in line for line in lines) > 3, kind
 
 
+@pytest.mark.parametrize("derivative", ["penalty", "hessian"])
+def test_a_second_derivative_that_is_none_is_zero(derivative: str) -> None:
+    assert check(Program(0, (2,), (Input("x0", (4, 1), ("S0",)),), ("v0 = x0.prod(1)",), derivative)) is None
+
+
+def test_a_gathered_tensor_has_the_order_of_memory_of_one_device() -> None:
+    """Random numbers follow it."""
+    lines = ("v0 = x0.t()", "v1 = G(v0)", "v2 = torch.randn_like(v1)", "v3 = T(v0, 'R')", "v4 = torch.randn_like(v3)")
+    for rows in (4, 8, 6):
+        for placement in ("S0", "S1", "P"):
+            assert check(Program(0, (4,), (Input("x0", (rows, 5), (placement,)),), lines)) is None
+
+
 def test_a_difference_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tanh that is wrong on shards is found, and what is printed runs and shows it."""
     import torch

@@ -101,3 +101,14 @@ def has_same_storage_numel(one: Any, other: Any) -> bool:
 def _storage_numel(tensor: Any) -> int:
     sizes = tuple(zip(tensor.shape, tensor.stride(), strict=True))
     return 0 if 0 in tensor.shape else 1 + sum((size - 1) * stride for size, stride in sizes)
+
+
+@decomposition(aten._new_zeros_with_same_feature_meta.default)
+def new_zeros_with_same_feature_meta(one: Any, other: Any, *, self_num_batch_dims: int = 0) -> Any:
+    """Zeros in the layout of a value, which forward mode copies a tangent of another layout into."""
+    if self_num_batch_dims == 0:
+        return torch.zeros_like(other, dtype=one.dtype)
+    step = _storage_numel(other)
+    batch = one.shape[:self_num_batch_dims]
+    strides = [step * stride for stride in dense_strides(batch)]
+    return one.new_empty_strided([*batch, *other.shape], [*strides, *other.stride()]).zero_()

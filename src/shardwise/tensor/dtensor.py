@@ -916,13 +916,26 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_parts(ctx.spec)
-        return as_local(moved(_gradient(tangent, ctx.spec), tangent_spec(ctx.spec)), ctx.gradient)
+        tangent = _gradient(tangent, ctx.spec)
+        if ctx.spec is (spec := tangent._spec):
+            return as_local(tangent, ctx.gradient)
+        own = as_local(moved(tangent, tangent_spec(ctx.spec)), ctx.gradient)
+        constant = [dim for dim in ctx.spec.broadcast if dim in spec.broadcast]
+        return _stored_once(own, constant) if constant else own
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Any, spec: DTensorSpec, gradient: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dim, meta = in_dims[0], tensor._spec.tensor_meta
         tensor = moved(tensor, with_batch_dim(spec, dim, meta))
         return as_local(tensor, with_batch_dim(gradient, dim, tensor._spec.tensor_meta)), dim
+
+
+def _stored_once(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """A local that is constant along `dims`, with broadcast dims: torch wants the strides of a value in its tangent."""
+    one = local
+    for dim in dims:
+        one = one.narrow(dim, 0, 1)
+    return one.clone().expand_as(local)
 
 
 class Redistribute(torch.autograd.Function):
