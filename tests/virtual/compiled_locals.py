@@ -46,7 +46,7 @@ def difference(plan: str, backend: str, mesh: sw.DeviceMesh) -> float:
         run = torch.compile(model, backend=backend) if compiled else model
         torch.manual_seed(1)
         result = run(given)
-        assert isinstance(result, sw.RankTensor)
+        assert isinstance(result, sw.RankTensor), (compiled, type(result))
         (result * result).sum().backward()
         held = [result, *[parameter.grad for parameter in model.parameters()]]
         outcomes.append([part for tensor in held for part in parts(tensor)])

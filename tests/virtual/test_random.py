@@ -319,6 +319,7 @@ def test_drawing_moves_nothing(name: str) -> None:
     assert moved.get_total_counts() == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
 def test_drawing_needs_the_memory_of_the_own_part() -> None:
     """A tensor of 256 MiB, of which the block is one in 4096: no more is allocated than some blocks of the stream."""
     shape = (4096, 16384)

@@ -126,7 +126,7 @@ class Layer:
         if program is not None:
             return self._run(module, program, value)
         found = in_layout(self._annotated(module, value), self.mesh, self.given, self.recipe.input, async_op=True)
-        if found._spec.mesh is not self.mesh:
+        if found._spec.mesh != self.mesh:  # not "is not", see local_of
             see_on(module, self.mesh, found._spec.mesh)
         return found
 

@@ -60,7 +60,8 @@ def local_of(tree: Any, mesh: DeviceMesh) -> Any:
     """What each rank holds of tensors on `mesh`. Those on a larger mesh stay: their locals would not say of what."""
 
     def local(tensor: Any) -> torch.Tensor:
-        return tensor.to_local() if is_dtensor(tensor) and tensor._spec.mesh is mesh else tensor
+        # "==" and not "is": torch 2.11 compares identities of what stands for the meshes while it traces
+        return tensor.to_local() if is_dtensor(tensor) and tensor._spec.mesh == mesh else tensor
 
     return local(tree) if isinstance(tree, torch.Tensor) else tree_map_only(torch.Tensor, local, tree)
 

@@ -138,7 +138,7 @@ def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
     for owner in module.modules():
         parameters: dict[str, Any] = owner._parameters
         for name, parameter in parameters.items():
-            if is_dtensor(parameter) and parameter._spec.mesh is mesh:
+            if is_dtensor(parameter) and parameter._spec.mesh == mesh:
                 own.append((owner, name, parameter))
     for owner, name, parameter in own:
         spec = parameter._spec.seen_on(larger)
