@@ -24,6 +24,10 @@ PROGRAMS = {
     "reductions": lambda x, w: x.sum(1) + x.mean(1) + x.amax(1) + x.logsumexp(1),
     "views": lambda x, w: x.reshape(-1, x.shape[-1]).t().flatten(),
     "indexing": lambda x, w: x[:, 1:3].cumsum(1) + x[:, :1] + x.roll(1, 1)[:, :2],
+    "rows": lambda x, w: (
+        torch.cat([x[1:] - x[:-1], x.flip(0)]).roll(2, 0)[:, 1:] + F.pad(x, (0, 0, 0, 0, 1, -1))[:1, 1:]
+    ),
+    "scans": lambda x, w: x.cumsum(0) + x.logcumsumexp(1),
     "writes": lambda x, w: _written(x),
     "attention": lambda x, w: F.scaled_dot_product_attention(x, x, x, is_causal=True),
     "loss": lambda x, w: F.cross_entropy(x.flatten(0, 1), x.flatten(0, 1).argmax(-1)),
@@ -111,3 +115,23 @@ def test_random_numbers_are_those_of_one_device(gloo4):
     wanted = [F.dropout(x, 0.4), torch.rand_like(x), torch.randn_like(x), x.clone().normal_()]
     for drawn in gloo4.run(draws):
         assert all(torch.equal(a, b) for a, b in zip(drawn, wanted, strict=True))
+
+
+def rows_compiled(rows: int) -> bool:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[1:] - x[:-1], y.flip(0)]).roll(2, 0).square().sum()
+
+    torch.manual_seed(0)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x, y = torch.randn(2, rows, 3, dtype=FLOAT).unbind()
+    plain = [t.clone().requires_grad_() for t in (x, y)]
+    fn(*plain).backward()
+    given = [distributed(t, mesh, sw.Shard(0)) for t in (x, y)]
+    torch.compile(fn, backend="aot_eager")(*given).backward()
+    pairs = zip(given, plain, strict=True)
+    return all(torch.allclose(a.grad.full_tensor(), b.grad) for a, b in pairs)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_rows_are_exchanged_in_compiled_programs(gloo4):
+    for rows in (8, 9):
+        assert gloo4.run(rows_compiled, rows, timeout=120) == [True] * 4

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = [
-    "Block", "Cut", "EqualChunks", "Level", "Run", "block_of", "chunk", "dense_strides", "equal_chunks", "intersect",
-    "longest", "nested_chunk", "normalize_dim", "runs_of", "whole_block",
+    "Block", "Cut", "EqualChunks", "Level", "Run", "Segment", "block_of", "chunk", "dense_strides", "equal_chunks",
+    "intersect", "longest", "nested_chunk", "normalize_dim", "runs_of", "whole_block",
 ]  # fmt: skip
 
 
@@ -20,6 +20,21 @@ class Run(NamedTuple):
 
     start: int
     length: int
+
+
+class Segment(NamedTuple):
+    """Rows of a result that are rows of an operand: `result[at + i * stride] = operand[first + i * step]`, i < length.
+
+    `operand` and `result` are positions among the operands and results of a call. `step` may be negative.
+    """
+
+    operand: int
+    first: int
+    result: int
+    at: int
+    length: int
+    step: int = 1
+    stride: int = 1
 
 
 class Cut(NamedTuple):

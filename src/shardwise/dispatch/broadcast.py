@@ -32,7 +32,7 @@ from shardwise.rules.slicing import local_input_sizes, where_put_back
 from shardwise.rules.view import NOT_A_VIEW, groups_of
 from shardwise.schema import Slot
 
-__all__ = ["FILLED", "INTO_LEAVES", "filled_once", "into_leaf", "keeping_broadcast"]
+__all__ = ["FILLED", "INTO_LEAVES", "SCANNING", "filled_once", "into_leaf", "keeping_broadcast", "scanned_as_origin"]
 
 aten = torch.ops.aten
 VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
@@ -141,6 +141,7 @@ def _with_broadcast(sharding: OutputSharding, dims: Sequence[Sequence[int]]) -> 
 def _constant_factors(factors: Factors, sharding: OutputSharding, last: int) -> Iterator[Constant]:
     """The factors but the `last` along which every operand that has them is broadcast, and that some result has."""
     differ = factors.whole | factors.even | factors.summed | factors.barred | {name for name, _ in factors.untouched}
+    differ |= {name for name in factors.exchanged if not _permutes(factors, sharding, name)}
     by_place = {name for dims in factors.operands for name in dims[len(dims) - last :]} if last else set()
     for name in factors.names:
         if name in differ or name in by_place:
@@ -148,6 +149,16 @@ def _constant_factors(factors: Factors, sharding: OutputSharding, last: int) -> 
         operands, results = _places(factors.operands, name), _places(factors.results, name)
         if operands and results and all(dim in sharding.inputs[i].broadcast for i, dim in operands):
             yield Constant(operands, results)
+
+
+def _permutes(factors: Factors, sharding: OutputSharding, name: str) -> bool:
+    """Whether all rows of one operand, and no others, are the rows of a result: constant rows stay constant."""
+    call, rows = sharding.call, sharding.rule.rows
+    if rows is None or (len(call.operands), len(call.results)) != (1, 1) or call.results[0].is_symbolic:
+        return False
+    dim = factors.results[0].index(name)
+    size = call.results[0].shape[dim]
+    return size == call.operands[0].shape[dim] == sum(segment.length for segment in rows(call, dim).segments)
 
 
 def _places(tensors: Sequence[Sequence[str | None]], name: str) -> tuple[tuple[int, int], ...]:
@@ -335,6 +346,38 @@ def _as_origin(made: DTensorSpec, origin: DTensorSpec | None) -> DTensorSpec:
     if origin is None or origin.mesh is not made.mesh or origin.shape != made.shape or not any(origin.dim_axes):
         return made
     return origin.reduced().with_meta(made.tensor_meta)
+
+
+# ---------------------------------------------------------------- scans of constants
+
+# Operators whose result is not constant along a dim although the operand is.
+SCANNING = {aten.cumsum.default}
+SMALL = 4  # times that a rank's part of a tensor must be larger than what is called small beside it
+
+
+def scanned_as_origin(signature: Signature, run: Executor) -> Executor:
+    """`run`, but the scan of a constant that becomes the gradient of a sharded tensor is sharded as that tensor is.
+
+    The gradient of `x.cumsum(0).mean()` is such a scan. On every rank it would have the global size of the dim. It
+    stays so while that is small, because then nothing is moved.
+    """
+    info, spec, wrapping = signature.info, signature.specs[0], signature.wrapping
+    dim = signature.arguments["dim"] % max(spec.ndim, 1)
+    if dim not in spec.broadcast or spec.tensor_meta.is_symbolic:
+        return run
+    stored = math.prod([size for d, size in enumerate(spec.shape) if d == dim or d not in spec.broadcast])
+
+    def run_or_spread(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        origin = origin_of(wrapping.tensor_class)
+        goal = _as_origin(spec, origin)
+        if origin is None or goal is spec or not goal.dim_axes[dim]:
+            return run(args, kwargs)
+        if SMALL * stored <= math.prod(goal.largest_local_shape):
+            return run(args, kwargs)
+        local = bound_route(spec, goal).run(args[0]._local_tensor)
+        return info.op(wrapping.wrapper(goal)(local), *args[1:], **kwargs)
+
+    return run_or_spread
 
 
 # ---------------------------------------------------------------- gradients on their way into `.grad`

@@ -13,7 +13,14 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import named, unrecorded
-from shardwise.dispatch.broadcast import FILLED, INTO_LEAVES, filled_once, into_leaf
+from shardwise.dispatch.broadcast import (
+    FILLED,
+    INTO_LEAVES,
+    SCANNING,
+    filled_once,
+    into_leaf,
+    scanned_as_origin,
+)
 from shardwise.dispatch.decision import Decision, decided, listening
 from shardwise.dispatch.drawing import agree_once, drawing, filling
 from shardwise.dispatch.executors import executor, for_any_size
@@ -148,6 +155,8 @@ class OpDispatcher:
             run = self._resolve_write(signature, key, args, kwargs, into_plain)
         else:
             run = self._resolve_new(signature, key, args, kwargs)
+            if info.op in SCANNING and signature.specs[0].broadcast:
+                run = scanned_as_origin(signature, run)
             if info.op in INTO_LEAVES and signature.specs[0].broadcast:
                 run = into_leaf(signature, run)
             if info.op in TAKING:

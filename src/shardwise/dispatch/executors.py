@@ -16,6 +16,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.broadcast import keeping_broadcast
 from shardwise.dispatch.operands import bringing
+from shardwise.dispatch.row_exchanges import exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
 from shardwise.fabric.dry import dry
@@ -38,6 +39,8 @@ Patches = Mapping[Coordinate, Mapping[str, Any]]
 def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     """What runs a call as its rule has laid it out."""
     info, specs = signature.info, signature.specs
+    if sharding.exchange is not None:
+        return watched(signature.wrapping, info, exchanging_rows(signature, sharding, sharding.exchange))
     routes = routes_between(specs, sharding.inputs)
     local_op, runs_as = sharding.rule.local_op or PHYSICAL.get(info.op), sharding
     if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):

@@ -8,13 +8,13 @@ is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shardwise.core.placement import Placement, Replicate, Shard
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.plan.propagate import OutputSharding
@@ -96,7 +96,9 @@ def putting_back(
     tensor_class, spec = signature.wrapping.tensor_class, sharding.outputs[0]
     runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
     grouped = signature.info.op is GROUPED
-    if spec.tensor_meta.is_symbolic or (grouped and any(operand.ndim != 2 for operand in signature.specs[:2])):
+    if spec.tensor_meta.is_symbolic or sharding.exchange is not None:
+        return runs[None]
+    if grouped and any(operand.ndim != 2 for operand in signature.specs[:2]):
         return runs[None]
     dim = 0 if grouped else wrapped(signature.arguments["dim"], spec.ndim)
     find = _experts_of if grouped else origin_of
@@ -123,14 +125,29 @@ def _experts_of(tensor_class: Any) -> DTensorSpec | None:
 
 
 def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int) -> OutputSharding:
-    """`sharding`, with what would be whole along `dim` split as the origin is."""
+    """`sharding`, with what would be whole along `dim` split as the origin is.
+
+    What is put back is small, the result is not. So a Partial operand is reduced before, and each rank puts it back
+    into its part.
+    """
     out, split = sharding.outputs[0], Shard(dim)
     assert origin is not None
-    placements: list[Placement] = [
-        split if origin.placements[axis] is split and isinstance(placement, Replicate) else placement
+    kinds = Replicate | Partial if len(sharding.inputs) == 1 else Replicate
+    spread = [
+        axis
         for axis, placement in enumerate(out.placements)
+        if origin.placements[axis] is split and isinstance(placement, kinds)
     ]
+    placements: list[Placement] = [split if axis in spread else p for axis, p in enumerate(out.placements)]
     axes = list(out.dim_axes)
     axes[dim] = tuple(axis for axis in origin.dim_axes[dim] if placements[axis] is split)
-    spread = DTensorSpec.from_dim_axes(out.mesh, tuple(placements), out.tensor_meta, axes)
-    return replace(sharding, outputs=(spread,))
+    made = DTensorSpec.from_dim_axes(out.mesh, tuple(placements), out.tensor_meta, axes)
+    return replace(sharding, inputs=tuple(_reduced_on(spread, spec) for spec in sharding.inputs), outputs=(made,))
+
+
+def _reduced_on(axes: Sequence[int], spec: DTensorSpec) -> DTensorSpec:
+    """The spec, Partial on none of these axes."""
+    if not any(isinstance(spec.placements[axis], Partial) for axis in axes):
+        return spec
+    placements = [Replicate() if a in axes and isinstance(p, Partial) else p for a, p in enumerate(spec.placements)]
+    return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), spec.tensor_meta, spec.dim_axes, spec.broadcast)

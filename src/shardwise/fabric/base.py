@@ -18,9 +18,10 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
 from shardwise.plan.route import Route
-from shardwise.plan.step import Step
+from shardwise.plan.step import RowExchange, Step
 
 __all__ = [
+    "BoundRows",
     "BoundStep",
     "Fabric",
     "device_of",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
+# The locals of the operands of a row exchange and the fill value, to the locals of its results.
+BoundRows = Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]]
 
 
 class Fabric(ABC):
@@ -86,6 +89,10 @@ class Fabric(ABC):
     @abstractmethod
     def bind(self, step: Step) -> BoundStep:
         """The callable that carries `step` out on a local."""
+
+    @abstractmethod
+    def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
+        """The callable that carries a row exchange out; where no rank lacks anything, it does not communicate."""
 
     @abstractmethod
     def scatter(

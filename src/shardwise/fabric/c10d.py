@@ -28,6 +28,7 @@ from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.errors import AgreementError, MeshError, UnsupportedError
 from shardwise.fabric.agreement import CheckedGroup, RankCheck, exit_with
 from shardwise.fabric.base import (
+    BoundRows,
     BoundStep,
     Fabric,
     check_source,
@@ -43,17 +44,35 @@ from shardwise.fabric.collectives import (
     all_reduce,
     all_to_all,
     exchange,
+    exchange_rows,
     reduce_by_gathering,
     reduce_scatter,
 )
 from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.pieces import empty_block, local_step
-from shardwise.fabric.recorded import is_recorded, recorded_exchange, recorded_step, recorded_unreduce
+from shardwise.fabric.recorded import (
+    is_recorded,
+    recorded_exchange,
+    recorded_rows,
+    recorded_step,
+    recorded_unreduce,
+)
+from shardwise.fabric.row_packing import row_parcels
 from shardwise.fabric.traffic import traffic
 from shardwise.fabric.wire import as_carried
 from shardwise.plan.route import Route
-from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step, Unreduce, reduction
+from shardwise.plan.step import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    ReduceScatter,
+    RowExchange,
+    Step,
+    Unreduce,
+    reduction,
+)
 
 __all__ = ["C10dFabric", "c10d", "new_group"]
 
@@ -420,6 +439,26 @@ class C10dFabric(Fabric):
                 return all_to_all(step, line, group, coordinate) or self._exchange(general)
             case _:
                 raise AssertionError(f"{step.describe()}: not a collective")
+
+    def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
+        mesh = step.before.mesh
+        if self.coordinate(mesh) is None:
+            return lambda locals_, fill: [locals_[0] for _ in step.results]
+        line = self._line(mesh, step.over)
+        goods = row_parcels(step, line.group_ranks.index(self.rank()), line.group_coordinates)
+        if not communicates:
+            return lambda locals_, fill: goods.unpack(locals_, locals_[0].new_empty(0), fill)
+        run, world = exchange_rows(self._carrier(line.ranks, step), goods), dist.group.WORLD
+
+        def rows(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+            nonlocal run, world
+            if (locals_[0].__class__ is not _Tensor or _modes_active()) and is_recorded(locals_[0]):
+                return recorded_rows(goods, self.group_of(line.ranks))(locals_, fill)
+            if dist.group.WORLD is not world:
+                run, world = exchange_rows(self._carrier(line.ranks, step), goods), dist.group.WORLD
+            return run(locals_, fill)
+
+        return rows
 
     def _nothing_to_send(self, step: Step) -> Start:
         """A tensor without elements: every rank knows, so none is called."""

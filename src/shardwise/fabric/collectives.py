@@ -6,15 +6,17 @@ gives the function that waits for it. Knows nothing of where groups come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.core.mesh import Coordinate
-from shardwise.fabric.packing import Line, Parcels, gathering, scattering, split_in_front, swapping
+from shardwise.fabric.base import BoundRows
+from shardwise.fabric.packing import Line, Parcels, gathering, pack, scattering, split_in_front, swapping
 from shardwise.fabric.pieces import average_divider, reduce_tensors, slicer
+from shardwise.fabric.row_packing import RowParcels
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, reduction
 
@@ -25,6 +27,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "exchange",
+    "exchange_rows",
     "reduce_by_gathering",
     "reduce_scatter",
 ]
@@ -156,9 +159,7 @@ def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels
     def start(local: torch.Tensor) -> Wait:
         if have is None:  # a rank outside held nothing, of no dtype in particular
             local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
-        packed, buffer = local.new_empty(sent), local.new_empty(got)
-        for strip in goods.sends:
-            strip.in_buffer(packed).copy_(strip.in_block(local))
+        packed, buffer = pack(goods.packed(local), local.new_empty(sent)), local.new_empty(got)
         carried = as_carried(buffer)
         if not splits:
             splits.extend(goods.splits(buffer.element_size() // carried.element_size()))
@@ -171,6 +172,20 @@ def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels
         return wait
 
     return start
+
+
+def exchange_rows(group: Any, goods: RowParcels) -> BoundRows:
+    """One all-to-all of the rows of several tensors. Splits are made for each call: most of them are zero."""
+    sent, got = (sum(size for _, size in pairs) for pairs in (goods.sent, goods.got))
+
+    def run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+        packed, buffer = pack(goods.packed(locals_), locals_[0].new_empty(sent)), locals_[0].new_empty(got)
+        carried = as_carried(buffer)
+        splits = goods.splits(buffer.element_size() // carried.element_size())
+        group.alltoall_base(carried, as_carried(packed), *splits).wait()
+        return goods.unpack(locals_, buffer, fill)
+
+    return run
 
 
 def _after(work: Any, result: torch.Tensor) -> Wait:

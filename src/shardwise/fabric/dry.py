@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
-from shardwise.fabric.base import BoundStep, Fabric, check_source, register
+from shardwise.fabric.base import BoundRows, BoundStep, Fabric, check_source, register
 from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
 from shardwise.plan.route import Route, StepCost
-from shardwise.plan.step import Compact, Expand, Step
+from shardwise.plan.row_exchange import row_exchange_route
+from shardwise.plan.step import Compact, Expand, RowExchange, Step
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
 
@@ -194,6 +195,16 @@ class DryFabric(Fabric):
             run: Any = local_step(step, coordinate)
             return lambda local: self.track(run(local))
         return lambda local: self.track(empty_block(step.after, coordinate, local))
+
+    def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
+        records = [RecordedStep(step, cost) for cost in row_exchange_route(step).costs]
+
+        def run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+            for dry_run in self.runs.values():
+                dry_run.steps.extend(records)
+            return [self.track(empty_block(spec, (0,) * spec.mesh.ndim, locals_[0])) for spec in step.results]
+
+        return run
 
     def track(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a local in every dry run that is on here."""

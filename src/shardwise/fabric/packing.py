@@ -23,7 +23,8 @@ from shardwise.fabric.traffic import Boxes, Traffic
 from shardwise.plan.step import AllGather, AllToAll, Exchange, ReduceScatter
 
 __all__ = [
-    "Gathering", "Line", "Parcels", "Scattering", "gathering", "parcels", "scattering", "split_in_front", "swapping",
+    "Gathering", "Line", "Parcels", "Scattering", "Strip", "gathering", "offsets_of", "pack", "pack_traced",
+    "parcels", "scattering", "sizes_by_rank", "split_in_front", "strips_of", "swapping",
 ]  # fmt: skip
 
 
@@ -202,7 +203,7 @@ class Strip(NamedTuple):
         return block.unflatten(self.dim, (self.count, self.shape[self.dim])).movedim(self.dim, 0)
 
 
-def _strips(boxes: Boxes, offsets: np.ndarray) -> list[Strip]:
+def strips_of(boxes: Boxes, offsets: np.ndarray) -> list[Strip]:
     """The boxes that begin at these offsets of a buffer, as few strips."""
     if not len(offsets):
         return []
@@ -231,6 +232,32 @@ def _strips(boxes: Boxes, offsets: np.ndarray) -> list[Strip]:
     return found
 
 
+def pack(parts: Sequence[tuple[int, torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
+    """Tensors copied to these offsets of a flat buffer."""
+    for offset, part in parts:
+        buffer.narrow(0, offset, part.numel()).view(part.shape).copy_(part)
+    return buffer
+
+
+def pack_traced(
+    parts: Sequence[tuple[int, torch.Tensor]], local: torch.Tensor, size: int, tag: int = 0
+) -> torch.Tensor:
+    """The same as one cat, with `tag` in elements that nobody wants.
+
+    What a rank sends must be seen to come from its local even where it sends nothing of it: a compiler splits a graph
+    into forward and backward by what depends on what, and the split must be the same on all ranks.
+    """
+    found, filled = [local.reshape(-1)[:0]], 0
+    for offset, part in (*parts, (size, None)):
+        if offset > filled:
+            gap = torch.full((offset - filled,), float(tag), dtype=torch.float64, device=local.device)
+            found.append(gap.to(local.dtype))
+        if part is not None:
+            found.append(part.reshape(-1))
+            filled = offset + part.numel()
+    return torch.cat(found)
+
+
 class Parcels(NamedTuple):
     """One all-to-all with uneven splits: how many elements go to each rank and come from each, and as which boxes."""
 
@@ -245,6 +272,10 @@ class Parcels(NamedTuple):
     def splits(self, scale: int) -> tuple[list[int], list[int]]:
         """What comes from each rank and what goes to each, where an element is carried as `scale`."""
         return [n * scale for n in self.got_sizes], [n * scale for n in self.sent_sizes]
+
+    def packed(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """What is sent: parts of the local, each with its offset in the buffer."""
+        return [(strip.offset, strip.in_block(local)) for strip in self.sends]
 
     def unpack(self, local: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """The result, of what this rank keeps and what it got.
@@ -265,7 +296,7 @@ class Parcels(NamedTuple):
 
 def parcels(step: Exchange, ranks: int, me: int, moved: Traffic, want: Coordinate | None) -> Parcels:
     """What the rank that is the `me`-th of the `ranks` that take part sends and gets."""
-    sent_sizes, got_sizes = (_sizes_by_rank(boxes, ranks) for boxes in (moved.sends, moved.receives))
+    sent_sizes, got_sizes = (sizes_by_rank([boxes], ranks) for boxes in (moved.sends, moved.receives))
     if got_sizes.any() != sent_sizes.any():
         # torch's fake backend takes no empty input, and its compiler leaves a call out on a rank where the result is
         # empty, for which the others would wait; so one element goes from this rank to itself
@@ -274,24 +305,27 @@ def parcels(step: Exchange, ranks: int, me: int, moved: Traffic, want: Coordinat
     return Parcels(
         sent_sizes.tolist(),
         got_sizes.tolist(),
-        _strips(moved.sends, _offsets(moved.sends, sent_sizes)),
-        _strips(moved.receives, _offsets(moved.receives, got_sizes)),
+        strips_of(moved.sends, offsets_of(moved.sends.which, moved.sends.sizes, sent_sizes)),
+        strips_of(moved.receives, offsets_of(moved.receives.which, moved.receives.sizes, got_sizes)),
         list(zip(*alone, strict=True)),
         None if want is None else step.after.local_shape(want),
         None if want is None else step.after.local_stride(want),
     )
 
 
-def _sizes_by_rank(boxes: Boxes, ranks: int) -> np.ndarray:
+def sizes_by_rank(several: Sequence[Boxes], ranks: int) -> np.ndarray:
     """How many elements the boxes of each rank have."""
-    return np.bincount(boxes.which, weights=boxes.sizes, minlength=ranks).astype(np.int64)
+    sizes = np.zeros(ranks, dtype=np.int64)
+    for boxes in several:
+        np.add.at(sizes, boxes.which, boxes.sizes)
+    return sizes
 
 
-def _offsets(boxes: Boxes, sizes: np.ndarray) -> np.ndarray:
-    """Where each box begins in a buffer in which the ranks have places of `sizes`."""
-    before = np.cumsum(boxes.sizes) - boxes.sizes  # of all boxes before it, those of its own rank included
-    first = np.searchsorted(boxes.which, boxes.which)  # the first box of the same rank
-    return (np.cumsum(sizes) - sizes)[boxes.which] + before - before[first]
+def offsets_of(which: np.ndarray, box_sizes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Where each box begins in a buffer in which the ranks have places of `sizes`; boxes are in the order of ranks."""
+    before = np.cumsum(box_sizes) - box_sizes  # of all boxes before it, those of its own rank included
+    first = np.searchsorted(which, which)  # the first box of the same rank
+    return (np.cumsum(sizes) - sizes)[which] + before - before[first]
 
 
 def _strips_alone(boxes: Boxes) -> list[Strip]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx import traceback as fx_traceback
 
 from shardwise.core.mesh import Coordinate
-from shardwise.fabric.base import BoundStep
-from shardwise.fabric.packing import Line, Parcels, gathering, scattering, split_in_front, swapping
+from shardwise.fabric.base import BoundRows, BoundStep
+from shardwise.fabric.packing import Line, Parcels, gathering, pack_traced, scattering, split_in_front, swapping
 from shardwise.fabric.pieces import average_divider, neutral_element, reduce_tensors, slicer
+from shardwise.fabric.row_packing import RowParcels
 from shardwise.fabric.virtual import parts_of
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
@@ -28,6 +30,7 @@ __all__ = [
     "functional_collectives",
     "is_recorded",
     "recorded_exchange",
+    "recorded_rows",
     "recorded_step",
     "recorded_unreduce",
     "recording",
@@ -173,21 +176,24 @@ def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype
     def run(local: torch.Tensor) -> torch.Tensor:
         if have is None:  # a rank outside held nothing, of no dtype in particular
             local = local.new_empty(0, dtype=dtype)
-        parts: list[torch.Tensor] = []
-        filled = 0
-        for strip in goods.sends:
-            if strip.offset > filled:
-                parts.append(local.new_zeros(strip.offset - filled))  # elements that nobody wants
-            parts.append(strip.in_block(local).reshape(-1))
-            filled = strip.offset + strip.size
-        if sent > filled:
-            parts.append(local.new_zeros(sent - filled))
-        # What a rank sends must be seen to come from its local even where it sends nothing of it: a compiler splits a
-        # graph into forward and backward by what depends on what, and the split must be the same on all ranks.
-        packed = torch.cat([local.reshape(-1)[:0], *parts])
+        packed = pack_traced(goods.packed(local), local, sent)
         carried = as_carried(packed)
         scale = packed.element_size() // carried.element_size()
         buffer = _arrived("all_to_all_single", carried, *goods.splits(scale), group.group_name)
         return goods.unpack(local, buffer.view(packed.dtype))
+
+    return run
+
+
+def recorded_rows(goods: RowParcels, group: Any) -> BoundRows:
+    """One all-to-all of the rows of several tensors."""
+    sent = sum(size for _, size in goods.sent)
+
+    def run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+        packed = pack_traced(goods.packed(locals_), locals_[0], sent, goods.tag)
+        carried = as_carried(packed)
+        splits = goods.splits(packed.element_size() // carried.element_size())
+        buffer = _arrived("all_to_all_single", carried, *splits, group.group_name)
+        return goods.unpack_traced(locals_, buffer.view(packed.dtype), fill)
 
     return run

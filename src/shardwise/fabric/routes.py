@@ -5,7 +5,7 @@ The one way by which a local goes from one layout to another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.base import BoundStep, fabric_of, on_found, on_new_world, raise_found
+from shardwise.fabric.base import BoundRows, BoundStep, fabric_of, on_found, on_new_world, raise_found
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
-from shardwise.plan.step import Expand
+from shardwise.plan.row_exchange import row_exchange_route
+from shardwise.plan.step import Expand, RowExchange
 
-__all__ = ["BoundRoute", "bound_route", "observers", "scatter", "scatter_observers"]
+__all__ = ["BoundRoute", "bound_route", "bound_rows", "observers", "scatter", "scatter_observers"]
 
 MAX_ROUTES = 8192
 
@@ -107,6 +108,21 @@ def _bind_symbolic(source: DTensorSpec, target: DTensorSpec, max_bytes: int | No
     run = fabric_of(source.mesh).bind_route(route)
     read = fabric_of(source.mesh).bind_route(_only_read(route)) if source.broadcast else run
     return BoundRoute(route, run, bool(route.collectives), read)
+
+
+def bound_rows(step: RowExchange) -> tuple[Route, BoundRows]:
+    """A row exchange planned and bound. Kept by the caller: it belongs to one call of an operator."""
+    route = row_exchange_route(step)
+    run = fabric_of(step.before.mesh).bind_rows(step, bool(route.collectives))
+    if not route.collectives:
+        return route, run
+
+    def announce_and_run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+        if observers:
+            _notify(route)
+        return run(locals_, fill)
+
+    return route, announce_and_run
 
 
 def _notify(route: Route) -> None:

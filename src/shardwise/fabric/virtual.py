@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
-from shardwise.fabric.base import BoundStep, Fabric, check_source, register
+from shardwise.fabric.base import BoundRows, BoundStep, Fabric, check_source, register
 from shardwise.fabric.nondeterministic import is_nondeterministic, share_results
+from shardwise.fabric.packing import pack_traced
 from shardwise.fabric.pieces import (
     distinct_blocks,
     divide_average,
@@ -31,6 +32,7 @@ from shardwise.fabric.pieces import (
 from shardwise.fabric.rank_generators import draws, draws_alike
 from shardwise.fabric.rank_sizes import of_rank, rank_sizes
 from shardwise.fabric.rank_tangents import RankTangents, in_forward_mode
+from shardwise.fabric.row_packing import RowParcels, row_parcels
 from shardwise.fabric.shared_writes import (
     STATISTICS,
     TRACED,
@@ -40,7 +42,7 @@ from shardwise.fabric.shared_writes import (
     is_traced,
     written_arguments,
 )
-from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Step, reduction
+from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, RowExchange, Step, reduction
 
 __all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
@@ -427,6 +429,24 @@ class VirtualFabric(Fabric):
 
         return run
 
+    def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
+        """As processes do it: each rank packs what it sends, gets its part of what the others have packed, unpacks."""
+        mesh = step.before.mesh
+        lines = mesh.groups(step.over).tolist()
+        goods = [[row_parcels(step, me, mesh.coordinates[line]) for me in range(len(line))] for line in lines]
+
+        def run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+            columns = [_tensors(local, mesh) for local in locals_]
+            out: list[list[Any]] = [[None] * mesh.grid_size for _ in step.results]
+            for line, parcels in zip(lines, goods, strict=True):
+                given = [[column[i] for column in columns] for i in line]
+                for i, own, parts, buffer in zip(line, parcels, given, _swapped(parcels, given), strict=True):
+                    for result, made in zip(out, own.unpack(parts, buffer, fill), strict=True):
+                        result[i] = made
+            return [RankTensor(tensors) for tensors in out]
+
+        return run
+
     def _reduce(self, step: AllReduce | ReduceScatter) -> BoundStep:
         """The reduction of each group, of which every rank gets its part: after an all-reduce, a copy of all."""
         mesh = step.before.mesh
@@ -444,6 +464,18 @@ class VirtualFabric(Fabric):
             return RankTensor(out)
 
         return run
+
+
+def _swapped(parcels: Sequence[RowParcels], given: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """What each rank of a line gets of what all of them send."""
+    sent: dict[tuple[int, int], torch.Tensor] = {}
+    for sender, (own, locals_) in enumerate(zip(parcels, given, strict=True)):
+        buffer, at = pack_traced(own.packed(locals_), locals_[0], sum(size for _, size in own.sent)), 0
+        for receiver, size in own.sent:
+            sent[sender, receiver] = buffer.narrow(0, at, size)
+            at += size
+    nothing = given[0][0].reshape(-1)[:0]
+    return [torch.cat([nothing, *(sent[by, me] for by, _ in own.got)]) for me, own in enumerate(parcels)]
 
 
 def _tensors(local: torch.Tensor, mesh: DeviceMesh) -> Sequence[torch.Tensor]:

@@ -20,6 +20,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
+from shardwise.plan.step import RowExchange
 from shardwise.rules.notation import Factors, Row, candidates
 from shardwise.rules.registry import Call, Rule, find_rule
 
@@ -56,12 +57,16 @@ class OpSchema:
 
 @dataclass(frozen=True, slots=True)
 class OutputSharding:
-    """Where the operands must lie, where the results then lie, and how the rule got there."""
+    """Where the operands must lie, where the results then lie, and how the rule got there.
+
+    `exchange` is what ranks exchange where a dim whose indices change stays sharded, in place of the operator.
+    """
 
     inputs: tuple[DTensorSpec, ...]
     outputs: tuple[DTensorSpec, ...]
     call: Call
     rule: Rule
+    exchange: RowExchange | None = None
 
 
 def _metas(value: Any) -> Any:
@@ -114,6 +119,9 @@ class ShardingPropagator:
                 for meta, (placements, axes) in zip(call.results, known, strict=True)
             )
             return OutputSharding(specs, outputs, call, rule)
+        if factors.exchanged and any(spec.tensor_meta.is_symbolic for spec in specs):
+            factors = _not_exchanged(factors, factors.exchanged)  # who lacks what is worked out in numbers
+        sharded = _splits_exchanged(factors, specs)
         whole_axes: frozenset[int] = frozenset()
         while True:
             rows = self._choose(schema.specs, call.results, factors, pinned, whole_axes)
@@ -125,13 +133,26 @@ class ShardingPropagator:
                 continue
             inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
             unfit = _unfit(factors, inputs, order)
-            if not unfit:
-                if inputs == specs and not (factors.even or factors.nonempty):
-                    _fitting.keep(layouts, tuple((out.placements, out.dim_axes) for out in outputs))
-                # an order of axes that cannot be kept would move what is written to
-                kept = all(inputs[i] is specs[i] for i in pinned)
-                return OutputSharding(inputs, outputs, call, rule) if kept else None
-            factors = replace(factors, barred=factors.barred | unfit)
+            if unfit:
+                factors = replace(factors, barred=factors.barred | unfit)
+                continue
+            names = _exchanged(factors, outputs)
+            if len(names) > 1:  # one dim at a time
+                factors = _not_exchanged(factors, frozenset(names[1:]))
+                continue
+            if names and any(spec.is_strided for spec in (*inputs, *outputs)):  # arrays know no runs
+                factors = _not_exchanged(factors, factors.exchanged)
+                continue
+            if names and factors.reduce and any(_contributes(row) for row in rows):  # not both ways for one dim
+                factors = replace(factors, reduce={})
+                continue
+            if inputs == specs and not (factors.even or factors.nonempty or sharded):
+                _fitting.keep(layouts, tuple((out.placements, out.dim_axes) for out in outputs))
+            # an order of axes that cannot be kept would move what is written to
+            if any(inputs[i] is not specs[i] for i in pinned):
+                return None
+            exchange = _row_exchange(call, rule, factors, names[0], inputs, outputs) if names else None
+            return OutputSharding(inputs, outputs, call, rule, exchange)
 
     def _choose(
         self,
@@ -157,14 +178,16 @@ class ShardingPropagator:
                 rows = [row for row in rows if not any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
             if not rows:
                 return None
-            best = next((row for row in rows if row.inputs == given), None)
-            if best is None:
+            fitting = [row for row in rows if row.inputs == given]
+            if not fitting:
                 moving[axis] = rows
+            elif len(fitting) > 1 and factors.exchanged and _is_little(specs[0], results[0], given[0]):
+                chosen[axis] = fitting[-1]
             else:
-                chosen[axis] = best
+                chosen[axis] = fitting[0]
         held = [spec.local_bytes for spec in specs] if moving else []
         for axis, rows in moving.items():
-            cheapest = self._cheapest(specs, results, axis, held, rows, chosen)
+            cheapest = self._cheapest(specs, results, axis, held, rows, chosen, factors)
             if cheapest is None:
                 return None
             chosen[axis] = cheapest
@@ -178,15 +201,30 @@ class ShardingPropagator:
         held: Sequence[int],
         rows: Sequence[Row],
         chosen: Mapping[int, Row],
+        factors: Factors,
     ) -> Row | None:
         """The row of an axis that costs the least; where something must be moved, with what its results then owe."""
         costs = [self.row_cost(specs, axis, held, row) for row in rows]
         least = min(costs)[0]
         if math.isinf(least):
             return None
-        owed = [self.owed(specs[0].mesh, results, axis, row, chosen) if least else 0.0 for row in rows]
+        owed = [
+            self.owed(specs[0].mesh, results, axis, row, chosen)
+            + self._exchanging(specs[0].mesh, axis, held, row, factors)
+            if least
+            else 0.0
+            for row in rows
+        ]
         totals = [(cost[0] + later, *cost) for cost, later in zip(costs, owed, strict=True)]
         return rows[totals.index(min(totals))]
+
+    def _exchanging(self, mesh: DeviceMesh, axis: int, held: Sequence[int], row: Row, factors: Factors) -> float:
+        """Seconds to exchange the rows of operands that a row of an axis shards along a dim whose indices change."""
+        pairs = zip(factors.operands, row.inputs, held, strict=True)
+        received = [
+            size for dims, p, size in pairs if isinstance(p, SHARDS) and dims[p.dim] in factors.exchanged
+        ]  # fmt: skip
+        return self.cost_model.seconds(mesh, (axis,), sum(received)) if received and mesh.shape[axis] > 1 else 0.0
 
     def owed(
         self, mesh: DeviceMesh, results: Sequence[TensorMeta], axis: int, row: Row, others: Mapping[int, Row]
@@ -234,6 +272,56 @@ class ShardingPropagator:
                 left += size
                 against += have is not want and isinstance(want, Partial)
         return seconds, left, against
+
+
+def _not_exchanged(factors: Factors, names: frozenset[str]) -> Factors:
+    """The same where dims of these factors must be whole, or are contributed as a mask."""
+    if names <= factors.reduce.keys():
+        results = tuple(tuple(None if name in names else name for name in dims) for dims in factors.results)
+        return replace(factors, results=results, exchanged=factors.exchanged - names)
+    return replace(factors, whole=factors.whole | names, exchanged=factors.exchanged - names)
+
+
+def _splits_exchanged(factors: Factors, specs: Sequence[DTensorSpec]) -> bool:
+    """Whether an operand is sharded along a dim whose indices change: then sizes decide how the call is run."""
+    pairs = zip(factors.operands, specs, strict=True)
+    return any(name in factors.exchanged and spec.dim_axes[d] for dims, spec in pairs for d, name in enumerate(dims))
+
+
+def _exchanged(factors: Factors, outputs: Sequence[DTensorSpec]) -> list[str]:
+    """The factors whose indices change and that results are sharded by."""
+    pairs = zip(factors.results, outputs, strict=True)
+    found = {
+        name for dims, out in pairs for d, name in enumerate(dims) if name in factors.exchanged and out.dim_axes[d]
+    }
+    return sorted(name for name in found if name is not None)
+
+
+def _contributes(row: Row) -> bool:
+    """Whether a row of one axis takes something of a sharded dim as a mask."""
+    return isinstance(row.inputs[0], SHARDS) and isinstance(row.outputs[0], MaskPartial)
+
+
+def _is_little(spec: DTensorSpec, result: TensorMeta, placement: Placement) -> bool:
+    """Whether a result that ranks contribute to is at most twice the part of an operand that a rank holds."""
+    parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim]) if isinstance(placement, SHARDS) else 1
+    return math.prod(result.hinted().shape) * parts <= 2 * math.prod(spec.tensor_meta.hinted().shape)
+
+
+def _row_exchange(
+    call: Call,
+    rule: Rule,
+    factors: Factors,
+    name: str,
+    inputs: tuple[DTensorSpec, ...],
+    outputs: tuple[DTensorSpec, ...],
+) -> RowExchange:
+    """What ranks exchange where the dims of a factor stay sharded."""
+    assert rule.rows is not None, f"the rule of {call.op} exchanges rows and does not say which"
+    dim = factors.results[0].index(name)
+    return RowExchange(
+        inputs[0], outputs[0], inputs, outputs, dim, rule.rows(call, dim).segments, outputs[0].dim_axes[dim]
+    )
 
 
 def _clashing(rows: Sequence[Row]) -> int | None:

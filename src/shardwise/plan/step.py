@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shardwise.core.layout import Segment
 from shardwise.core.spec import DTensorSpec
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "ReduceScatter", "Slice",
-    "Step", "Unreduce",
+    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "ReduceScatter", "RowExchange",
+    "Slice", "Step", "Unreduce",
 ]  # fmt: skip
 
 
@@ -165,6 +166,24 @@ class Exchange(Collective):
     def describe(self) -> str:
         where = f"over {self._names(self.over)}" if self.over else "between meshes"
         return f"exchange {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowExchange(Collective):
+    """Rows of some tensors become rows of others that are sharded alike: each rank receives the rows it lacks.
+
+    `before` and `after` are the first operand and the first result.
+    """
+
+    operands: tuple[DTensorSpec, ...]
+    results: tuple[DTensorSpec, ...]
+    dim: int
+    segments: tuple[Segment, ...]
+    over: tuple[int, ...]
+    collective = "all_to_all"
+
+    def describe(self) -> str:
+        return f"exchange rows of dim {self.dim} over {self._names(self.over)}"
 
 
 def reduction(step: AllReduce | ReduceScatter) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
+from shardwise.core.layout import Segment
 from shardwise.rules.dims import kept, names, wrapped
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.registry import Call, rule
+from shardwise.rules.registry import Call, Rows, rule
 
 aten = torch.ops.aten
 
 
-def together(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True) -> Factors:
+def together(
+    operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True, exchanged: Collection[str] = ()
+) -> Factors:
     """The factors of several operands whose elements are put into one result: they may be Partial, all alike."""
-    return Factors(tuple(operands), (result,), moves=fit)
+    return Factors(tuple(operands), (result,), moves=fit, exchanged=frozenset(exchanged))
 
 
 def same_dtype(call: Call) -> bool:
@@ -23,13 +26,25 @@ def same_dtype(call: Call) -> bool:
     return all(m.dtype is call.results[0].dtype for m in call.operands)
 
 
-@rule(aten.cat.default)
+def rows_joined(call: Call, dim: int) -> Rows:
+    """The rows of the operands one after the other."""
+    ndim, at = len(call.results[0].shape), 0
+    segments = []
+    for i, meta in enumerate(call.operands):
+        if len(meta.shape) == ndim:
+            segments.append(Segment(i, 0, 0, at, meta.shape[dim]))
+            at += meta.shape[dim]
+    return Rows(tuple(segments))
+
+
+@rule(aten.cat.default, rows=rows_joined)
 def cat(call: Call) -> Factors:
     """Tensors one after the other along a dim; old-style empty ones of one dim are left out by torch too."""
     ndim = len(call.results[0].shape)
-    own = tuple(kept(ndim, [wrapped(call["dim"], ndim)]))
+    own = tuple(names(ndim))
+    at = wrapped(call["dim"], ndim)
     operands = tuple(own if len(m.shape) == ndim else (None,) * len(m.shape) for m in call.operands)
-    return together(operands, own, same_dtype(call))
+    return together(operands, own, same_dtype(call), exchanged={own[at]})
 
 
 @rule(aten.stack.default, aten._stack.default)
@@ -44,12 +59,26 @@ def stack(call: Call) -> Factors:
 # ---------------------------------------------------------------- a part replaced
 
 
-@rule(aten.slice_scatter.default)
+def rows_replaced(call: Call, dim: int) -> Rows:
+    """The rows of the second operand in place of some of the first."""
+    size, length = call["self"].shape[dim], call["src"].shape[dim]
+    start = 0 if call["start"] is None else call["start"]
+    start = min(start if start >= 0 else max(start + size, 0), size)
+    end = start + length
+    segments = (Segment(0, 0, 0, 0, start), Segment(1, 0, 0, start, length), Segment(0, end, 0, end, size - end))
+    return Rows(tuple(segment for segment in segments if segment.length))
+
+
+@rule(aten.slice_scatter.default, rows=rows_replaced)
 def slice_scatter(call: Call) -> Factors:
-    """A tensor with some indices of a dim replaced."""
+    """A tensor with some indices of a dim replaced. Every so many-th would be as many segments, so the dim is whole."""
     ndim = len(call["self"].shape)
-    own = tuple(kept(ndim, [wrapped(call["dim"], ndim)]))
-    return together((own, own), own)
+    at = wrapped(call["dim"], ndim)
+    if call["step"] != 1:
+        own = tuple(kept(ndim, [at]))
+        return together((own, own), own)
+    named = tuple(names(ndim))
+    return together((named, named), named, exchanged={named[at]})
 
 
 @rule(aten.diagonal_scatter.default)

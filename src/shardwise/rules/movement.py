@@ -1,24 +1,25 @@
 """Operators that only move elements: permute, transpose, squeeze, expand, split, flip, repeat, ...
 
-Every dim that stays as it is is a factor; a dim whose indices change must be whole. Any Partial passes, also where
-zeros are put in: they are the sum, the mean, the extremum and the product of zeros. Pure.
+Every dim that stays as it is is a factor. Where the indices of a sharded dim change, ranks exchange rows, or the dim
+must be whole. Any Partial passes, also where zeros are put in: they are the sum, the mean, the extremum and the product
+of zeros. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from shardwise.core.layout import Run
+from shardwise.core.layout import Run, Segment
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
-from shardwise.rules.dims import along, kept, moved, names, wrapped
+from shardwise.rules.dims import kept, moved, names, wrapped
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.registry import Call, decomposition, rule
+from shardwise.rules.registry import Call, Rows, decomposition, rule
 from shardwise.rules.slicing import local_input_sizes
 from shardwise.rules.view import NOT_A_VIEW, local_size
 
@@ -151,21 +152,56 @@ def view_dtype(call: Call) -> Factors:
 # ---------------------------------------------------------------- dims that must be whole
 
 
-def along_given(argument: str) -> Callable[[Call], Factors]:
-    """The rule of an operator that moves elements along the dims that an argument gives."""
-
-    def factors(call: Call) -> Factors:
-        given = call[argument]
-        return along(call, [given] if isinstance(given, int) else given, moves=True)
-
-    return factors
+def exchanging(own: Sequence[str], dims: Iterable[int]) -> Factors:
+    """The factors of one operand and one result of as many dims, where the indices of `dims` change."""
+    return moved(own, own, exchanged=frozenset(own[dim] for dim in dims))
 
 
-rule(
+def rows_split(call: Call, dim: int) -> Rows:
+    """The rows of the parts of a dim, one part after the other."""
+    sizes = [meta.shape[dim] for meta in call.results]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return Rows(tuple(Segment(0, start, i, 0, size) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))))
+
+
+@rule(
     aten.split.Tensor, aten.split_copy.Tensor, aten.split_with_sizes.default, aten.split_with_sizes_copy.default,
-    aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.narrow_copy.default,
-)(along_given("dim"))  # fmt: skip
-rule(aten.flip.default)(along_given("dims"))
+    aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, rows=rows_split,
+)  # fmt: skip
+def split(call: Call) -> Factors:
+    """A dim in several parts."""
+    own = tuple(names(len(call["self"].shape)))
+    cut = frozenset({own[wrapped(call["dim"], len(own))]})
+    return Factors((own,), (own,) * len(call.results), moves=True, exchanged=cut)
+
+
+def rows_narrowed(call: Call, dim: int) -> Rows:
+    """The rows that `narrow` takes."""
+    start = call["start"]
+    first = start if start >= 0 else start + call["self"].shape[dim]
+    return Rows((Segment(0, first, 0, 0, call["length"]),))
+
+
+@rule(aten.narrow_copy.default, rows=rows_narrowed)
+def narrow(call: Call) -> Factors:
+    """Consecutive indices of a dim."""
+    own = names(len(call["self"].shape))
+    return exchanging(own, [wrapped(call["dim"], len(own))])
+
+
+def rows_flipped(call: Call, dim: int) -> Rows:
+    """The rows in reverse order."""
+    ndim, size = len(call["self"].shape), call["self"].shape[dim]
+    others = [d for d in call["dims"] if wrapped(d, ndim) != dim]
+    first = (lambda local, fill: local.flip(others)) if others else None
+    return Rows((Segment(0, size - 1, 0, 0, size, step=-1),), first=first)
+
+
+@rule(aten.flip.default, rows=rows_flipped)
+def flip(call: Call) -> Factors:
+    """Dims in reverse order."""
+    own = names(len(call["self"].shape))
+    return exchanging(own, [wrapped(d, len(own)) for d in call["dims"]])
 
 
 @rule(aten.rot90.default)
@@ -176,13 +212,29 @@ def rotate(call: Call) -> Factors:
     return moved(own, own)
 
 
-@rule(aten.roll.default)
+def rolled_dims(call: Call) -> list[tuple[int, int]]:
+    """Dims that are rolled, each with by how much. A tensor of one dim needs none to be given."""
+    ndim = len(call["self"].shape)
+    return list(zip([wrapped(d, ndim) for d in call["dims"] or [0]], call["shifts"], strict=True))
+
+
+def rows_rolled(call: Call, dim: int) -> Rows:
+    """The rows shifted, the last ones in front."""
+    size, rolled = call["self"].shape[dim], rolled_dims(call)
+    shift = sum(by for d, by in rolled if d == dim) % max(size, 1)
+    others = [(d, by) for d, by in rolled if d != dim]
+    first = (lambda local, fill: local.roll([by for _, by in others], [d for d, _ in others])) if others else None
+    segments = (Segment(0, size - shift, 0, 0, shift), Segment(0, 0, 0, shift, size - shift))
+    return Rows(tuple(segment for segment in segments if segment.length), first=first)
+
+
+@rule(aten.roll.default, rows=rows_rolled)
 def roll(call: Call) -> Factors:
     """Without dims the tensor is rolled as if it were flat."""
     ndim = len(call["self"].shape)
-    dims = [wrapped(d, ndim) for d in call["dims"]] or range(ndim)
-    own = kept(ndim, dims)
-    return moved(own, own)
+    if not call["dims"] and ndim != 1:
+        return moved([None] * ndim, [None] * ndim)
+    return exchanging(names(ndim), [d for d, _ in rolled_dims(call)])
 
 
 def shuffle_some(local: torch.Tensor, groups: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Factors:
         results: for each result the factor of each dim.
         whole: factors that may not be sharded.
         reduce: the reduction of a factor that no result has; "sum" where not given, "mask" where each element of the
-            result comes from one rank and is zero on the others.
+            result comes from one rank and is zero on the others. Of an exchanged factor "mask" is the other way.
         summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
         untouched: pairs (factor, result): the result does not depend on how the factor is sharded, and is replicated.
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
@@ -56,6 +56,7 @@ class Factors:
         keeps_zero: whether zeros stay zeros, so that a MaskPartial passes.
         nonempty: factors of which no rank may be left with an empty shard.
         even: factors that must be split into equal shards.
+        exchanged: factors whose indices change: where one is sharded, ranks exchange rows, as the rule's `rows` says.
         barred: factors that turned out not to fit a call; not even a row given by hand may shard them.
         rows: further rows that do not fit the scheme.
     """
@@ -73,6 +74,7 @@ class Factors:
     keeps_zero: bool = False
     nonempty: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
+    exchanged: frozenset[str] = frozenset()
     barred: frozenset[str] = frozenset()
     rows: tuple[Row, ...] = ()
 
@@ -300,6 +302,13 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
     contracted = name in factors.summed or not any(name in dims for dims in depend)
     kind = factors.reduce.get(name, "sum")
     reduction = MaskPartial() if kind == "mask" else Partial(kind)
+    if name in factors.exchanged:
+        yield Row(*(tuple(_shard(dims, name, 0) for dims in side) for side in (factors.operands, factors.results)))
+        if name in factors.reduce:
+            for rows in sorted(splits):
+                inputs = tuple(_shard(dims, name, rows) for dims in factors.operands)
+                yield Row(inputs, (reduction,) * len(factors.results))
+        return
     for rows in sorted(splits):
         inputs = [_shard(dims, name, rows) for dims in factors.operands]
         for operand in factors.additive if contracted else ():

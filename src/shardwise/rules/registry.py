@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from shardwise.core.layout import Segment
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors, Pattern, factors_of, parse
 
-__all__ = ["Call", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
+__all__ = ["Call", "Rows", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,21 @@ Localize = Callable[[Call, Sequence[DTensorSpec], Sequence[DTensorSpec], Coordin
 Layouts = Callable[[Call, Sequence[DTensorSpec]], tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]] | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of the results along one dim come from.
+
+    Args:
+        segments: what comes from where; rows that no segment covers hold the fill value.
+        fill: the argument that is the fill value; None for zero.
+        first: what runs on each local before, given the local and the fill value: the operator along its other dims.
+    """
+
+    segments: tuple[Segment, ...]
+    fill: str | None = None
+    first: Callable[[torch.Tensor, Any], torch.Tensor] | None = None
+
+
 def _no_factors(call: Call) -> None:
     return None
 
@@ -65,6 +81,7 @@ class Rule:
             that is part of the dispatch key. Other numbers are not.
         local_op: what to run on the locals in place of the operator, with the same arguments.
         meta_op: what to run on meta tensors for the shape of the result, where torch's own refuses what kernels take.
+        rows: for a call and a dim whose factor is exchanged, where the rows of the results come from.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -73,6 +90,7 @@ class Rule:
     reads: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     local_op: Callable[..., Any] | None = None
     meta_op: Callable[..., Any] | None = None
+    rows: Callable[[Call, int], Rows] | None = None
 
 
 RULES: dict[OpOverload, Rule] = {}
@@ -85,6 +103,7 @@ def rule(
     reads: Sequence[str] | Mapping[str, Callable[[Any], Any]] = (),
     local_op: Callable[..., Any] | None = None,
     meta_op: Callable[..., Any] | None = None,
+    rows: Callable[[Call, int], Rows] | None = None,
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
@@ -92,7 +111,7 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op, meta_op), *ops)
+        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows), *ops)
         return factors
 
     return declare

@@ -1,4 +1,4 @@
-"""Running sums, products and the like: along a sharded dim each rank scans its part and tells its total. Pure."""
+"""Running sums, products and the like: along a sharded dim ranks scan their parts and exchange totals. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.placement import Replicate, StridedShard
+from shardwise.core.placement import Replicate, Shard, StridedShard
 from shardwise.rules.dims import along, names, wrapped
 from shardwise.rules.extremes import at_extreme
 from shardwise.rules.notation import Factors
@@ -17,6 +17,8 @@ from shardwise.rules.reduction import sums_pass
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
+# So few ranks that gathering the totals of all in one collective costs less than exchanging them twice.
+FEW = 8
 
 
 @rule(
@@ -148,18 +150,40 @@ def goes_by_parts(x: Any, dim: int) -> bool:
 
 
 def part_by_part(kind: str, x: Any, dim: int) -> Any:
-    """A scan along a sharded dim: the totals of the parts are gathered, and each part goes on from those before it."""
+    """A scan along a sharded dim: each part is scanned, and goes on from the totals of those before it."""
     axes, scans = split_axes(x, (dim,)), torch.ops.shardwise
+    members = math.prod(x.device_mesh.shape[a] for a in axes)
     part = scans.scan_part.default(x, dim, kind)
-    total = scans.scan_total.default(part, dim, math.prod(x.device_mesh.shape[a] for a in axes), kind)
-    before = scans.scan_before.default(_whole_along(total, axes), dim, kind)
-    before = before.redistribute(placements=x.placements, shard_order=total.spec.shard_order)
+    total = scans.scan_total.default(part, dim, members, kind)
+    before = _gathered_before(total, dim, axes, kind) if members <= FEW else _exchanged_before(total, dim, axes, kind)
     return scans.scan_onward.default(part, before, dim, kind)
 
 
-def _whole_along(x: Any, axes: list[int]) -> Any:
-    """`x` gathered over some axes."""
-    return moved_to(x, [Replicate() if a in axes else p for a, p in enumerate(x.placements)])
+def _gathered_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
+    """What stands before each part: every rank gets the totals of all. One collective."""
+    whole = moved_to(total, [Replicate() if a in axes else p for a, p in enumerate(total.placements)])
+    before = torch.ops.shardwise.scan_before.default(whole, dim, kind)
+    return before.redistribute(placements=total.placements, shard_order=total.spec.shard_order)
+
+
+def _exchanged_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
+    """What stands before each part: a rank gets all totals of its share of the columns, and sends them back scanned.
+
+    Two exchanges. A rank receives about two rows of totals, however many parts there are.
+    """
+    columns = total.movedim(dim, 0)
+    free = [d for d in range(1, columns.dim()) if not columns.spec.dim_axes[d]]
+    if not free:
+        return _gathered_before(total, dim, axes, kind)
+    shape = columns.shape
+    if len(free) == columns.dim() - 1:
+        columns, to = columns.reshape(shape[0], -1), 1
+    else:
+        to = max(free, key=lambda d: shape[d])
+    placements = [Shard(to) if a in axes else p for a, p in enumerate(columns.placements)]
+    before = torch.ops.shardwise.scan_before.default(moved_to(columns, placements), 0, kind)
+    before = before.redistribute(placements=columns.placements, shard_order=columns.spec.shard_order)
+    return before.reshape(shape).movedim(0, dim)
 
 
 def _declare_scan(op: Any, compute: Any, kind: str) -> None:

@@ -1,6 +1,7 @@
-"""Taking a little of a dim: select and slice, and back. Of a sharded dim those who hold it contribute it.
+"""Taking a part of a dim: select and slice, and back.
 
-What a rank does not hold is zero there: a MaskPartial, and nothing is moved. Pure.
+Of a little of a sharded dim the ranks that hold it contribute it: others have zero there, a MaskPartial, and nothing is
+moved. A longer slice stays sharded, and ranks exchange rows. Pure.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.layout import Run
+from shardwise.core.layout import Run, Segment
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import settled
 from shardwise.rules.dims import kept, moved, names, wrapped
 from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.registry import Call, rule
+from shardwise.rules.registry import Call, Rows, rule
 
 aten = torch.ops.aten
 
@@ -143,16 +144,22 @@ def local_slice(
     return result
 
 
-@rule(aten.slice.Tensor, aten.slice_copy.Tensor, localize=where_sliced, local_op=local_slice)
+def rows_sliced(call: Call, dim: int) -> Rows:
+    """The rows that a slice takes."""
+    taken = taken_by_slice(call)
+    return Rows((Segment(0, taken.start, 0, 0, taken.length, step=taken.step),))
+
+
+@rule(aten.slice.Tensor, aten.slice_copy.Tensor, localize=where_sliced, local_op=local_slice, rows=rows_sliced)
 def slice_(call: Call) -> Factors:
-    """Some indices of a dim. All of them leave it as it is; less than half of a sharded one are contributed."""
+    """Some indices of a dim. All of them leave it as it is; a little of a sharded one may be contributed."""
     shape = call["self"].shape
     at = wrapped(call["dim"], len(shape))
     own = names(len(shape))
     if call.results[0].shape[at] == shape[at]:
         return moved(own, own)
-    little = 2 * call.results[0].shape[at] <= shape[at]
-    return contributed(own, kept(len(shape), [at]), at, little and sums_masks(call.results[0].dtype))
+    little = 2 * call.results[0].shape[at] <= shape[at] and sums_masks(call.results[0].dtype)
+    return moved(own, own, exchanged=frozenset({own[at]}), reduce={own[at]: "mask"} if little else {})
 
 
 # ---------------------------------------------------------------- backward of those
@@ -220,12 +227,19 @@ def local_select_backward(
     return result
 
 
-@rule(aten.slice_backward.default, localize=where_put_back, local_op=local_slice_backward)
+def rows_put_back(call: Call, dim: int) -> Rows:
+    """The rows of a gradient in zeros."""
+    size, start = call.results[0].shape[dim], call["start"]
+    first = start if start >= 0 else max(start + size, 0)
+    return Rows((Segment(0, 0, 0, first, call["grad_output"].shape[dim], stride=call["step"]),))
+
+
+@rule(aten.slice_backward.default, localize=where_put_back, local_op=local_slice_backward, rows=rows_put_back)
 def slice_backward(call: Call) -> Factors:
     """Zeros but for the slice."""
     shape = call.results[0].shape
-    own = kept(len(shape), [wrapped(call["dim"], len(shape))])
-    return moved(own, own)
+    own = names(len(shape))
+    return moved(own, own, exchanged=frozenset({own[wrapped(call["dim"], len(shape))]}))
 
 
 @rule(aten.select_backward.default, localize=where_put_back, local_op=local_select_backward)

@@ -40,8 +40,8 @@ def softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     x = settled(x, (dim,))
     if not split_axes(x, (dim,)):
         return aten._softmax.default(x, dim, half_to_float)
-    exps = shifted(x, dim).exp()
-    return as_result(exps / reduced(exps.sum(dim, keepdim=True)), torch.float32 if half_to_float else x.dtype)
+    exps = shifted(x, dim).exp_()
+    return as_result(exps.div_(reduced(exps.sum(dim, keepdim=True))), torch.float32 if half_to_float else x.dtype)
 
 
 # however few the classes are: a loss over sharded ones gathers no score
@@ -82,7 +82,8 @@ def softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: to
         return aten._softmax_backward_data.default(grad, output, dim, input_dtype)
     output = widened(output)
     weighted = widened(grad) * output
-    return as_result(weighted - output * reduced(weighted.sum(dim, keepdim=True)), input_dtype)
+    total = reduced(weighted.sum(dim, keepdim=True))
+    return as_result(weighted.addcmul_(output, total, value=-1), input_dtype)
 
 
 @decomposition(aten._log_softmax_backward_data.default, reductions=0)

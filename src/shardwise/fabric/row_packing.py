@@ -1,0 +1,200 @@
+"""What one rank packs, sends and unpacks in a row exchange: rows of its locals, by the segments of the step.
+
+Pure functions on plain tensors and specs. Communicates nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.fabric.packing import Strip, offsets_of, sizes_by_rank, strips_of
+from shardwise.fabric.traffic import Boxes
+from shardwise.plan.row_exchange import Places, places_after, places_before
+from shardwise.plan.step import RowExchange
+
+__all__ = ["RowParcels", "row_parcels"]
+
+Locals = Sequence[torch.Tensor]
+
+
+class RowView(NamedTuple):
+    """Some rows of a local: `count` of them from `row` on, `step` apart; of a negative step, in reverse order."""
+
+    tensor: int  # which operand or result
+    dim: int
+    row: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count, which nobody needs here
+    step: int
+
+    def of(self, locals_: Locals) -> torch.Tensor:
+        """The rows as a view; those in reverse order as a copy."""
+        step, end = abs(self.step), self.row + (self.count - 1) * abs(self.step) + 1
+        rows = torch.ops.aten.slice.Tensor(locals_[self.tensor], self.dim, self.row, end, step)
+        return rows.flip(self.dim) if self.step < 0 else rows
+
+
+class Sent(NamedTuple):
+    """What a rank sends, or gets, of a segment: boxes of the view of a local, and their places in the buffer."""
+
+    view: RowView
+    strips: list[Strip]
+
+
+class Kept(NamedTuple):
+    """Rows of an operand that the same rank has as rows of a result."""
+
+    source: RowView
+    target: RowView
+
+
+class RowParcels(NamedTuple):
+    """One all-to-all with uneven splits. Sizes are kept for those ranks alone that something goes to or comes from.
+
+    A rank sends one element to itself. In a graph that is a tag: two different exchanges may be the same for one rank,
+    and a compiler that made them one on this rank alone would leave the others waiting.
+    """
+
+    ranks: int
+    sent: tuple[tuple[int, int], ...]  # (rank, elements)
+    got: tuple[tuple[int, int], ...]
+    sends: list[Sent]
+    receives: list[Sent]
+    keeps: list[Kept]
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # shape and stride of each result
+    filled: list[bool]  # whether rows of a result come from nowhere
+    dim: int
+    tag: int  # of the step
+
+    def splits(self, scale: int) -> tuple[list[int], list[int]]:
+        """What comes from each rank and what goes to each, where an element is carried as `scale`."""
+        return self._sizes(self.got, scale), self._sizes(self.sent, scale)
+
+    def _sizes(self, pairs: Sequence[tuple[int, int]], scale: int) -> list[int]:
+        sizes = [0] * self.ranks
+        for rank, size in pairs:
+            sizes[rank] = size * scale
+        return sizes
+
+    def packed(self, locals_: Locals) -> list[tuple[int, torch.Tensor]]:
+        """What is sent: parts of the locals, each with its offset in the buffer."""
+        parts = []
+        for view, strips in self.sends:
+            rows = view.of(locals_)
+            parts += [(strip.offset, strip.in_block(rows)) for strip in strips]
+        return sorted(parts, key=lambda part: part[0])
+
+    def unpack(self, locals_: Locals, buffer: torch.Tensor, fill: Any = 0) -> list[torch.Tensor]:
+        """The results, of what this rank keeps and what it got."""
+        results = []
+        for (shape, stride), filled in zip(self.shapes, self.filled, strict=True):
+            made = buffer.new_empty_strided(shape, stride)
+            results.append(made.fill_(fill) if filled else made)
+        for source, target in self.keeps:
+            target.of(results).copy_(source.of(locals_))
+        for view, strips in self.receives:
+            rows = view.of(results)
+            for strip in strips:
+                strip.in_block(rows).copy_(strip.in_buffer(buffer))
+        return results
+
+    def unpack_traced(self, locals_: Locals, buffer: torch.Tensor, fill: Any = 0) -> list[torch.Tensor]:
+        """The same, where each result is seen to come from the buffer: a compiler leaves out what nothing depends on.
+
+        On a rank that gets nothing that would be the collective, for which the others wait.
+        """
+        results = self.unpack(locals_, buffer, fill)
+        received = {view.tensor for view, _ in self.receives}
+        for i, (shape, stride) in enumerate(self.shapes):
+            if i not in received:
+                nothing = buffer.narrow(0, 0, 0).view([0 if d == self.dim else n for d, n in enumerate(shape)])
+                made = torch.cat([results[i], nothing], self.dim)
+                tied = made.stride() == stride or not made.numel()
+                results[i] = made if tied else made.new_empty_strided(shape, stride).copy_(made)
+        return results
+
+
+def row_parcels(step: RowExchange, me: int, coordinates: np.ndarray) -> RowParcels:
+    """What the rank that is the `me`-th of those at these coordinates sends, gets and keeps."""
+    ranks, here = len(coordinates), tuple(coordinates[me].tolist())
+    sends: list[tuple[RowView, Boxes]] = []
+    receives: list[tuple[RowView, Boxes]] = []
+    keeps: list[Kept] = []
+    for segment in step.segments:
+        have, want = places_before(step, segment, coordinates), places_after(step, segment, coordinates)
+        source = _view(segment.operand, step.dim, have, me, segment.step)
+        target = _view(segment.result, step.dim, want, me, segment.stride)
+        block = step.results[segment.result].local_shape(here)
+        for found, view, mine, theirs in ((sends, source, have, want), (receives, target, want, have)):
+            boxes = _shared(mine, theirs, me, step.dim, block)
+            if len(boxes.which):
+                found.append((view, boxes))
+        low, high = max(have.low[me], want.low[me]), min(have.high[me], want.high[me])
+        if low < high:
+            keeps.append(Kept(_part(source, have.low[me], low, high), _part(target, want.low[me], low, high)))
+    sent, got = (sizes_by_rank([boxes for _, boxes in found], ranks) for found in (sends, receives))
+    sent[me] = got[me] = 1  # for the tag
+    return RowParcels(
+        ranks,
+        _nonzero(sent),
+        _nonzero(got),
+        _placed(sends, sent),
+        _placed(receives, got),
+        keeps,
+        [(spec.local_shape(here), spec.local_stride(here)) for spec in step.results],
+        _filled(step),
+        step.dim,
+        zlib.crc32(repr((step.dim, step.segments, [spec.shape for spec in step.results])).encode()),
+    )
+
+
+def _view(tensor: int, dim: int, places: Places, me: int, step: int) -> RowView:
+    return RowView(tensor, dim, int(places.row[me]), int(places.high[me] - places.low[me]), step)
+
+
+def _part(view: RowView, first: int, low: int, high: int) -> RowView:
+    """The places `low` up to `high` of a view whose first place is `first`."""
+    skipped = int(low - first) if view.step > 0 else int(first + view.count - high)
+    return view._replace(row=view.row + skipped * abs(view.step), count=int(high - low))
+
+
+def _shared(mine: Places, theirs: Places, me: int, dim: int, block: Sequence[int]) -> Boxes:
+    """The places that others have of what is mine: boxes of my view of the segment."""
+    low, high = np.maximum(theirs.low, mine.low[me]), np.minimum(theirs.high, mine.high[me])
+    shared = high > low
+    shared[me] = False
+    which = np.flatnonzero(shared)
+    ours, shape = np.zeros((len(which), len(block)), dtype=np.int64), np.tile(np.asarray(block), (len(which), 1))
+    ours[:, dim], shape[:, dim] = low[which] - mine.low[me], (high - low)[which]
+    return Boxes(which, ours, shape)
+
+
+def _placed(found: Sequence[tuple[RowView, Boxes]], sizes: np.ndarray) -> list[Sent]:
+    """Each segment's boxes with their places in the buffer: rank by rank, and those of a rank segment by segment."""
+    if not found:
+        return []
+    which = np.concatenate([boxes.which for _, boxes in found])
+    order = np.argsort(which, kind="stable")
+    all_sizes = np.concatenate([boxes.sizes for _, boxes in found])
+    offsets = np.empty_like(all_sizes)
+    offsets[order] = offsets_of(which[order], all_sizes[order], sizes)
+    ends = np.cumsum([len(boxes.which) for _, boxes in found])
+    parts = np.split(offsets, ends[:-1])
+    return [Sent(view, strips_of(boxes, part)) for (view, boxes), part in zip(found, parts, strict=True)]
+
+
+def _nonzero(sizes: np.ndarray) -> tuple[tuple[int, int], ...]:
+    ranks = np.flatnonzero(sizes)
+    return tuple(zip(ranks.tolist(), sizes[ranks].tolist(), strict=True))
+
+
+def _filled(step: RowExchange) -> list[bool]:
+    """Of each result whether segments leave some of its rows out."""
+    covered = [0] * len(step.results)
+    for segment in step.segments:
+        covered[segment.result] += segment.length
+    return [rows < spec.shape[step.dim] for rows, spec in zip(covered, step.results, strict=True)]

@@ -1,0 +1,74 @@
+"""What ranks hold of the segments of a row exchange, and what that costs.
+
+Pure: arrays over the ranks of one line of the mesh, worked out once for a call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy import ndarray  # by this name the types of a NamedTuple's fields are found at run time
+
+from shardwise.core.layout import Segment
+from shardwise.core.spec import DTensorSpec
+from shardwise.plan.cost import current_cost_model
+from shardwise.plan.route import Route, StepCost
+from shardwise.plan.step import RowExchange
+
+__all__ = ["Places", "places_after", "places_before", "row_exchange_route"]
+
+
+class Places(NamedTuple):
+    """The places of a segment that each rank holds, `low` up to `high`, and the first local row of these."""
+
+    low: ndarray
+    high: ndarray
+    row: ndarray
+
+
+def places_before(step: RowExchange, segment: Segment, coordinates: ndarray) -> Places:
+    """What the ranks at these coordinates hold of a segment in its operand."""
+    spec = step.operands[segment.operand]
+    return _places(spec, step.dim, coordinates, segment.first, segment.step, segment.length)
+
+
+def places_after(step: RowExchange, segment: Segment, coordinates: ndarray) -> Places:
+    """What the ranks at these coordinates hold of a segment in its result."""
+    spec = step.results[segment.result]
+    return _places(spec, step.dim, coordinates, segment.at, segment.stride, segment.length)
+
+
+def _places(spec: DTensorSpec, dim: int, coordinates: ndarray, first: int, step: int, length: int) -> Places:
+    start, size = spec.starts_and_lengths(dim, coordinates)
+    if step > 0:
+        low, high = -((first - start) // step), -((first - start - size) // step)
+    else:
+        low, high = (first - start - size) // -step + 1, (first - start) // -step + 1
+    low, high = np.clip(low, 0, length), np.clip(high, 0, length)
+    lowest = low if step > 0 else np.maximum(high - 1, 0)
+    return Places(low, np.maximum(high, low), first + lowest * step - start)
+
+
+def row_exchange_route(step: RowExchange) -> Route:
+    """The exchange as a route, with its cost for the rank that receives the most; no steps where nothing is moved."""
+    mesh = step.before.mesh
+    members = mesh.coordinates[mesh.group_through(step.over, 0)]
+    received = np.zeros(len(members))
+    for segment in step.segments:
+        have, want = (places(step, segment, members) for places in (places_before, places_after))
+        kept = np.maximum(np.minimum(have.high, want.high) - np.maximum(have.low, want.low), 0)
+        received += (want.high - want.low - kept) * _row_bytes(step.results[segment.result], step.dim)
+    most = float(received.max())
+    if not most:
+        return Route(step.before, step.after, (), ())
+    seconds = current_cost_model().seconds(mesh, step.over, most)
+    holds = sum(spec.local_bytes for spec in step.results)
+    return Route(step.before, step.after, (step,), (StepCost(most, seconds, holds),))
+
+
+def _row_bytes(spec: DTensorSpec, dim: int) -> int:
+    """Bytes of one row of the largest local."""
+    sizes = [size for d, size in enumerate(spec.largest_local_shape) if d != dim]
+    return math.prod(sizes) * spec.tensor_meta.dtype.itemsize
