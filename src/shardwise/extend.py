@@ -172,6 +172,7 @@ def local_map(
     device_mesh: Any = None,
     *,
     redistribute_inputs: bool = False,
+    out_shapes: Any = None,
 ) -> Any:
     """A function of local tensors as a function of DTensors.
 
@@ -182,6 +183,8 @@ def local_map(
         in_grad_placements: for each argument how the gradient that comes back from its local lies.
         device_mesh: the mesh, where no argument is a DTensor.
         redistribute_inputs: bring arguments into `in_placements` instead of refusing others.
+        out_shapes: the global shape of each result, one shape for a single result, or a function of the arguments that
+            gives them. Needed where shards are uneven; otherwise the local shapes say it.
 
     Example:
         >>> import shardwise as sw
@@ -195,6 +198,7 @@ def local_map(
         return functools.partial(
             local_map, out_placements=out_placements, in_placements=in_placements,
             in_grad_placements=in_grad_placements, device_mesh=device_mesh, redistribute_inputs=redistribute_inputs,
+            out_shapes=out_shapes,
         )  # fmt: skip
 
     @functools.wraps(func)
@@ -206,7 +210,10 @@ def local_map(
             _locals_of(leaves, in_placements, in_grad_placements, redistribute_inputs), tree
         )
         result = func(*new_args, **new_kwargs)
-        return result if mesh is None else _as_dtensors(result, mesh, out_placements)
+        if mesh is None:
+            return result
+        shapes = out_shapes(*args, **kwargs) if callable(out_shapes) else out_shapes
+        return _as_dtensors(result, mesh, out_placements, shapes)
 
     return mapped
 
@@ -226,18 +233,30 @@ def _locals_of(leaves: Sequence[Any], in_placements: Any, in_grad_placements: An
     ]
 
 
-def _as_dtensors(result: Any, mesh: DeviceMesh, out_placements: Any) -> Any:
+def _as_dtensors(result: Any, mesh: DeviceMesh, out_placements: Any, out_shapes: Any) -> Any:
     """The results of a mapped function: tensors as DTensors with the placements named for them."""
     outs, tree = tree_flatten(result)
     single = len(outs) == 1 and all(isinstance(p, Placement) for p in out_placements)
     placements = [out_placements] if single else list(out_placements)
     if len(placements) != len(outs):
         raise LayoutError(f"local_map: {len(placements)} out_placements for {len(outs)} results")
+    is_one_shape = single and out_shapes is not None and all(isinstance(size, int) for size in out_shapes)
+    shapes = [None] * len(outs) if out_shapes is None else [out_shapes] if is_one_shape else list(out_shapes)
+    if len(shapes) != len(outs):
+        raise LayoutError(f"local_map: {len(shapes)} out_shapes for {len(outs)} results")
     laid_out = [
-        DTensor.from_local(out, mesh, chosen) if isinstance(out, torch.Tensor) and chosen is not None else out
-        for out, chosen in zip(outs, placements, strict=True)
+        _laid_out(out, mesh, chosen, shape) if isinstance(out, torch.Tensor) and chosen is not None else out
+        for out, chosen, shape in zip(outs, placements, shapes, strict=True)
     ]
     return tree_unflatten(laid_out, tree)
+
+
+def _laid_out(out: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any) -> DTensor:
+    try:
+        return DTensor.from_local(out, mesh, placements, shape=shape)
+    except LayoutError as error:
+        hint = "give the global shapes with out_shapes=... where shards are uneven"
+        raise LayoutError(f"local_map: {error.problem.removeprefix('from_local: ')}", hint=hint) from None
 
 
 def _as_wanted(tensor: DTensor, wanted: Any, index: int, redistribute_inputs: bool) -> DTensor:

@@ -1,12 +1,15 @@
 """Names and arguments of torch.distributed.tensor and FSDP2, in the places where programs use them."""
 
 import copy
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise as sw
 from shardwise.parallel import (
@@ -235,3 +238,312 @@ def test_loss_parallel_with_plain_targets(reduction: str, square: sw.DeviceMesh)
             loss: Any = F.cross_entropy(ours, targets, reduction=reduction)
             loss.sum().backward()
         torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)
+
+
+# ---------------------------------------------------------------- copies: averages of weights
+
+
+class Tower(nn.Module):
+    """Blocks, a norm with running statistics, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 8, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return F.linear(h, self.head.weight.t())
+
+
+def wrapped(kind: str, model: Any, square: sw.DeviceMesh) -> Any:
+    """The model over the mesh, one batch for all."""
+    if "tp" in kind:
+        styles = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
+        parallelize_module(model, square["tp"], styles)
+    if "fsdp" in kind:
+        for block in model.blocks:
+            fully_shard(block, square["dp"])
+        fully_shard(model, square["dp"])
+    if "ddp" in kind:
+        replicate(model, square["dp"])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["tp", "fsdp", "ddp", "fsdp tp"])
+@pytest.mark.parametrize("multi", [True, False])
+def test_averaged_models(kind: str, multi: bool, square: sw.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    x, plain = torch.randn(4, 4), Tower()
+    ours = wrapped(kind, copy.deepcopy(plain), square)
+
+    def average(model: nn.Module) -> Any:
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5) if multi else None)
+
+    averages = [average(model) for model in (ours, plain)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, plain)]
+    for _ in range(3):
+        for model, optimizer, averaged in zip((ours, plain), optimizers, averages, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged.update_parameters(model)
+    for found, expected in zip(averages[0].module.parameters(), averages[1].module.parameters(), strict=True):
+        found = found.full_tensor() if isinstance(found, sw.DTensor) else found
+        torch.testing.assert_close(found.detach(), expected.detach())
+    for model, expected in ((averages[0], averages[1](x)), (ours, plain(x))):
+        out: Any = model(x)
+        torch.testing.assert_close(out.tensors[1] if isinstance(out, sw.RankTensor) else out, expected)
+
+
+def test_a_copy_trains_on_its_own(line: sw.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 4), Tower()
+    first = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block, line)
+    fully_shard(model, line)
+    model.set_gradient_divide_factor(4.0)  # pyright: ignore[reportCallIssue]
+    pending: Any = model(x).sum()  # a copy between forward and backward
+    other: Any = copy.deepcopy(model)
+    pending.backward()
+    assert all(parameter.grad is None for parameter in other.parameters())
+    assert other.head.weight is other.embedding.weight
+    for parameter in other.parameters():
+        with torch.no_grad():
+            parameter.add_(1.0)
+    for copied, kept, start in zip(other.parameters(), model.parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(kept.full_tensor(), start.detach())
+        torch.testing.assert_close(copied.full_tensor(), start.detach() + 1)
+        assert copied is not kept
+    other(x).sum().backward()
+    for parameter in first.parameters():
+        with torch.no_grad():
+            parameter.add_(1.0)
+    first(x).sum().backward()
+    for copied, expected in zip(other.parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(copied.grad.full_tensor(), expected.grad)
+    single = copy.deepcopy(fully_shard(nn.Linear(4, 4), line))
+    single(x).sum().backward()
+    assert str(single.weight.grad.spec) == "f32[4,4] dp:S0"
+    single.unshard()
+    with pytest.raises(sw.UnsupportedError, match="after reshard"):
+        copy.deepcopy(single)
+
+
+# ---------------------------------------------------------------- parametrizations and adapters
+
+
+def orthogonal(module: nn.Module) -> nn.Module:
+    return parametrizations.orthogonal(module)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")  # an orthogonal matrix is computed by QR
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("first", ["plan", "parametrization"])
+@pytest.mark.parametrize("make", [parametrizations.weight_norm, parametrizations.spectral_norm, orthogonal])
+def test_parametrizations_before_and_after_a_plan(make: Any, first: str, ranks: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (ranks,))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel(output_layouts=R)}
+    models = []
+    for is_parallel in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 2))
+        if is_parallel and first == "plan":
+            parallelize_module(model, mesh, plan)
+        torch.manual_seed(1)
+        make(model[0])
+        make(model[2])
+        if is_parallel and first == "parametrization":
+            parallelize_module(model, mesh, plan)
+        models.append(model)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    x = torch.randn(5, 4)
+    for _ in range(2):
+        outs = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            out: Any = model(x)
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outs.append(out.tensors[0] if isinstance(out, sw.RankTensor) else out)
+        torch.testing.assert_close(*outs)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+def test_weights_that_a_hook_computes(line: sw.DeviceMesh) -> None:
+    with pytest.warns(FutureWarning):
+        normed = nn.utils.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(sw.LayoutError, match="a hook computes its weight"):
+        parallelize_module(normed, line, ColwiseParallel())
+
+
+class Adapted(nn.Module):
+    """A layer of a plan, with an adapter of low rank beside it."""
+
+    def __init__(self, base: Any, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("shape", [(4,), (3,)])
+def test_adapters_of_low_rank_after_a_plan(shape: tuple[int, ...]) -> None:
+    mesh = sw.init_device_mesh("cpu", shape)
+    x, models = torch.randn(5, 4), []
+    for is_parallel in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        if is_parallel:
+            styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
+            parallelize_module(model, mesh, styles)
+        model.requires_grad_(False)
+        model[0], model[2] = Adapted(model[0]), Adapted(model[2])
+        models.append(model)
+    wanted = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    optimizers = [torch.optim.AdamW(own, lr=0.1) for own in wanted]
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(*wanted, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach())
+
+
+def test_adapters_of_peft_after_a_plan(line: sw.DeviceMesh) -> None:
+    peft = pytest.importorskip("peft")
+    x, models = torch.randn(5, 4), []
+    for is_parallel in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        if is_parallel:
+            styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
+            parallelize_module(model, line, styles)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+        models.append(peft.get_peft_model(model, config))
+    for model in models:
+        model(x).square().mean().backward()
+    for (name, ours), (_, theirs) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert ours.requires_grad == theirs.requires_grad == ("lora" in name)
+        if ours.requires_grad:
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# ---------------------------------------------------------------- functions of locals
+
+
+def test_uneven_results_of_local_map(line: sw.DeviceMesh) -> None:
+    x: Any = sw.distribute_tensor(torch.arange(12.0).reshape(6, 2), line, [S0]).requires_grad_()
+    double: Any = sw.local_map(lambda t: t * 2, out_placements=[S0], in_placements=([S0],))
+    with pytest.raises(sw.LayoutError, match="out_shapes="):
+        double(x)
+    for shapes in ((6, 2), lambda t: t.shape, [(6, 2)]):
+        double = sw.local_map(lambda t: t * 2, out_placements=[S0], in_placements=([S0],), out_shapes=shapes)
+        found: Any = double(x)
+        torch.testing.assert_close(found.full_tensor(), x.full_tensor() * 2)
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        torch.testing.assert_close(gradient.full_tensor(), torch.full((6, 2), 2.0))
+    both: Any = sw.local_map(
+        lambda t: (t + 1, t.sum()), ([S0], [sw.Partial()]), ([S0],), out_shapes=lambda t: (t.shape, None)
+    )
+    shifted, total = both(x)
+    torch.testing.assert_close(shifted.full_tensor(), x.full_tensor() + 1)
+    assert total.item() == 66.0
+    with pytest.raises(sw.LayoutError, match="1 out_shapes for 2 results"):
+        sw.local_map(lambda t: (t, t), ([S0], [S0]), ([S0],), out_shapes=[(6, 2)])(x)
+
+
+# ---------------------------------------------------------------- parts of replicated modules
+
+
+@pytest.mark.parametrize("inputs", ["plain", "dtensor"])
+def test_parts_of_a_replicated_module_are_called_with_a_batch_of_each_rank(inputs: str, line: sw.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"body": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "head": nn.Linear(4, 2)})
+    model, batches = replicate(copy.deepcopy(plain), line), rank_batches()
+    batch: Any = batches if inputs == "plain" else sw.DTensor.from_local(batches, line, [S0])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
+    for _ in range(2):
+        for each, x, optimizer in zip(
+            (model, plain), (batch, torch.cat(list(batches.tensors))), optimizers, strict=True
+        ):
+            layers: Any = each["body"]
+            for layer in layers:
+                x = layer(x).tanh()
+            each["head"](x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(ours, sw.DTensor)
+            torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+    with torch.no_grad():
+        assert type(model["head"](batches)) is sw.RankTensor
+
+
+# ---------------------------------------------------------------- shapes changed in place
+
+
+STEPS: dict[str, Any] = {
+    "squeeze_": lambda y: y.squeeze_(),
+    "squeeze_ 0": lambda y: y.squeeze_(0),
+    "unsqueeze_ 0": lambda y: y.unsqueeze_(0),
+    "unsqueeze_ -1": lambda y: y.unsqueeze_(-1),
+    "transpose_": lambda y: y.transpose_(0, -1),
+    "squeeze": lambda y: y.squeeze(),
+    "unsqueeze": lambda y: y.unsqueeze(0),
+    "flat": lambda y: y.reshape(-1),
+    "column": lambda y: y[..., 0] if y.dim() > 1 else y,
+    "mul_": lambda y: y.mul_(3),
+    "clamp_": lambda y: y.clamp_(min=-1),
+}
+
+
+@pytest.mark.parametrize("placement", [R, S0, S1, sw.Partial()])
+def test_shapes_changed_in_place_under_autograd(placement: Any) -> None:
+    mesh, random_ = sw.init_device_mesh("cpu", (2,)), random.Random(0)
+    for shape in ((2, 2), (4, 1), (1, 3), (2, 1, 2)) * 12:
+        chain = [*random_.choices(list(STEPS), k=random_.randint(2, 5)), "mul_"]
+        start, found = torch.randn(shape), []
+        for leaf in (sw.distribute_tensor(start, mesh, [placement]), start.clone()):
+            base = y = leaf.requires_grad_() * 2
+            for step in chain:
+                y = STEPS[step](y)
+            y.square().sum().backward()
+            found.append([y, base, leaf.grad])
+        for ours, theirs in zip(*found, strict=True):
+            assert ours.shape == theirs.shape, chain
+            torch.testing.assert_close(ours.full_tensor().detach(), theirs.detach(), msg=str(chain))
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_plain_parameters_beside_dtensors(options: Any, line: sw.DeviceMesh) -> None:
+    models = []
+    for is_parallel in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if is_parallel:
+            parallelize_module(model, line, {"0": ColwiseParallel(output_layouts=R)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+        for _ in range(3):
+            model(torch.arange(8.0).reshape(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert type(models[0][1].weight) is nn.Parameter
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        ours = ours.full_tensor() if isinstance(ours, sw.DTensor) else ours
+        torch.testing.assert_close(ours.detach(), theirs.detach())

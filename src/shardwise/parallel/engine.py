@@ -7,6 +7,7 @@ any order: a module is outermost when no other one is running. How things are mo
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -182,6 +183,15 @@ class ModuleState:
     def __init__(
         self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
     ) -> None:
+        self._begin(modules, policy, reshard_after_forward)
+        for module in self.modules:
+            setattr(module, STATE, self)
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, always_call=True)
+
+    def _begin(
+        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+    ) -> None:
         self.modules, self.policy = tuple(modules), policy
         self.groups: list[ParameterGroup] = []
         self.reshard_after_forward = reshard_after_forward
@@ -200,10 +210,19 @@ class ModuleState:
         self.backward: Backward | None = None  # the pass that has come to this module
         self.reductions: list[Finish] = []
         self.still_to_run: set[nn.Module] = set()
-        for module in self.modules:
-            setattr(module, STATE, self)
-            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        """The state of copied modules: the same settings, parameters of their own, and nothing gathered."""
+        for group in self.groups:
+            group.check_copied()
+        made = ModuleState.__new__(ModuleState)
+        memo[id(self)] = made
+        made._begin([], self.policy, self.reshard_after_forward)
+        for name in _SETTINGS:
+            setattr(made, name, getattr(self, name))
+        made.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        made.groups = [group.copied(made, memo) for group in self.groups]
+        return made
 
     # ---------------------------------------------------------------- gathered or not
 
@@ -282,6 +301,25 @@ class ModuleState:
                 frame.hooks = save_handles()
             self._watch_inputs((args, kwargs))
         return args, kwargs
+
+    def serve(self, module: nn.Module) -> None:
+        """Let a part of the modules be called on its own, too: then it is what a forward begins with."""
+        module.register_forward_pre_hook(self._before_part, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after_part, always_call=True)
+
+    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        for frame in _thread.frames:
+            if frame.state is self:
+                return None
+        if not in_backward():
+            self.still_to_run = {module}
+        return self.before_forward(module, args, kwargs)
+
+    def _after_part(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for frame in _thread.frames:
+            if frame.module is module:
+                return self.after_forward(module, args, output)
+        return output
 
     @not_compiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -437,6 +475,16 @@ class ModuleState:
         for group in self.groups:
             group.drop()
             group.forget_gradients()
+
+
+# What a user has set, and a copy of a module keeps. Which modules to gather ahead is found out anew.
+_SETTINGS = (
+    "reshard_after_backward",
+    "requires_gradient_sync",
+    "gradient_divide_factor",
+    "requires_all_reduce",
+    "is_last_backward",
+)
 
 
 def _ahead(chosen: list[ModuleState] | None, following: ModuleState | None) -> Iterable[ModuleState]:

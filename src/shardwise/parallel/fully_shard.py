@@ -54,8 +54,6 @@ class FSDPModule(DataParallelModule):
         (True, 'FSDPLinear')
     """
 
-    _made_by = "fully_shard"
-
     @property
     def _state(self) -> ModuleState:
         return getattr(self, STATE)

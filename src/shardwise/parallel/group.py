@@ -94,6 +94,19 @@ class ParameterGroup:
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
         self._is_offered = False
 
+    def check_copied(self) -> None:
+        """Refuse to be copied while the modules hold gathered parameters, which are no parameters of theirs."""
+        if self.shown is not None:
+            raise UnsupportedError(
+                f"{self.parameters[0].name} is gathered, so its module cannot be copied now",
+                hint="copy the module outside of its forward, and after reshard() where unshard() was called",
+            )
+
+    def copied(self, owner: Owner, memo: dict[int, Any]) -> ParameterGroup:
+        """The group of copied modules."""
+        parameters = [parameter.copied(memo) for parameter in self.parameters]
+        return ParameterGroup(parameters, self.data_mesh, self.policy, [b.indices for b in self.buckets], owner)
+
     @property
     def dtype(self) -> torch.dtype:
         """What the parameters are computed with in."""

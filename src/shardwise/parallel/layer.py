@@ -143,7 +143,11 @@ class Layer:
             return value  # pyright: ignore[reportReturnType]
         shape, features = None, self.recipe.features
         if features is not None and isinstance(self.given, Shard) and self.given.dim in (-1, value.dim() - 1):
-            shape = (*value.shape[:-1], module._parameters[features[0]].shape[features[1]])  # pyright: ignore[reportOptionalMemberAccess]
+            own = module._parameters.get(features[0])
+            size: Any = (
+                module.in_features if own is None else own.shape[features[1]]
+            )  # None: a parametrization computes it
+            shape = (*value.shape[:-1], size)
         return DTensor.from_local(value, self.mesh, (self.given,), shape=shape)
 
     # ---------------------------------------------------------------- on locals
@@ -169,6 +173,8 @@ class Layer:
 
     def _made_program(self, module: nn.Module, key: tuple[Any, ...]) -> Program | None:
         recipe, mesh = self.recipe, self.mesh
+        if not recipe.parameters.keys() <= module._parameters.keys():  # a parametrization computes some of them
+            return None
         given = {
             name: spec
             for name, spec in zip(recipe.parameters, key[1:], strict=True)

@@ -7,6 +7,7 @@ puts in the place of the parameter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -60,6 +61,9 @@ class ParametersInBackward(dict[str, Any]):
         super().__init__(parameters)
         self.leaves: dict[str, Callable[[Any], Any]] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(dict.__getitem__(self, name), memo) for name in self}
+
     def __getitem__(self, name: str) -> Any:
         return self._seen(name, super().__getitem__(name))
 
@@ -96,7 +100,7 @@ class ManagedParameter:
         meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
         self.slot = _slot(on_grid, meta, self.data_mesh, dim, name)
         self.stored = self._store(parameter)
-        self._given = parameter
+        self._given: nn.Parameter | None = parameter
         self._leaf_specs: dict[DeviceMesh | None, DTensorSpec | None] = {}
 
     @property
@@ -134,11 +138,20 @@ class ManagedParameter:
     # ---------------------------------------------------------------- what the modules hold
 
     def install(self) -> None:
-        """Put the stored parameter in the place of the one that was given."""
-        for parameter in (self._given, self.stored):
-            setattr(parameter, MARK, self.name)
-        del self._given
-        self.register(self.stored)
+        """Put the stored parameter in the place of the one that was given. Copied modules have theirs already."""
+        given, self._given = self._given, None
+        if given is not None:
+            for parameter in (given, self.stored):
+                setattr(parameter, MARK, self.name)
+            self.register(self.stored)
+
+    def copied(self, memo: dict[int, Any]) -> ManagedParameter:
+        """The parameter of copied modules."""
+        made = copy.copy(self)
+        made.owners = [(copy.deepcopy(module, memo), name) for module, name in self.owners]
+        made.stored = copy.deepcopy(self.stored, memo)
+        setattr(made.stored, MARK, self.name)
+        return made
 
     def register(self, tensor: torch.Tensor | None) -> None:
         """Let every owner hold `tensor` as its parameter."""

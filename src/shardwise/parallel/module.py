@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar, NoReturn
 
-from shardwise.errors import UnsupportedError
 from shardwise.parallel.engine import ModuleState
 from shardwise.parallel.tree import STATE, states_under
 
@@ -21,8 +19,6 @@ class DataParallelModule:
         >>> isinstance(sw.replicate(torch.nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,))), DataParallelModule)
         True
     """
-
-    _made_by: ClassVar[str]  # the function that it comes from
 
     def _states(self, recurse: bool = True) -> list[ModuleState]:
         return list(states_under(self, recurse=recurse))  # pyright: ignore[reportArgumentType]  # it is a Module too
@@ -51,9 +47,3 @@ class DataParallelModule:
         finally:
             for state, value in zip(states, before, strict=True):
                 state.requires_gradient_sync = value
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"{type(self).__name__} cannot be copied: its hooks belong to one module",
-            hint=f"copy the module before {self._made_by}, and load the state_dict of this one into it",
-        )

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from shardwise.api import distribute_tensor
+from shardwise.api import distribute_tensor, replicate_rest
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement
-from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.placement import Placement, Replicate, Shard
+from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.errors import AgreementError, LayoutError, MeshError
 from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.virtual import RankTensor, virtual
@@ -34,6 +35,8 @@ def check_parameters(
     """Raise if a parameter cannot lie as it is to. `known`: what the plan says of parameters, by their identity."""
     for name, placement in placements.items():
         parameter = module._parameters.get(name)
+        if parameter is None and parametrize.is_parametrized(module, name):
+            parameter = _computed(module, name)
         if parameter is None:
             continue
         if isinstance(parameter, DTensor) and parameter._spec.mesh is not mesh:
@@ -45,7 +48,7 @@ def check_parameters(
             (wanted,) = DTensorSpec(mesh, (placement,), TensorMeta.of(parameter)).placements
         except LayoutError as error:
             raise LayoutError(f"{who}: its {name}: {error.problem}", hint=error.hint) from None
-        before = known.setdefault(id(parameter), wanted)
+        before = known.setdefault(id(parameter), wanted) if name in module._parameters else wanted
         if before is not wanted:
             raise LayoutError(
                 f"{who}: its {name} is tied to another module's; the plan lays it out as {before} there and as "
@@ -65,6 +68,48 @@ def lay_out(
         parameter = module._parameters.get(name)
         if parameter is not None:
             module._parameters[name] = laid_out(parameter, mesh, placement, src_data_rank)
+        elif parametrize.is_parametrized(module, name):
+            _lay_out_originals(module, name, placement, mesh, src_data_rank)
+
+
+def _lay_out_originals(
+    module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None
+) -> None:
+    """Make DTensors of what a parametrization computes a tensor from.
+
+    What has the size of the tensor in the dim to shard is sharded in it, the rest is replicated. The value is that of
+    one device in any layout; this one keeps what belongs to a rank's part on it.
+    """
+    shape = _computed(module, name).shape
+    (wanted,) = checked_placements((placement,), mesh, len(shape))
+    originals = _parametrization(module, name)
+    for owner in originals.modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                fits = isinstance(wanted, Shard) and parameter.shape[wanted.dim : wanted.dim + 1] == (
+                    shape[wanted.dim],
+                )
+                own = wanted if fits and parameter.dim() == len(shape) else Replicate()
+                owner._parameters[key] = laid_out(parameter, mesh, own, src_data_rank)
+    replicate_rest(originals, mesh, src_data_rank)
+
+
+def _parametrization(module: nn.Module, name: str) -> nn.Module:
+    found: Any = module.parametrizations
+    return found[name]
+
+
+@torch.no_grad()
+def _computed(module: nn.Module, name: str) -> Any:
+    """What a parametrization computes. In training some change their buffers when they are asked."""
+    originals = _parametrization(module, name)
+    training = {each: each.training for each in originals.modules()}
+    originals.eval()
+    try:
+        return getattr(module, name)
+    finally:
+        for each, was in training.items():
+            each.training = was
 
 
 def laid_out(

@@ -5,7 +5,7 @@ The public face of the engine for parameters that are stored replicated, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,6 @@ class ReplicateModule(DataParallelModule):
         >>> isinstance(module, ReplicateModule)
         True
     """
-
-    _made_by = "replicate"
 
 
 def replicate(
@@ -93,8 +91,19 @@ def replicate(
         buckets = _buckets(group, bucket_cap_mb * 2**20)
         own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
         state.groups.append(ParameterGroup(group, data_mesh, own, buckets, state))
+    for part in _parts(module):
+        state.serve(part)
     subclass_with(module, ReplicateModule, "Replicate")
     return module
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that the module is made of: its children, and in place of containers theirs."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _parts(child)
+        elif not hasattr(child, STATE):
+            yield child
 
 
 def _buckets(group: Sequence[ManagedParameter], cap: float) -> list[list[int]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from shardwise.api import replicate_rest
 from shardwise.core.mesh import DeviceMesh
@@ -48,10 +49,10 @@ class _LayerStyle(ParallelStyle):
 
     def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
         placements = self._recipe(module, who).parameters
-        if "weight" not in module._parameters:
+        if "weight" not in module._parameters and not parametrize.is_parametrized(module, "weight"):
             raise LayoutError(
-                f"{who}: its weight is no parameter of its own, but computed from others",
-                hint="apply the plan before torch.nn.utils.parametrize and the like",
+                f"{who}: a hook computes its weight from other parameters",
+                hint="use torch.nn.utils.parametrizations, as weight_norm there, or apply the plan before the hook",
             )
         return placements
 

@@ -376,6 +376,21 @@ class DTensor(torch.Tensor):
             gradient = replicated_operand(DTensor, gradient, self._spec.mesh, "backward", "gradient")
         super().backward(gradient, *args, **kwargs)
 
+    def squeeze_(self, *dims: Any) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As `torch.Tensor.squeeze_`, and so for the methods below; see `_reshape`."""
+        return _reshape(self, torch.Tensor.squeeze_, torch.Tensor.squeeze, *dims)
+
+    def unsqueeze_(self, dim: int) -> DTensor:
+        return _reshape(self, torch.Tensor.unsqueeze_, torch.Tensor.unsqueeze, dim)
+
+    def t_(self) -> DTensor:
+        return _reshape(self, torch.Tensor.t_, torch.Tensor.t)
+
+    def transpose_(self, dim0: int, dim1: int) -> DTensor:
+        return _reshape(self, torch.Tensor.transpose_, torch.Tensor.transpose, dim0, dim1)
+
+    swapaxes_ = swapdims_ = transpose_  # pyright: ignore[reportAssignmentType]
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists of numbers, on every rank."""
         return self.full_tensor().tolist()
@@ -720,6 +735,26 @@ def _settle(tensor: DTensor) -> DTensor:
         finish = _LOCAL.__get__(tensor)
         tensor.__class__ = DTensor
         _LOCAL.__set__(tensor, finish())
+    return tensor
+
+
+def _reshape(tensor: DTensor, in_place: Callable[..., Any], functional: Callable[..., Any], *dims: Any) -> DTensor:
+    """Give a tensor another shape in place.
+
+    For a view, autograd writes to the base through the function that made the view, which would not know of the new
+    shape. So a view becomes, as the same object, a view of itself.
+    """
+    if is_dynamo_compiling() or not tensor._is_view() or not torch.is_grad_enabled():
+        return in_place(tensor, *dims)
+    try:
+        base: Any = tensor._base
+        again: Any = tensor._view_func_unsafe(base)  # another object: the new view refers to what it is made from
+        torch.utils.swap_tensors(tensor, functional(again, *dims))
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"{in_place.__name__} of a view of {tensor._spec} that something else refers to: {error}",
+            hint=f"write y = y.{functional.__name__}(...), which makes a view of it",
+        ) from None
     return tensor
 
 
