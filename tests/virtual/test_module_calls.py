@@ -207,3 +207,25 @@ def test_momentum_has_the_layout_of_its_parameter() -> None:
     (weight * sw.ones(2, 4, device_mesh=MESH, placements=[Shard(0)])).sum().backward()
     optimizer.step()
     assert optimizer.state[weight]["momentum_buffer"].spec is weight.spec
+
+
+class Inner(nn.Module):
+    """A part that is checkpointed inside: backward reads the parameters again, without a hook of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Any) -> Any:
+        return checkpoint(lambda value: torch.tanh(F.linear(value, self.weight)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_forward_without_gradients_leaves_the_backward_of_an_earlier_one_its_parameters(place: Any) -> None:
+    reference, model = pair(Inner)
+    for one, x in ((reference, batch()), (model, place(batch()))):
+        first = loss(one(x))
+        with torch.no_grad():
+            one(x)
+        first.backward()
+    assert_same(model, reference, lambda parameter: parameter.grad)

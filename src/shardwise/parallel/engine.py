@@ -67,6 +67,8 @@ class Run:
             state.still_to_run.clear()
             if not state.awaits_backward and not state.is_held:
                 state.drop()
+            for group in state.groups:
+                group.offer_leaves_again()
 
 
 class Backward:

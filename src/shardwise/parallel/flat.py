@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -54,10 +55,6 @@ class Slot:
         dim_axes = tuple([tuple([axis for axis in axes if axis != self.axis]) for axes in self.spec.dim_axes])
         return DTensorSpec.from_dim_axes(self.spec.mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
 
-    def gathered_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of what the rank at `coordinate` computes with."""
-        return self.gathered.local_shape(coordinate)
-
     @property
     def ranks(self) -> int:
         """How many ranks shard the parameter."""
@@ -94,11 +91,24 @@ class FlatLayout:
         self.sizes = [slot.size for slot in self.slots]
         self.offsets = [0, *itertools.accumulate(self.sizes)]
         self.total = self.offsets.pop()
+        self._shapes: dict[tuple[Coordinate, ...], tuple[list[Any], list[Any]]] = {}
+
+    def shapes(self, coordinates: Sequence[Coordinate]) -> tuple[list[Any], list[Any]]:
+        """What a rank stores of each parameter and what it computes with; a coordinate for each slot's own mesh."""
+        key = tuple(coordinates)
+        found = self._shapes.get(key)
+        if found is None:
+            each = list(zip(self.slots, key, strict=True))
+            found = self._shapes[key] = (
+                [slot.spec.local_shape(at) for slot, at in each],
+                [slot.gathered.local_shape(at) for slot, at in each],
+            )
+        return found
 
     def joined(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """One row: the blocks that a rank stores, each filled up to its slot."""
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
-        if self.is_even and all(tensor.dtype is dtype for tensor in flat):
+        if self.is_even and {tensor.dtype for tensor in flat} == {dtype}:
             return torch.cat(flat)
         row = (torch.empty if self.is_even else torch.zeros)(self.total, dtype=dtype, device=flat[0].device)
         torch._foreach_copy_(
@@ -106,11 +116,10 @@ class FlatLayout:
         )
         return row
 
-    def block(self, row: torch.Tensor, index: int, coordinate: Coordinate) -> torch.Tensor:
-        """The block that the rank at `coordinate` stores of one parameter, as a view of its row."""
-        slot = self.slots[index]
-        shape = slot.spec.local_shape(coordinate)
-        return row.narrow(0, self.offsets[index], math.prod(shape)).view(shape)
+    def blocks(self, row: torch.Tensor, coordinates: Sequence[Coordinate]) -> list[torch.Tensor]:
+        """The blocks that a rank stores of each parameter, as views of its row."""
+        shapes = self.shapes(coordinates)[0]
+        return [row.narrow(0, at, math.prod(s)).view(s) for at, s in zip(self.offsets, shapes, strict=True)]
 
     def spread(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
         """Fill what a rank computes with from the rows of a gathered buffer; a coordinate for each slot's own mesh."""
@@ -123,7 +132,7 @@ class FlatLayout:
 
     def fill(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
         """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
-        if self.is_simple and all(whole.dtype is buffer.dtype for whole in wholes):
+        if self.is_simple and {whole.dtype for whole in wholes} == {buffer.dtype}:
             rows = self.slots[0].ranks
             torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
         elif pairs := self._pairs(buffer, coordinates, wholes):

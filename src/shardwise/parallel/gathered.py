@@ -126,8 +126,11 @@ class Gathered:
         self._pending, self._started = None, False
         self._bases = [0] * len(self.tensors)
         for index in self.source.indices:
-            part = parts_of(self.tensors[index])[0]
-            self._bases[index] = part._version if part is self.tensors[index] else 0
+            part = self.tensors[index]
+            if isinstance(part, RankTensor):
+                part = part.tensors[0]
+            else:
+                self._bases[index] = part._version
             key = part.untyped_storage()._cdata
             _memory[key] = self, index
             self._keys.append(key)

@@ -8,25 +8,28 @@ modules run.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.flat import FlatLayout
 from shardwise.parallel.gathered import Gathered, Leaves, Source, at_once, completion_token
-from shardwise.parallel.managed import ManagedParameter
+from shardwise.parallel.managed import ManagedParameter, ParametersInBackward
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.sums import parts_of_sums
 from shardwise.tensor import DTensor, dtensor_of
 
-__all__ = ["Bucket", "Finish", "ParameterGroup", "alike"]
+__all__ = ["Bucket", "Finish", "ParameterGroup", "alike", "rank_by_rank"]
 
 Finish = Callable[[bool], None]  # waits; with True it gives the gradients out, with False they are lost
 Key = tuple[DeviceMesh | None, Source]
@@ -83,6 +86,13 @@ class ParameterGroup:
         self.parameters, self.data_mesh, self.policy = tuple(parameters), data_mesh, policy
         for parameter in self.parameters:
             parameter.install()
+        self._first_owners = [parameter.owners[0] for parameter in self.parameters]
+        # for each module what gives the leaves of its parameters in backward, by name
+        self._in_backward: dict[nn.Module, dict[str, Callable[[Any], Any]]] = {}
+        for index, parameter in enumerate(self.parameters):
+            for module, name in parameter.owners:
+                leaves = self._in_backward.setdefault(module, {})
+                leaves[name] = functools.partial(self._leaf_in_backward, index)
         self.buckets = [Bucket(indices) for indices in buckets]
         self._owner = owner
         self.current: Gathered | None = None  # the copy that was gathered last; its memory may have been dropped
@@ -92,7 +102,8 @@ class ParameterGroup:
         self.is_sharded = any(parameter.is_sharded for parameter in self.parameters)
         self._source = Source([parameter.stored for parameter in self.parameters], {})
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
-        self._is_offered = False
+        self._specs: BoundedCache[tuple[Any, ...], list[DTensorSpec | None]] = BoundedCache(64)
+        self._is_offered, self._was_offered = False, False
 
     def check_copied(self) -> None:
         """Refuse to be copied while the modules hold gathered parameters, which are no parameters of theirs."""
@@ -115,7 +126,7 @@ class ParameterGroup:
     @property
     def has_frozen(self) -> bool:
         """Whether some parameter gets no gradient, so that gradients do not tell when backward is through with it."""
-        return any(not parameter.stored.requires_grad for parameter in self.parameters)
+        return False in {parameter.stored.requires_grad for parameter in self.parameters}
 
     def _layout(self, indices: tuple[int, ...]) -> FlatLayout:
         found = self._layouts.get(indices)
@@ -137,10 +148,14 @@ class ParameterGroup:
         """Whether the gathered parameters are there."""
         return self.current is not None and self.current.tensors is not None
 
+    def _holding(self) -> list[Any]:
+        """What the modules hold as each parameter now; None where they have none any more."""
+        return [dict.get(module._parameters, name) for module, name in self._first_owners]
+
     def _look(self) -> Source:
         """What the modules hold now: stored parameters, or tensors that a caller has put in their place."""
-        held = [parameter.held() for parameter in self.parameters]
-        if all(have is stored for have, stored in zip(held, self._source.stored, strict=True)):
+        held = self._holding()
+        if all(map(operator.is_, held, self._source.stored)):
             return self._source
         stored: list[Any] = []
         for parameter, have in zip(self.parameters, held, strict=True):
@@ -186,40 +201,32 @@ class ParameterGroup:
         if not self.is_sharded or not source.indices:
             return None
         self._check_dtypes(source)
-        layout = self._layout(source.indices)
-        locals_ = [_local(source.stored[index]) for index in source.indices]
-        row = fabric_of(self.data_mesh).map(
-            self.data_mesh, lambda _, *tensors: layout.joined(tensors, self.dtype), *locals_
-        )
+        layout, dtype = self._layout(source.indices), self.dtype
+        locals_: list[Any] = [source.stored[index]._local_tensor for index in source.indices]
+        row = fabric_of(self.data_mesh).map(self.data_mesh, lambda _, *tensors: layout.joined(tensors, dtype), *locals_)
         whole = [Replicate()] * self.data_mesh.ndim
-        flat = dtensor_of(self._flat_spec(layout, self.dtype, [*whole[:-1], Shard(0)]), row)
+        flat = dtensor_of(self._flat_spec(layout, dtype, [*whole[:-1], Shard(0)]), row)
         return flat.redistribute(placements=whole, async_op=True)
 
     def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
         """Wait for an all-gather, and copy each parameter to memory of its own; by index."""
         found: list[Any] = [None] * len(self.parameters)
-        for index in source.indices:
-            stored = source.stored[index]
-            if buffer is None:
-                found[index] = _local(stored).to(self._compute_dtype(index))
-            else:
-                found[index] = self.parameters[index].empty_gathered(self.dtype, stored.device)
-        if buffer is not None:
-            layout = self._layout(source.indices)
-            tensors = [found[index] for index in source.indices]
-            for flat, coordinates, wholes in self._rank_by_rank(buffer._local_tensor, source.indices, tensors):
-                layout.spread(flat, coordinates, wholes)
+        if buffer is None:
+            for index in source.indices:
+                found[index] = source.stored[index]._local_tensor.to(self._compute_dtype(index))
+            return found
+        layout, local = self._layout(source.indices), buffer._local_tensor
+        rows: list[list[torch.Tensor]] = []
+        for flat, coordinates in self._rank_by_rank(source.indices, local):
+            wholes = [flat.new_empty(shape) for shape in layout.shapes(coordinates)[1]]
+            layout.spread(flat, coordinates, wholes)
+            rows.append(wholes)
+        for index, tensor in zip(source.indices, _joined_ranks(local, rows), strict=False):
+            found[index] = tensor
         return found
 
-    def _rank_by_rank(
-        self, buffer: torch.Tensor, indices: tuple[int, ...], locals_: Sequence[Any]
-    ) -> Iterator[tuple[torch.Tensor, list[tuple[int, ...]], list[torch.Tensor]]]:
-        """For each rank here its buffer, and of each parameter its coordinate and its tensor."""
-        meshes = [self.parameters[index].spec.mesh for index in indices]
-        columns = [fabric_of(mesh).parts(mesh, local) for mesh, local in zip(meshes, locals_, strict=True)]
-        buffers = fabric_of(self.data_mesh).parts(self.data_mesh, buffer)
-        for (_, flat), *row in zip(buffers, *columns, strict=True):
-            yield flat, [coordinate for coordinate, _ in row], [tensor for _, tensor in row]
+    def _rank_by_rank(self, indices: tuple[int, ...], *locals_: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+        return rank_by_rank(self.data_mesh, [self.parameters[index] for index in indices], *locals_)
 
     def needed(self, gathered: Gathered) -> None:
         """Backward needs memory that has been dropped: share that of an equal copy, or gather again."""
@@ -261,7 +268,7 @@ class ParameterGroup:
             for index, given in substituted.items():
                 leaves[index] = self.parameters[index].from_caller(given, compute_mesh, self._compute_dtype(index))
         if self.shown is None:
-            self._held = [parameter.held() for parameter in self.parameters]
+            self._held = self._holding()
         self.shown = leaves
         for parameter, leaf in zip(self.parameters, leaves, strict=True):
             parameter.register(leaf)
@@ -273,8 +280,8 @@ class ParameterGroup:
         """Let the modules, and whoever looks, see what they held before."""
         if self.shown is None:  # what they hold now may be the user's
             return
-        for parameter, leaf, held in zip(self.parameters, self.shown, self._held, strict=True):
-            if parameter.held() is leaf:
+        for parameter, leaf, now, held in zip(self.parameters, self.shown, self._holding(), self._held, strict=True):
+            if now is leaf:
                 parameter.register(held)
         self.shown, self._held = None, []
 
@@ -283,8 +290,8 @@ class ParameterGroup:
         source, tensors = gathered.source, gathered.tensors
         assert tensors is not None
         found: list[Any] = [None] * len(self.parameters)
-        for index in source.indices:
-            found[index] = self.parameters[index].leaf(tensors[index], compute_mesh)
+        for index, spec in zip(source.indices, self._leaf_specs(source.indices, compute_mesh), strict=True):
+            found[index] = self.parameters[index].leaf(tensors[index], spec)
         for bucket in self.buckets:
             chosen = [i for i in bucket.indices if found[i] is not None and source.stored[i].requires_grad]
             if not chosen:
@@ -297,6 +304,13 @@ class ParameterGroup:
                 found[index] = leaf
         return found
 
+    def _leaf_specs(self, indices: tuple[int, ...], compute_mesh: DeviceMesh | None) -> list[DTensorSpec | None]:
+        found = self._specs.get((indices, compute_mesh))
+        if found is None:
+            found = [self.parameters[index].leaf_spec(compute_mesh) for index in indices]
+            self._specs.keep((indices, compute_mesh), found)
+        return found
+
     def _token(self, bucket: Bucket, stored: Any) -> torch.Tensor:
         if bucket.token is None or stored.device not in (bucket.token.device, torch.device("meta")):
             bucket.token = completion_token(stored, functools.partial(self._owner.completed, self, bucket))
@@ -305,16 +319,32 @@ class ParameterGroup:
     def offer_leaves(self) -> None:
         """Let a backward that repeats a part of forward see what that saw."""
         if not self._is_offered:
-            self._is_offered = True
-            for index, parameter in enumerate(self.parameters):
-                parameter.offer(functools.partial(self._leaf_in_backward, index))
+            self._is_offered = self._was_offered = True
+            for module, leaves in self._in_backward.items():
+                held: Any = module._parameters
+                if held.__class__ is ParametersInBackward:
+                    held.leaves.update(leaves)
+                else:
+                    offered = ParametersInBackward(held)
+                    offered.leaves = dict(leaves)
+                    module.__dict__["_parameters"] = offered
+
+    def offer_leaves_again(self) -> None:
+        """A forward is over in which they were withdrawn: the backward of an earlier one may still be to come."""
+        if self._was_offered:
+            self.offer_leaves()
 
     def withdraw_leaves(self) -> None:
-        """Let modules hold their parameters as other modules do."""
+        """Let modules hold their parameters as other modules do, while a forward runs."""
         if self._is_offered:
             self._is_offered = False
-            for parameter in self.parameters:
-                parameter.withdraw()
+            for module, leaves in self._in_backward.items():
+                held: Any = module._parameters
+                if held.__class__ is ParametersInBackward:
+                    for name in leaves:
+                        held.leaves.pop(name, None)
+                    if not held.leaves:
+                        module.__dict__["_parameters"] = dict(held)
 
     def _leaf_in_backward(self, index: int, held: Any) -> Any:
         current = self.current
@@ -422,13 +452,12 @@ class ParameterGroup:
         self, indices: tuple[int, ...], layout: FlatLayout, grads: list[Any], mesh: DeviceMesh | None, part: Partial
     ) -> DTensor:
         """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
-        specs = [self.parameters[index].leaf_spec(mesh) for index in indices]
-        locals_ = parts_of_sums(grads, specs, self.data_mesh)
+        locals_ = parts_of_sums(grads, self._leaf_specs(indices, mesh), self.data_mesh)
         grads.clear()
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
-        for flat, coordinates, tensors in self._rank_by_rank(buffer, indices, locals_):
+        for flat, coordinates, *tensors in self._rank_by_rank(indices, buffer, *locals_):
             layout.fill(flat, coordinates, tensors)
         return dtensor_of(spec, buffer)
 
@@ -441,11 +470,10 @@ class ParameterGroup:
     def _give(self, row: torch.Tensor, indices: tuple[int, ...], source: Source) -> None:
         """Give each stored parameter its part of a reduced buffer, as autograd would: with its hooks."""
         layout = self._layout(indices)
-        for at, index in enumerate(indices):
-            stored: Any = source.stored[index]
-            mesh = self.parameters[index].spec.mesh
-            local = fabric_of(mesh).map(mesh, functools.partial(_block, layout, at), row)
-            with torch.no_grad():
+        rows = [layout.blocks(flat, coordinates) for flat, coordinates in self._rank_by_rank(indices, row)]
+        with torch.no_grad():
+            for index, local in zip(indices, _joined_ranks(row, rows), strict=False):
+                stored: Any = source.stored[index]
                 grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
                 accumulate(stored, grad)
 
@@ -480,9 +508,19 @@ def alike(parameters: Iterable[ManagedParameter]) -> list[list[ManagedParameter]
     return list(groups.values())
 
 
-def _block(layout: FlatLayout, at: int, coordinate: tuple[int, ...], row: torch.Tensor) -> torch.Tensor:
-    return layout.block(row, at, coordinate)
+def rank_by_rank(
+    data_mesh: DeviceMesh, parameters: Sequence[ManagedParameter], *locals_: torch.Tensor
+) -> Iterator[tuple[Any, ...]]:
+    """For each rank here: its tensor of the first local, its coordinate for each parameter, its other tensors."""
+    meshes = [parameter.spec.mesh for parameter in parameters]
+    here = {mesh: fabric_of(mesh).coordinates(mesh) for mesh in dict.fromkeys([data_mesh, *meshes])}
+    for rank in range(len(here[data_mesh])):
+        flat, *others = [local.tensors[rank] if isinstance(local, RankTensor) else local for local in locals_]
+        yield flat, [here[mesh][rank] for mesh in meshes], *others
 
 
-def _local(parameter: Any) -> torch.Tensor:
-    return parameter._local_tensor
+def _joined_ranks(like: torch.Tensor, rows: Sequence[Sequence[torch.Tensor]]) -> Iterable[torch.Tensor]:
+    """The tensors of each rank here as locals; none on ranks outside of the mesh."""
+    if like.__class__ is RankTensor:
+        return [RankTensor(column) for column in zip(*rows, strict=True)]
+    return rows[0] if rows else ()

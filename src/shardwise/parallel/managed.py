@@ -24,7 +24,7 @@ from shardwise.parallel.flat import Slot
 from shardwise.parallel.gradients import users_hooks
 from shardwise.tensor import DTensor, dtensor_of
 
-__all__ = ["GatheredParameter", "ManagedParameter", "Owner"]
+__all__ = ["GatheredParameter", "ManagedParameter", "Owner", "ParametersInBackward"]
 
 Owner = tuple[nn.Module, str]
 MARK = "_shardwise_managed"
@@ -57,9 +57,8 @@ class ParametersInBackward(dict[str, Any]):
     parameter that is given what the module holds, and gives the leaf, or None to leave it.
     """
 
-    def __init__(self, parameters: dict[str, Any]) -> None:
-        super().__init__(parameters)
-        self.leaves: dict[str, Callable[[Any], Any]] = {}
+    __slots__ = ("leaves",)
+    leaves: dict[str, Callable[[Any], Any]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {name: copy.deepcopy(dict.__getitem__(self, name), memo) for name in self}
@@ -99,14 +98,10 @@ class ManagedParameter:
         self.origin, on_grid, self.data_mesh = _origin(parameter, data_mesh, name)
         meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
         self.slot = _slot(on_grid, meta, self.data_mesh, dim, name)
+        self.spec = self.slot.spec  # how it is stored; the dtype is that of the parameter when it was given
         self.stored = self._store(parameter)
         self._given: nn.Parameter | None = parameter
         self._leaf_specs: dict[DeviceMesh | None, DTensorSpec | None] = {}
-
-    @property
-    def spec(self) -> DTensorSpec:
-        """How the parameter is stored; the dtype is that of the parameter when it was given."""
-        return self.slot.spec
 
     @property
     def is_sharded(self) -> bool:
@@ -161,29 +156,6 @@ class ManagedParameter:
             if names is not None and name in names:
                 module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
 
-    def held(self) -> Any:
-        """What the modules hold as this parameter now; None where they have none any more."""
-        module, name = self.owners[0]
-        return dict.get(module._parameters, name)
-
-    def offer(self, leaf: Callable[[Any], Any]) -> None:
-        """From now on a backward that reads the parameter of a module is given `leaf(held)`."""
-        for module, name in self.owners:
-            parameters = module._parameters
-            if not isinstance(parameters, ParametersInBackward):
-                parameters = ParametersInBackward(parameters)
-                module.__dict__["_parameters"] = parameters
-            parameters.leaves[name] = leaf
-
-    def withdraw(self) -> None:
-        """Take back what `offer` has done."""
-        for module, name in self.owners:
-            parameters = module._parameters
-            if isinstance(parameters, ParametersInBackward):
-                parameters.leaves.pop(name, None)
-                if not parameters.leaves:
-                    module.__dict__["_parameters"] = dict(parameters)
-
     def check_assigned(self, held: Any) -> None:
         """Refuse a parameter in the place of the stored one that has another layout."""
         if not isinstance(held, DTensor) or held._spec.with_dtype(self.spec.tensor_meta.dtype) is not self.spec:
@@ -195,22 +167,14 @@ class ManagedParameter:
 
     # ---------------------------------------------------------------- what computes
 
-    def empty_gathered(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """New memory for the gathered parameter."""
-        return fabric_of(self.spec.mesh).build(
-            self.spec.mesh,
-            lambda coordinate: torch.empty(self.slot.gathered_shape(coordinate), dtype=dtype, device=device),
-        )
-
     def leaf_spec(self, compute_mesh: DeviceMesh | None) -> DTensorSpec | None:
         """The layout of the gathered parameter on the mesh of the inputs; None where it is a plain tensor."""
         if compute_mesh not in self._leaf_specs:
             self._leaf_specs[compute_mesh] = self.origin if compute_mesh is None else self._remapped(compute_mesh)
         return self._leaf_specs[compute_mesh]
 
-    def leaf(self, gathered: torch.Tensor, compute_mesh: DeviceMesh | None) -> Any:
+    def leaf(self, gathered: torch.Tensor, spec: DTensorSpec | None) -> Any:
         """A tensor on gathered memory that modules take for a parameter; without a gradient yet."""
-        spec = self.leaf_spec(compute_mesh)
         if spec is not None:
             made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
         elif isinstance(gathered, RankTensor):

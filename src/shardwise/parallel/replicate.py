@@ -19,7 +19,7 @@ from shardwise.fabric.base import fabric_of
 from shardwise.parallel.data_axes import data_axes
 from shardwise.parallel.engine import ModuleState
 from shardwise.parallel.flat import FlatLayout
-from shardwise.parallel.group import ParameterGroup, alike
+from shardwise.parallel.group import ParameterGroup, alike, rank_by_rank
 from shardwise.parallel.managed import ManagedParameter
 from shardwise.parallel.module import DataParallelModule
 from shardwise.parallel.precision import MixedPrecisionPolicy
@@ -136,10 +136,6 @@ def _broadcast(group: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
 
     spec = DTensorSpec(mesh, [Partial()] * mesh.ndim, TensorMeta((layout.total,), dtype=dtype))
     flat = dtensor_of(spec, fabric.map(mesh, first, *locals_)).redistribute(placements=[Replicate()] * mesh.ndim)
-    for index, parameter in enumerate(group):
-        own = parameter.spec.mesh
-        parts = fabric_of(own).parts
-        for (coordinate, row), (_, kept) in zip(
-            parts(own, flat._local_tensor), parts(own, locals_[index]), strict=True
-        ):
-            kept.copy_(layout.block(row, index, coordinate))
+    for row, coordinates, *kept in rank_by_rank(mesh, group, flat._local_tensor, *locals_):
+        for tensor, block in zip(kept, layout.blocks(row, coordinates), strict=True):
+            tensor.copy_(block)
