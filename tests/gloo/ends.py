@@ -31,6 +31,7 @@ def main(how: str, path: str) -> None:
                 sys.exit(0)
             x.full_tensor()
         case "interrupted":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and background jobs ignore it
             if rank == 1:
                 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             else:

@@ -156,7 +156,12 @@ def test_ranks_end_with_an_interrupted_parent(how: signal.Signals, tmp_path: Pat
         "    pool.run(hang_on, 0)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    parent = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup and background jobs ignore it
+    )
     try:
         deadline = time.monotonic() + 60
         while not (notes.exists() and notes.read_text()):

@@ -430,7 +430,7 @@ def test_several_axes_of_a_dim_are_gathered_at_once() -> None:
     (step,) = plan(*specs("f32[8,8] dp:S0 tp:S0 -> dp:R tp:R")).steps
     assert isinstance(step, AllGather)
     assert (step.dim, step.over) == (0, (0, 1))
-    assert step.describe() == "all-gather dim 0 over dpxtp"
+    assert step.describe() == "all-gather dim 0 over dp x tp"
 
 
 def test_sums_over_several_axes_are_reduced_at_once() -> None:

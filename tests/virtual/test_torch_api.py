@@ -547,3 +547,33 @@ def test_plain_parameters_beside_dtensors(options: Any, line: sw.DeviceMesh) -> 
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         ours = ours.full_tensor() if isinstance(ours, sw.DTensor) else ours
         torch.testing.assert_close(ours.detach(), theirs.detach())
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_ranks_are_abbreviated() -> None:
+    mesh = sw.init_device_mesh("cpu", (16,))
+    whole: Any = sw.ones(2, device_mesh=mesh)
+    assert "ranks 0 to 15: tensor([1., 1.])" in repr(whole)
+    rows: Any = sw.distribute_tensor(torch.arange(16.0), mesh, [S0]).requires_grad_()
+    assert "rank 2: tensor([2.])" in repr(rows)
+    assert "... 10 more" in repr(rows)
+    assert "rank 15: tensor([15.])" in repr(rows)
+    assert "rank 8:" not in repr(rows)
+    assert repr(rows).endswith("requires_grad=True)")
+    uneven: Any = sw.RankTensor([torch.ones(2), torch.ones(1)])
+    assert "rank 1: tensor([1.])" in repr(uneven)
+
+
+def test_how_a_tensor_came_about_is_not_in_its_type(line: sw.DeviceMesh) -> None:
+    x = sw.distribute_tensor(torch.arange(16.0).reshape(4, 4), line, [S0])
+    for tensor in (x, x[1], x.redistribute(placements=[R], async_op=True)):
+        assert type(tensor).__name__ == type(tensor).__qualname__ == "DTensor"
+
+
+def test_a_plain_parameter_beside_a_plan_is_named(line: sw.DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(1, 1))
+    parallelize_module(model, line, {"0": ColwiseParallel()})
+    with pytest.raises(sw.AgreementError, match=r"^1\.(weight|bias): a plain parameter beside a plan"):
+        model(torch.randn(2, 4)).square().sum().backward()

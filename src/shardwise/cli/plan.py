@@ -209,7 +209,9 @@ A layout names a placement for each axis; axes left out are replicated:
   R      every rank along the axis holds the same
   S1     dim 1 is split over the axis
   S0/4   dim 0 is four rows, each of which is split
-  P      the value is the sum of what the ranks hold; also P(avg), P(min), ...
+  P      the value is the sum of what the ranks hold; also P(avg), P(min),
+         P(max), P(product), and P(norm2) for a norm
+  M      as P, where at most one rank holds each element and the others zeros
   order 0:tp>dp   dim 0 is split by tp first, then by dp
 
 examples:

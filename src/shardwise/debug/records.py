@@ -86,7 +86,7 @@ def _group(step: Step) -> tuple[str, int]:
     size = 1
     for axis in step.axes:
         size *= mesh.shape[axis]
-    return "x".join(mesh.axis_name(axis) for axis in step.axes), size
+    return " x ".join(mesh.axis_name(axis) for axis in step.axes), size
 
 
 def scatter_move(spec: DTensorSpec) -> Move:
@@ -94,7 +94,7 @@ def scatter_move(spec: DTensorSpec) -> Move:
     mesh = spec.mesh
     received = float(spec.local_bytes)
     seconds = current_cost_model().seconds(mesh, tuple(range(mesh.ndim)), received)
-    axes = "x".join(mesh.axis_name(axis) for axis in range(mesh.ndim))
+    axes = " x ".join(mesh.axis_name(axis) for axis in range(mesh.ndim))
     return Move("scatter", f"scatter over {axes}", axes, mesh.size(), spec, spec, received, seconds)
 
 

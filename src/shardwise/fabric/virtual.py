@@ -47,6 +47,13 @@ from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, RowExchange
 __all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
 
+SHOWN_RANKS = 6  # of a RankTensor that is printed
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_meta is b.is_meta is False and torch.equal(a, b)
+
+
 class RankTensor(torch.Tensor):
     """One tensor for each virtual rank. An operator on it runs on each rank's tensor.
 
@@ -97,7 +104,14 @@ class RankTensor(torch.Tensor):
         _DATA.__set__(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return "RankTensor(\n" + "".join(f"  rank {i}: {t!r}\n" for i, t in enumerate(self.tensors)) + ")"
+        count = len(self.tensors)
+        if count > 1 and is_even(self) and all(_is_same(self.tensors[0], other) for other in self.tensors[1:]):
+            shown = [f"  ranks 0 to {count - 1}: {self.tensors[0]!r}\n"]
+        else:
+            shown = [f"  rank {i}: {t!r}\n" for i, t in enumerate(self.tensors)]
+            if count > SHOWN_RANKS:
+                shown[SHOWN_RANKS // 2 : -(SHOWN_RANKS // 2)] = [f"  ... {count - SHOWN_RANKS} more\n"]
+        return "RankTensor(\n" + "".join(shown) + ")"
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
         return [f"_t{i}" for i in range(len(self.tensors))], len(self.tensors)

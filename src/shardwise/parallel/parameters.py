@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -147,26 +148,26 @@ def update_ties(module: nn.Module) -> None:
                 owner._parameters[name] = made
 
 
-def keep_one_gradient(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+def keep_one_gradient(parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Plain parameters beside a plan, on a virtual mesh: they stand for every rank's, whose gradients are one."""
     if mesh.fabric != virtual.name:
         return
-    for parameter in parameters:
+    for name, parameter in parameters:
         if parameter.requires_grad and not isinstance(parameter, DTensor | RankTensor) and not hasattr(parameter, _ONE):
-            parameter.register_hook(_one_gradient)
+            parameter.register_hook(functools.partial(_one_gradient, name))
             setattr(parameter, _ONE, True)
 
 
-def _one_gradient(gradient: torch.Tensor) -> torch.Tensor:
+def _one_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, RankTensor):
         return gradient
-    check_agreement(gradient.tensors, _differing_gradients)
+    check_agreement(gradient.tensors, functools.partial(_differing_gradients, name))
     return gradient.tensors[0]
 
 
-def _differing_gradients(rank: int) -> AgreementError:
+def _differing_gradients(name: str, rank: int) -> AgreementError:
     return AgreementError(
-        "a plain parameter beside a plan stands for that of every virtual rank, but their gradients differ",
+        f"{name}: a plain parameter beside a plan stands for that of every virtual rank, but their gradients differ",
         hint="each rank sees another part of the input: give the module a style, as SequenceParallel",
     )
 

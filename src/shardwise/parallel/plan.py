@@ -82,7 +82,7 @@ def parallelize_module(
         entry.style._apply(entry.module, mesh)
         entry.module.__dict__.setdefault(_APPLIED, []).append((repr(entry.style), mesh))
     update_ties(module)
-    keep_one_gradient(module.parameters(), mesh)
+    keep_one_gradient(module.named_parameters(), mesh)
     return module
 
 

@@ -35,7 +35,7 @@ class Step:
         raise NotImplementedError
 
     def _names(self, axes: tuple[int, ...]) -> str:
-        return "x".join(self.before.mesh.axis_name(a) for a in axes)
+        return " x ".join(self.before.mesh.axis_name(a) for a in axes)
 
 
 @dataclass(frozen=True, slots=True)

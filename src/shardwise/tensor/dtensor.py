@@ -804,6 +804,10 @@ class CopiedDTensor(DTensor):
         _LOCAL.__set__(self, local)
 
 
+# how a DTensor came about is no matter of its type
+CopiedDTensor.__name__ = CopiedDTensor.__qualname__ = PendingDTensor.__name__ = PendingDTensor.__qualname__ = "DTensor"
+
+
 # ---------------------------------------------------------------- derivatives
 
 # Each function is differentiated by the other ones, so that derivatives of any order are functions of DTensors too.
