@@ -1,6 +1,6 @@
 """Random programs on virtual ranks and on four processes: every rank has the same values, or there is an error.
 
-    python -m tests.gloo.rank_programs --programs 2000 --seed 0
+    python -m tests.gloo.rank_programs --programs 2000 --seed 0 --jobs 1
 
 A program is run on virtual ranks first. The processes run as far as it went there, and what each of them holds is
 compared. An error on virtual ranks must be one on all processes too, or say that one plain tensor, generator or
@@ -10,8 +10,10 @@ number cannot be that of every rank: then the processes go on, and differ in one
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import importlib
+import multiprocessing
 import sys
 import time
 import warnings
@@ -34,6 +36,7 @@ from tests.gloo.rank_statements import statements
 RANKS = 4
 LENGTH = 12  # statements after the beginning
 CHUNK = 20  # programs for one call of the processes
+SHARE = 200  # programs for one start of the processes
 TIME_LIMIT = 120.0  # seconds for that call
 State = dict[str, Any]
 
@@ -298,21 +301,30 @@ def _on_processes(chunk: Sequence[Program], ends: Sequence[End], pool: ProcessPo
     return [found for i in range(len(chunk)) for found in _on_processes(chunk[i : i + 1], ends[i : i + 1], pool)]
 
 
+def check_alone(seeds: Sequence[int]) -> Report:
+    """The same on processes of its own."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with ProcessPool(RANKS) as pool:
+        return check(seeds, pool)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
-    parser.add_argument("--show", type=int, default=10, help="failures to print")
+    parser.add_argument("--jobs", type=int, default=1, help=f"worlds of {RANKS} processes at a time")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    with ProcessPool(RANKS) as pool:
-        report = check(range(options.seed, options.seed + options.programs), pool)
-    for failure in report.failures[: options.show]:
-        print(failure, end="\n\n")
-    print(f"{report.line()}; {time.monotonic() - began:.0f} s")
-    sys.exit(bool(report.failures))
+    began, end = time.monotonic(), options.seed + options.programs
+    shares = [range(first, min(first + SHARE, end)) for first in range(options.seed, end, SHARE)]
+    total = Report(Counter(), [])
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as jobs:
+        for report in jobs.map(check_alone, shares):
+            total = Report(total.outcomes + report.outcomes, total.failures + report.failures)
+            print(*report.failures, f"{total.line()} so far", sep="\n\n", flush=True)
+    print(f"{total.line()}; {time.monotonic() - began:.0f} s")
+    sys.exit(bool(total.failures))
 
 
 if __name__ == "__main__":

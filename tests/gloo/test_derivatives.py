@@ -59,6 +59,29 @@ def test_moves(gloo4: ProcessPool) -> None:
     gloo4.run(moves)
 
 
+def writes() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(numbers(8), mesh, [Shard(0)]).requires_grad_()
+    saved = x.tanh()
+    made = DTensor.from_local(saved.to_local().mul_(3), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.sum().backward()
+    made = DTensor.from_local(x.to_local().tanh(), mesh, [Shard(0)]).mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.sum().backward()
+    transposed = sw.distribute_tensor(numbers(8, 5), mesh, [Shard(0)]).t()
+    for moved in (transposed, transposed.redistribute(placements=[sw.Replicate()], async_op=True), transposed * 1):
+        assert moved.full_tensor().stride() == (1, 5)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.detach(), sw.distribute_tensor(numbers(8), mesh, [sw.Replicate()]))
+        dual.redistribute(placements=[sw.Replicate()]).fill_(1)
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent.full_tensor(), numbers(8))
+
+
+def test_writes(gloo4: ProcessPool) -> None:
+    gloo4.run(writes)
+
+
 def layers() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)).double()

@@ -164,6 +164,39 @@ def test_a_plain_gradient_is_taken_as_replicated_or_refused() -> None:
         x.redistribute().backward(numbers(4))
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_backward_sees_that_what_it_saved_was_written_through_a_local_or_a_dtensor(placement: Any) -> None:
+    """As on plain tensors, where `y = x.tanh(); y.mul_(3)` cannot be differentiated."""
+    mesh = mesh_of(4)
+
+    def through_the_local(x: DTensor) -> Any:
+        y = x.tanh()
+        return DTensor.from_local(y.to_local().mul_(3), mesh, [placement])
+
+    def through_the_dtensor(x: DTensor) -> Any:
+        return DTensor.from_local(x.to_local().tanh(), mesh, [placement]).mul_(3)
+
+    def of_the_dtensor_after_its_local(x: DTensor) -> Any:
+        y = x * 1
+        z = y.to_local().sin()
+        y.mul_(3)
+        return DTensor.from_local(z, mesh, [placement])
+
+    for function in (through_the_local, through_the_dtensor, of_the_dtensor_after_its_local):
+        x = sw.distribute_tensor(numbers(8), mesh, [placement]).requires_grad_()
+        result = function(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+
+
+def test_writes_to_locals_that_backward_does_not_need() -> None:
+    x = sw.distribute_tensor(numbers(8), mesh_of(4), [Shard(0)]).requires_grad_()
+    made = DTensor.from_local((x * 2).to_local().mul_(3).sub_(1), x.device_mesh, [Shard(0)])
+    made.add_(1).relu_().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(whole(x.grad), 6.0 * (numbers(8) > 0))
+
+
 def test_distribute_tensor_does_not_end_a_graph_silently() -> None:
     x = numbers(4).requires_grad_()
     with pytest.raises(sw.UnsupportedError, match="its gradients would end here"):

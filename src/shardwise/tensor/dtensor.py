@@ -55,6 +55,7 @@ from shardwise.tensor.gradients import (
 )
 from shardwise.tensor.memory import first_sharing
 from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, stored_zeros, wants_derivatives
+from shardwise.tensor.versions import with_version_of
 from shardwise.transforms import (
     alive,
     innermost,
@@ -887,7 +888,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dtensor_of(spec, stored_zeros(local).detach())
+        return with_version_of(local, dtensor_of(spec, stored_zeros(local).detach()))  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -931,7 +932,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: DTensor, spec: DTensorSpec, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return writable_local(tensor).detach()
+        return with_version_of(tensor, writable_local(tensor).detach())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

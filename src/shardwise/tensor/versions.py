@@ -1,0 +1,49 @@
+"""Version counters: what autograd counts writes by.
+
+A DTensor and its local share memory, but are two tensors to autograd, each with a counter of its own. Autograd would not
+notice that a tensor saved for backward was changed through the other one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from shardwise.core.symbolic import is_tracing
+from shardwise.transforms import transforming
+
+__all__ = ["with_version_of"]
+
+
+class _Result(TorchDispatchMode):
+    """Lets every operator return one tensor."""
+
+    made: torch.Tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        return self.made
+
+
+def with_version_of(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """`made`, which nobody else holds, with the version counter of `source`: a write to either is one to both.
+
+    Example:
+        >>> one, other = torch.zeros(2), torch.zeros(2)
+        >>> other = with_version_of(one, other)
+        >>> other.add_(1)
+        tensor([1., 1.])
+        >>> one._version
+        1
+    """
+    if transforming() or is_tracing():
+        return made
+    # torch gives the result of `detach` the counter of its operand, whatever the dispatched operator returns
+    mode = _Result.__new__(_Result)
+    mode.made = made
+    _push_mode(mode)
+    try:
+        return source.detach()
+    finally:
+        _pop_mode()
