@@ -1,7 +1,7 @@
 """Version counters: what autograd counts writes by.
 
-A DTensor and its local share memory, but are two tensors to autograd, each with a counter of its own. Autograd would not
-notice that a tensor saved for backward was changed through the other one.
+A DTensor and its local share memory, but are two tensors to autograd, each with a counter of its own. So autograd would
+not notice that a tensor saved for backward was changed through the other one.
 """
 
 from __future__ import annotations
