@@ -29,7 +29,7 @@ from shardwise.errors import (
 from shardwise.extend import check_rule, local_map, register_sharding
 from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.virtual import RankTensor
-from shardwise.fabric.world import init_device_mesh, virtual
+from shardwise.fabric.world import init_device_mesh, is_main, virtual
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.imports import when_imported
 from shardwise.interop import from_torch, to_torch
@@ -109,6 +109,7 @@ __all__ = [
     "fully_shard",
     "implicit_replication",
     "init_device_mesh",
+    "is_main",
     "local_map",
     "manual_seed",
     "ones",

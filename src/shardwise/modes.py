@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DEMO = os.path.join(_OURS, "demo") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
@@ -230,8 +231,8 @@ def _name(op: Any) -> str:
 
 
 def is_library_file(filename: str) -> bool:
-    """Whether code of this file is ours or torch's, or made at run time: no line of the user's."""
-    return filename.startswith((_OURS, _TORCH, "<"))
+    """Whether code of this file is ours or torch's, or made at run time: no line of the user's. The demo is a user."""
+    return filename.startswith((_OURS, _TORCH, "<")) and not filename.startswith(_DEMO)
 
 
 def user_line() -> str:

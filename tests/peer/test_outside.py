@@ -96,6 +96,7 @@ def no_peer() -> None:
     """What torch raises, waits or does nothing sensible for."""
     mesh = sw.DeviceMesh("cpu", [0, 1])
     outside = dist.get_rank() > 1
+    assert sw.is_main() is (dist.get_rank() == 0)
 
     def x(placements: Any) -> sw.DTensor:
         return sw.distribute_tensor(X, mesh, placements)

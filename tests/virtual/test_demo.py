@@ -92,7 +92,9 @@ def test_the_dry_run_is_of_a_thousand_devices(told: tuple[str, Path]) -> None:
 
 def test_the_page_is_written(told: tuple[str, Path]) -> None:
     assert str(told[1].name) in told[0].replace("\n", "")
-    assert "</html>" in told[1].read_text()
+    page = told[1].read_text()
+    assert "</html>" in page
+    assert "model.py:" in page  # the demo's own lines, not the command's
 
 
 def in_a_terminal(*words: str, until: bytes, then: signal.Signals) -> tuple[int, bytes]:

@@ -566,6 +566,12 @@ def test_ranks_are_abbreviated() -> None:
     assert "rank 1: tensor([1.])" in repr(uneven)
 
 
+def test_one_process_speaks_for_all_virtual_ranks(line: sw.DeviceMesh) -> None:
+    assert sw.is_main()
+    with pytest.raises(sw.UnsupportedError, match=r"is_main\(\)"):
+        line.get_rank()
+
+
 def test_how_a_tensor_came_about_is_not_in_its_type(line: sw.DeviceMesh) -> None:
     x = sw.distribute_tensor(torch.arange(16.0).reshape(4, 4), line, [S0])
     for tensor in (x, x[1], x.redistribute(placements=[R], async_op=True)):

@@ -358,7 +358,8 @@ class VirtualFabric(Fabric):
     def rank(self) -> int:
         raise UnsupportedError(
             "on the virtual fabric all ranks run in lockstep inside this process, so there is no 'my rank'",
-            hint="ask the mesh for the coordinate_of(rank) you mean, or compute on DTensors, which need no rank",
+            hint="what one rank does (printing, saving) goes under `if shardwise.is_main():`; data that differs "
+            "by rank is a RankTensor or a DTensor; coordinate_of(rank) is where a rank is",
         )
 
     def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:

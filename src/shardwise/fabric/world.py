@@ -23,7 +23,7 @@ from shardwise.fabric.c10d import c10d
 from shardwise.fabric.dry import dry_run
 from shardwise.fabric.virtual import virtual as _virtual_fabric
 
-__all__ = ["as_mesh", "dry_run", "init_device_mesh", "to_torch_mesh", "virtual"]
+__all__ = ["as_mesh", "dry_run", "init_device_mesh", "is_main", "to_torch_mesh", "virtual"]
 
 
 def _surrounding_fabric() -> str:
@@ -120,6 +120,19 @@ def virtual() -> Iterator[None]:
     """
     with mesh_module.fabric_mode.holding(_virtual_fabric.name):
         yield
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints, logs and writes: rank 0 of the processes, or all virtual ranks.
+
+    Example:
+        >>> if is_main():
+        ...     print("step 1")
+        step 1
+    """
+    if mesh_module.chosen_fabric() != c10d.name:
+        return True
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 _adopted: dict[int, tuple[TorchMesh, DeviceMesh]] = {}
