@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
@@ -22,6 +22,7 @@ from shardwise.schema import OpInfo, Slot
 
 __all__ = [
     "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing_conjugates",
+    "sparing_empty",
 ]  # fmt: skip
 
 Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]  # operator, arguments, locals
@@ -49,6 +50,49 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
                 hide(key, was)
 
     return run
+
+
+def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op`, which is not called on this rank's part where everything that it gives is empty.
+
+    The shapes are found on meta tensors. What is written to is given back as it is.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = _tensors((args, kwargs))
+        if all(tensor.numel() for tensor in given) or any(tensor.is_meta for tensor in given):
+            return op(*args, **kwargs)
+        if info.writes:
+            bound = info.bind(args, kwargs)
+            written = _tensors([bound[name] for name in info.writes])
+            if None in info.returned or any(tensor.numel() for tensor in written):
+                return op(*args, **kwargs)
+            items = tuple(bound[name] for name in info.returned if name is not None)
+            return None if not items else items[0] if len(items) == 1 else items
+        meta_args, meta_kwargs = tree_map(_on_meta, (args, kwargs))
+        try:
+            results = op(*meta_args, **meta_kwargs)
+        except (NotImplementedError, RuntimeError):  # it looks at values, or has no function for meta tensors
+            return op(*args, **kwargs)
+        if any(tensor.numel() for tensor in _tensors(results)):
+            return op(*args, **kwargs)
+        return tree_map(lambda result: _empty_on(given[0].device, result), results)
+
+    return run
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _empty_on(device: torch.device, result: Any) -> Any:
+    if not isinstance(result, torch.Tensor):
+        return result
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
 
 
 def like(results: Any, items: Iterator[Any]) -> Any:

@@ -6,10 +6,10 @@ Knows nothing of any particular operator.
 import itertools
 import math
 import random
+import unittest
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -213,7 +213,7 @@ def assert_parity(
         wanted, wanted_grads = call(plain)
     except RuntimeError as error:
         if "derivative for" in str(error) and "is not implemented" in str(error):  # by this version of torch
-            pytest.skip(f"torch {torch.__version__}: {error}")
+            raise unittest.SkipTest(f"torch {torch.__version__}: {error}") from None
         raise
     wanted = tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, wanted)
     for shape in meshes:
@@ -240,7 +240,7 @@ def gradients_of(result: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     sources = [t for t in tensors if t.requires_grad]
     if not outputs or not sources:
         return []
-    loss = sum((_weighted(t) for t in outputs), start=torch.zeros((), dtype=torch.float64))
+    loss = sum((_weighted(t) for t in outputs), start=torch.zeros((), dtype=torch.float64, device=outputs[0].device))
     return list(torch.autograd.grad(loss, sources, allow_unused=True))
 
 
@@ -252,6 +252,6 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 def _weighted(tensor: torch.Tensor) -> torch.Tensor:
     """A scalar of a result whose gradient is different for each element."""
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    weights = torch.arange(1, full.numel() + 1, dtype=torch.float64).reshape(full.shape).sin()
+    weights = torch.arange(1, full.numel() + 1, dtype=torch.float64, device=full.device).reshape(full.shape).sin()
     real = torch.view_as_real(full.resolve_conj()).sum(-1) if full.is_complex() else full
     return (real.double() * weights).sum()

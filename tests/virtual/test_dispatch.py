@@ -1,10 +1,12 @@
 """The dispatcher: keys, caches, plain tensors, writes, strict mode, warnings."""
 
+import functools
 import subprocess
 import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.dispatch import OpDispatcher
+from shardwise.dispatch import OpDispatcher, executors
+from shardwise.local import sparing_empty
+from shardwise.schema import op_info
 from shardwise.tensor import dispatcher
 from tests.virtual.parity import assert_parity
 
@@ -577,3 +581,67 @@ def test_what_is_saved_for_backward_is_freed(mesh: sw.DeviceMesh) -> None:
     y.sum().backward()
     del y
     assert saved() is None, "nothing goes round in a circle"
+
+
+@pytest.fixture
+def refusing_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPUs treated like devices whose kernels may not be called with nothing."""
+    dispatcher.forget()
+    monkeypatch.setattr(executors, "REFUSING_EMPTY", {"cpu"})
+    yield
+    dispatcher.forget()
+
+
+def test_kernels_are_not_called_for_an_empty_result() -> None:
+    op, called = torch.ops.aten._upsample_bilinear2d_aa.default, []
+
+    def counted(image: torch.Tensor, *rest: Any) -> torch.Tensor:
+        called.append((image.device.type, len(image)))
+        return op(image, *rest)
+
+    run = sparing_empty(op_info(op), counted)
+    shapes = [run(torch.ones(n, 1, 4, 4), [2, 2], False, None, None).shape for n in (0, 2)]
+    assert shapes == [(0, 1, 2, 2), (2, 1, 2, 2)]
+    assert called == [("meta", 0), ("cpu", 2)]
+
+
+@pytest.mark.usefixtures("refusing_empty")
+def test_resizing_with_no_sample_on_a_rank() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    image = torch.arange(48.0).reshape(3, 1, 4, 4)
+    resize = functools.partial(F.interpolate, size=(2, 2), mode="bilinear", antialias=True)
+    x, plain = sw.distribute_tensor(image, mesh, [sw.Shard(0)]).requires_grad_(), image.clone().requires_grad_()
+    out = resize(x)
+    assert out.placements == (sw.Shard(0),)
+    torch.testing.assert_close(out.full_tensor(), resize(image))
+    out.square().sum().backward()
+    resize(plain).square().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.usefixtures("refusing_empty")
+def test_reductions_of_nothing_and_writes_to_nothing_with_such_kernels() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    table = torch.arange(12.0).reshape(6, 2)
+    words = torch.tensor([1, 1, 5])
+    for placements in ([sw.Shard(0)], [sw.Shard(1)]):
+        x = sw.distribute_tensor(table, mesh, placements)
+        torch.testing.assert_close(x.sum(1).full_tensor(), table.sum(1))
+        torch.testing.assert_close((x.T @ x).full_tensor(), table.T @ table)
+        assert x.clone().index_fill_(0, words, 0).sum().item() == table.index_fill(0, words, 0).sum()
+        plain, weight = table.clone().requires_grad_(), x.detach().clone().requires_grad_()
+        for given, at in ((plain, words), (weight, sw.distribute_tensor(words, mesh, [sw.Replicate()]))):
+            F.embedding(at, given, scale_grad_by_freq=True).square().sum().backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
+
+
+def test_new_tensors_on_another_device_are_plain_and_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(torch.ones(6, 3), mesh, [sw.Shard(0)])
+    monkeypatch.setattr("shardwise.dispatch.dispatcher._is_elsewhere", lambda device, mesh: device is not None)
+    for made in (torch.zeros_like(x, device="cpu"), x.new_zeros((6, 3), device="cpu")):
+        assert type(made) is torch.Tensor
+        assert torch.equal(made, torch.zeros(6, 3))
+    with pytest.raises(sw.UnsupportedError, match="was asked for the device"):
+        torch.ops.aten._to_copy.default(x, device="cpu")
+    dispatcher.forget()

@@ -24,7 +24,7 @@ from shardwise.dispatch.broadcast import (
 from shardwise.dispatch.decision import Decision, decided, listening
 from shardwise.dispatch.drawing import agree_once, drawing, filling
 from shardwise.dispatch.executors import executor, for_any_size
-from shardwise.dispatch.fallbacks import decomposed, on_whole_tensors, torch_decomposition
+from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
@@ -142,8 +142,11 @@ class OpDispatcher:
         if any(other is not mesh for other in laid_out):
             decided("mesh by mesh")
             return on_one_mesh(self.wrapping, info, found)
-        if "device" in kwargs:
-            _check_device(info, kwargs["device"], mesh)
+        if _is_elsewhere(kwargs.get("device"), mesh):
+            if info.op not in LIKE:
+                raise _other_device(info, kwargs["device"], mesh)
+            decided("on another device")
+            return made_elsewhere(self.wrapping, info)
         signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
         if fabric_of(mesh).is_outside(mesh) and torch.Tag.inplace_view not in func.tags:
             run = self._resolve_outside(signature, key, args, kwargs)
@@ -263,13 +266,16 @@ class OpDispatcher:
         return CacheInfo(len(self.cache), self.cache.limit, self.misses, cached_routes())
 
 
-def _check_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> None:
-    """A DTensor lies on the devices of its mesh, and its results do."""
-    if device is not None and torch.device(device).type not in (mesh.device_type, "meta"):
-        raise UnsupportedError(
-            f"{info.op} was asked for the device {device}, but the operands lie on {mesh}",
-            hint="a DTensor stays on the devices of its mesh; take full_tensor() or to_local() elsewhere",
-        )
+def _is_elsewhere(device: Any, mesh: DeviceMesh) -> bool:
+    """Whether a call asks for a device that is not of the mesh's kind."""
+    return device is not None and torch.device(device).type not in (mesh.device_type, "meta")
+
+
+def _other_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> UnsupportedError:
+    return UnsupportedError(
+        f"{info.op} was asked for the device {device}, but the operands lie on {mesh}",
+        hint="a DTensor stays on the devices of its mesh; take full_tensor() or to_local() elsewhere",
+    )
 
 
 def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> OutputSharding | None:

@@ -22,7 +22,7 @@ from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_b
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import BoundRoute
 from shardwise.fabric.virtual import RankTensor, parts_of, virtual
-from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates
+from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates, sparing_empty
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.view import NOT_A_VIEW
 from shardwise.schema import OpInfo
@@ -33,6 +33,7 @@ EXPAND = torch.ops.aten.expand.default
 SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
 # Views that share memory where that of the local allows for it, and else are copied.
 MAY_COPY = {SHARING, torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype}
+REFUSING_EMPTY = {"cuda"}  # devices whose kernels are not called to compute an empty result of a shard
 Patches = Mapping[Coordinate, Mapping[str, Any]]
 
 
@@ -48,6 +49,8 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     patches = _patches(runs_as, signature.mesh)
     if any_complex(specs, sharding.outputs):
         local_op = seeing_conjugates(local_op or info.op)
+    if _may_be_refused_when_empty(signature, sharding):
+        local_op = sparing_empty(info, local_op or info.op)
     # zeros on the ranks that hold nothing of a slice are no part of its base
     copies = info.is_view and (
         any(routes)
@@ -63,6 +66,19 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.op))
     run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
     return watched(signature.wrapping, info, run)
+
+
+def _may_be_refused_when_empty(signature: Signature, sharding: OutputSharding) -> bool:
+    """Whether a kernel that was not tested with empty operands would get one on a rank here.
+
+    Kernels of CUDA may refuse to start on nothing, or read what is not there. Pointwise ones are known to be right, and
+    views run none.
+    """
+    info, mesh = signature.info, signature.mesh
+    if mesh.device_type not in REFUSING_EMPTY or info.pointwise or info.is_view:
+        return False
+    fixed = [spec for spec in sharding.inputs if any(spec.dim_axes) and not spec.tensor_meta.is_symbolic]
+    return any(0 in spec.local_shape(coordinate) for spec in fixed for coordinate in coordinates_here(mesh))
 
 
 def _patches(sharding: OutputSharding, mesh: DeviceMesh) -> Patches | None:

@@ -12,19 +12,31 @@ from torch._ops import OpOverload
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.executors import general_executor
-from shardwise.dispatch.signature import Executor, Signature, routes_between
+from shardwise.dispatch.signature import Executor, Signature, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, mark_views
 from shardwise.local import any_complex, laid_out_like, seeing_conjugates
-from shardwise.plan.propagate import replicated_spec
+from shardwise.plan.propagate import meta_tensor, replicated_spec
+from shardwise.rules.registry import overloads
 from shardwise.schema import OpInfo
 
-__all__ = ["decomposed", "on_whole_tensors", "torch_decomposition"]
+__all__ = ["LIKE", "decomposed", "made_elsewhere", "on_whole_tensors", "torch_decomposition"]
 
 # Operators that take elements by where they lie in memory, or refuse them. By name: torch loads `prims` when it needs
 # them.
 BY_MEMORY = {
     "aten::resize", "aten::resize_as", "prims::as_strided_scatter", "aten::_pdist_forward", "aten::_pdist_backward",
 }  # fmt: skip
+
+aten = torch.ops.aten
+# Operators that read of a tensor what it is like, and no value.
+LIKE = set(
+    overloads(
+        [
+            aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like, aten.randn_like,
+            aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided,
+        ]
+    )
+)  # fmt: skip
 
 
 @functools.cache
@@ -63,6 +75,18 @@ def decomposed(
             mark_views(info, args, kwargs, results)
             return results
         return results if metas is None else wrapping.in_memory_order(results, metas)
+
+    return run
+
+
+def made_elsewhere(wrapping: Wrapping, info: OpInfo) -> Executor:
+    """A new tensor on a device of another kind than the mesh's: plain, global, the same on all ranks."""
+
+    def stand_in(value: Any) -> Any:
+        return meta_tensor(value._spec.tensor_meta) if isinstance(value, wrapping.tensor_class) else value
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return info.op(*map(stand_in, args), **kwargs)
 
     return run
 

@@ -88,9 +88,12 @@ def batch_norm_of_shards(
         rstd = (var + eps).rsqrt()
         kept = (mean.reshape(channels), rstd.reshape(channels))
     else:
-        mean, rstd = over_channels(running_mean, x), over_channels((running_var + eps).rsqrt(), x)
-        empty = torch.empty(0, dtype=mean.dtype, device=x.device)
-        kept = (empty, empty.clone())
+        own = (as_result(running_mean, widened(running_mean).dtype), (widened(running_var) + eps).rsqrt())
+        mean, rstd = over_channels(own[0], x), over_channels(own[1], x)
+        # CPUs keep nothing, other devices what the backward would need
+        kept = (own[0].clone(), own[1])
+        if x.device.type == "cpu":
+            kept = tuple(torch.empty(0, dtype=running_mean.dtype, device=x.device) for _ in own)
     out = (widened(x) - mean) * (rstd if weight is None else rstd * over_channels(weight, x))
     return scaled(out, None, over_channels(bias, x), x.dtype), kept[0], kept[1]
 

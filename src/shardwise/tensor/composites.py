@@ -33,14 +33,20 @@ def _embedding_sparse_backward(
     return aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
+def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *options: Any) -> Any:
+    """torch copies the lengths to the CPU; their values are asked for here."""
+    return aten.ctc_loss.IntList(log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), *options)
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
+    aten.ctc_loss.Tensor: _ctc_loss,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
 }
 
 
 def replace_composites(tensor_class: type[torch.Tensor]) -> None:
-    """Compute the operators of `REPLACED` by others if a tensor of this class is among the first two arguments."""
+    """Compute the operators of `REPLACED` by others if a tensor of this class is among the arguments."""
     for op, compute in REPLACED.items():
         _library.impl(op.name().removeprefix("aten::"), _kernel(tensor_class, op, compute), _KEY)
 
@@ -49,7 +55,7 @@ def _kernel(tensor_class: type[torch.Tensor], op: OpOverload, compute: Callable[
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, tensor_class) for arg in args[:2]):
+        if any(isinstance(arg, tensor_class) for arg in args):
             return compute(*args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(below):  # pyright: ignore[reportAttributeAccessIssue]
             return op(*args, **kwargs)
