@@ -20,8 +20,10 @@ from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.origins import current_node, origin_of
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.dry import dry
 from shardwise.fabric.pieces import compacted
 from shardwise.fabric.routes import bound_route
+from shardwise.fabric.virtual import virtual
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.convolution import local_image
@@ -181,6 +183,9 @@ def _run_once(
         for i, dim in found.results:
             sources[i].append((dim, slots[operand], of))
 
+    if len(sources) == 1 and all(slot.item is None and slot.index is not None for slot in slots):
+        return _run_once_in_front(op, given, sources[0])
+
     def run(*args: Any, **kwargs: Any) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         for slot, dims in given:
@@ -190,6 +195,28 @@ def _run_once(
             pairs = itertools.zip_longest(made, sources[: len(made)], fillvalue=())
             return like(made, (_expanded(one, found, args, kwargs) for one, found in pairs))
         return _expanded(made, sources[0], args, kwargs)
+
+    return run
+
+
+def _run_once_in_front(
+    op: Callable[..., Any], given: Sequence[tuple[Slot, Sequence[int]]], sources: Sequence[tuple[int, Slot, int]]
+) -> Callable[..., Any]:
+    """The same for operands that stand in front of a call with one result: what gradients of reductions need."""
+    compact: list[tuple[Any, Sequence[int]]] = [(slot.index, dims) for slot, dims in given]
+    sizes: list[tuple[int, Any, int]] = [(dim, slot.index, of) for dim, slot, of in sources]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        new_args = list(args)
+        for index, dims in compact:
+            new_args[index] = compacted(args[index], dims)
+        made = op(*new_args, **kwargs)
+        if isinstance(made, tuple | list):
+            return like(made, iter([_expanded(made[0], sources, args, kwargs), *made[1:]]))
+        shape: list[Any] = [-1] * made.dim()
+        for dim, index, of in sizes:
+            shape[dim] = args[index].shape[of]
+        return made.expand(shape)
 
     return run
 
@@ -421,6 +448,9 @@ def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor | None:
         move = route.run
         return lambda args, kwargs: wrap(move(args[0]._local_tensor))
     blocks = {at: (target.local_shape(at), target.local_stride(at)) for at in fabric.coordinates(mesh)}
+    if len(blocks) == 1 and mesh.fabric not in (virtual.name, dry.name):
+        ((shape, stride),) = blocks.values()
+        return lambda args, kwargs: wrap(args[0]._local_tensor.new_empty_strided(shape, stride))
 
     def empty(at: Any, part: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(*blocks[at], dtype=part.dtype, device=part.device)

@@ -15,7 +15,7 @@ from shardwise import modes
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.broadcast import keeping_broadcast
-from shardwise.dispatch.operands import bringing
+from shardwise.dispatch.operands import bringing, reduces
 from shardwise.dispatch.row_exchanges import exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
@@ -64,7 +64,11 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
             return simple
     if not any(routes) and patches is None and _takes_lists(signature):
         return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.op))
-    run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
+    run = None
+    if patches is None and not copies and info.returns == ("Tensor",):
+        run = _moving(signature, routes, sharding.outputs, local_op or info.op)
+    if run is None:
+        run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
     return watched(signature.wrapping, info, run)
 
 
@@ -219,30 +223,28 @@ def _binary_lockstep(op: Callable[..., Any], wrap: Wrap) -> Executor:
 def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[str, Any]) -> Executor | None:
     """One operand, and arguments that are replaced on this rank."""
     places = {info.names.index(name): value for name, value in patch.items() if name in info.names}
-    if len(places) != len(patch) or 0 in places:
+    others = {name: value for name, value in patch.items() if name not in info.names}  # of the local operator alone
+    if 0 in places:
         return None
     if info.op is SHARING:
         return _shared_view(info, op, wrap, places[1])
     fixed = not any(name in info.unread for name in info.names[1:])  # then every other argument is in the key
-    known: list[list[Any]] = []
+    known: list[tuple[list[Any], dict[str, Any]]] = []
 
     def replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        given, named = list(args[1:]), dict(kwargs)
+        given, named = list(args[1:]), {**kwargs, **others}
         for index, value in places.items():
             if index <= len(given):
                 given[index - 1] = value
             else:
                 named[info.names[index]] = value
-        if fixed and not named:
-            known[:] = [given]
+        if fixed and not kwargs:
+            known[:] = [(given, named)]
         return given, named
 
     def patched(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if known and not kwargs:
-            result = wrap(op(args[0]._local_tensor, *known[0]))
-        else:
-            given, named = replaced(args, kwargs)
-            result = wrap(op(args[0]._local_tensor, *given, **named))
+        given, named = known[0] if known and not kwargs else replaced(args, kwargs)
+        result = wrap(op(args[0]._local_tensor, *given, **named))
         if info.is_view and args[0]._copied_view is not None:
             mark_views(info, args, kwargs, result)
         return result
@@ -295,6 +297,39 @@ def _lists(signature: Signature, outputs: tuple[DTensorSpec, ...], op: Callable[
         return None if results is None else [wrap(r) for wrap, r in zip(wraps, results, strict=True)]
 
     return lists
+
+
+# ---------------------------------------------------------------- operands in front, some of them moved, one result
+
+
+def _moving(
+    signature: Signature,
+    routes: tuple[BoundRoute | None, ...],
+    outputs: tuple[DTensorSpec, ...],
+    op: Callable[..., Any],
+) -> Executor | None:
+    """A short function for operands in front of the call, some of which are moved first. None where it is longer."""
+    info, slots, mesh = signature.info, signature.slots, signature.mesh
+    front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
+    if not front or info.is_view or info.outs or signature.pinned not in ((), (0,)) or not coordinates_here(mesh):
+        return None
+    if mesh.fabric in (virtual.name, dry.name) or any(reduces(route) for route in routes):
+        return None
+    tensor_class, moves = signature.wrapping.tensor_class, [None if route is None else route.read for route in routes]
+    moving = [route.route for route in routes if route is not None and route.communicates]
+    wrap = None if signature.pinned else signature.wrapping.wrapper(outputs[0])
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if moving:
+            modes.check_strict(info.op, moving)
+        given = list(args)
+        for i, move in enumerate(moves):
+            local = given[i]._local_tensor if isinstance(given[i], tensor_class) else given[i]
+            given[i] = local if move is None else move(local)
+        result = op(*given, **kwargs)
+        return args[0] if wrap is None else wrap(result)
+
+    return run
 
 
 # ---------------------------------------------------------------- all others

@@ -35,7 +35,7 @@ def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring
     """The function that gives the locals of a call's operands where the operator wants them."""
     slots, mesh, wrapping = signature.slots, signature.mesh, signature.wrapping
     # what a view shares memory with may be written to
-    remembers = [not signature.info.is_view and _reduces(route) for route in routes]
+    remembers = [not signature.info.is_view and reduces(route) for route in routes]
     moves = [None if route is None else route.run if signature.info.is_view else route.read for route in routes]
     together = _waiting_together(signature, routes) if any(remembers) else []
 
@@ -56,7 +56,7 @@ def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring
     return bring
 
 
-def _reduces(route: BoundRoute | None) -> bool:
+def reduces(route: BoundRoute | None) -> bool:
     return route is not None and route.communicates and bool(route.route.source.partial_axes)
 
 
@@ -111,7 +111,7 @@ def _waiting_together(signature: Signature, routes: Sequence[BoundRoute | None])
     """Those operands of lists that can be reduced in one collective, for each kind of them."""
     wanted: dict[int, DTensorSpec] = {}
     for i, (slot, route) in enumerate(zip(signature.slots, routes, strict=True)):
-        if route is not None and slot.item is not None and _reduces(route) and route.route.target.is_replicated:
+        if route is not None and slot.item is not None and reduces(route) and route.route.target.is_replicated:
             wanted[i] = signature.specs[i]
     return _several(wanted)
 
