@@ -115,3 +115,40 @@ def test_a_dry_run_takes_the_preset_too(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(PRESET, "dp=64,tp=8")
     with sw.dry_run():
         assert str(sw.init_device_mesh("cuda")) == "DeviceMesh(cuda dp=64 tp=8, dry)"
+
+
+def test_sizes_of_the_world_are_set(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write("import os\nprint(os.environ['WORLD_SIZE'], os.environ['LOCAL_WORLD_SIZE'], sw.is_main())")
+    for given, expected in ((["-n", "8"], "8 8 True"), (["--mesh", "dp=2,tp=3"], "6 6 True")):
+        assert main(["run", *given, script]) == 0
+        assert capsys.readouterr().out.strip() == expected
+    assert "WORLD_SIZE" not in os.environ
+    assert main(["run", "-n", "4", write("print(sw.init_device_mesh('cpu'))")]) == 0
+    assert capsys.readouterr().out.strip() == "DeviceMesh(cpu 4, virtual)"
+    assert main(["run", "-n", "4", "--mesh", "4", script]) != 0
+    assert "both --mesh and -n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rank = int(__import__('os').environ['RANK'])",
+        "rank = int(__import__('os').environ['LOCAL_RANK'])",
+        "rank = __import__('torch').distributed.get_rank()",
+        "__import__('torch').distributed.barrier()",
+        "rank = sw.init_device_mesh('cpu').get_rank()",
+        "rank = sw.init_device_mesh('cpu').get_local_rank()",
+    ],
+)
+def test_a_line_that_asks_for_its_rank_is_shown_with_what_to_write(
+    line: str, write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")  # of whoever started us
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "-n", "4", write(line)])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert line in said
+    assert "script.py" in said
+    assert "shardwise.is_main()" in said
+    assert os.environ["RANK"] == "3"

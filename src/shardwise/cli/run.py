@@ -6,6 +6,8 @@ import argparse
 
 from shardwise.cli.command import Command
 from shardwise.cli.scripts import MESHES, add_script_arguments, end_as, run_script
+from shardwise.cli.words import parse_count
+from shardwise.errors import LayoutError
 
 __all__ = ["COMMAND"]
 
@@ -13,11 +15,16 @@ __all__ = ["COMMAND"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.add_argument("--mesh", help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
+    parser.add_argument("-n", "--ranks", metavar="N", help="how many ranks: the same as --mesh N")
     add_script_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the script, and end as it does."""
+    if arguments.ranks is not None:
+        if arguments.mesh is not None:
+            raise LayoutError("both --mesh and -n are given", hint="give one: --mesh says how many ranks there are")
+        arguments.mesh = str(parse_count(arguments.ranks, "ranks"))
     end_as(run_script(arguments.script, arguments.args, arguments.mesh))
 
 
@@ -27,11 +34,16 @@ COMMAND = Command(
     run,
     MESHES
     + """
+The ranks run in lockstep: WORLD_SIZE and LOCAL_WORLD_SIZE are set as torchrun
+sets them, and a line that asks for a rank of its own (RANK, LOCAL_RANK,
+torch.distributed.get_rank(), mesh.get_rank()) is refused. What one rank does
+goes under `if shardwise.is_main():`, which holds under torchrun too.
+
 The status is the script's: what it exits with, or 1 and its traceback where it
 fails.
 
 examples:
-  shardwise run --mesh 8 train.py
+  shardwise run -n 8 train.py
   shardwise run --mesh dp=2,tp=4 train.py --steps 10
 """,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import runpy
 import sys
@@ -19,6 +20,9 @@ from shardwise.errors import LayoutError
 from shardwise.fabric.world import PRESET, virtual
 
 __all__ = ["MESHES", "add_script_arguments", "end_as", "run_script"]
+
+SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what torchrun sets alike on all ranks of a machine
+RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")  # and what differs
 
 MESHES = """\
 A script that makes a mesh without a shape gets the one of --mesh:
@@ -53,7 +57,7 @@ def run_script(script: str, args: list[str], mesh: str | None) -> BaseException 
         except SystemExit as end:
             return end if end.code else None
         except Exception as error:
-            return _without_our_frames(error)
+            return _with_remedy(_without_our_frames(error))
     return None
 
 
@@ -70,18 +74,35 @@ def end_as(failed: BaseException | None) -> None:
 @contextlib.contextmanager
 def _as_started(script: str, args: list[str], mesh: str | None) -> Iterator[None]:
     """The surroundings of a script that was started by itself."""
-    argv, path, preset = sys.argv, list(sys.path), os.environ.get(PRESET)
+    argv, path = sys.argv, list(sys.path)
+    before = {name: os.environ.get(name) for name in (PRESET, *SIZES, *RANKS)}
     sys.argv, sys.path[:] = [script, *args], [os.path.dirname(os.path.abspath(script)), *path]
+    for name in RANKS:
+        os.environ.pop(name, None)
     if mesh is not None:
         os.environ[PRESET] = mesh
+        os.environ.update(dict.fromkeys(SIZES, str(math.prod(parse_axes(mesh)[0]))))
     try:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-        if preset is not None:
-            os.environ[PRESET] = preset
-        elif mesh is not None:
-            os.environ.pop(PRESET, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _with_remedy(error: Exception) -> Exception:
+    """The error; where a line asked for a rank of its own, with what to write instead."""
+    asked_environment = isinstance(error, KeyError) and error.args and error.args[0] in RANKS
+    if asked_environment or "process group has not been initialized" in str(error):
+        error.add_note(
+            "virtual ranks run in lockstep, so no line has a rank of its own\n"
+            "  hint: what one rank does (printing, saving) goes under `if shardwise.is_main():`; data that differs by "
+            "rank is a RankTensor or a DTensor; torchrun gives each rank a process"
+        )
+    return error
 
 
 def _without_our_frames(error: Exception) -> Exception:
