@@ -40,6 +40,7 @@ OPEN = "not mended yet, nor looked into"
 # Operators that cost more on some samples of the small tensors here.
 MORE = {
     "_batch_norm_with_update": SINGLE,
+    "fft.ifftshift": SHARDED,
     "grid_sampler_3d": SHARDED,
     "linalg.lu_factor": OPEN,
     "log_softmax": SHORT,

@@ -189,6 +189,41 @@ def test_scans(name: str, ranks: int) -> None:
         torch.testing.assert_close(given.grad.full_tensor(), plain.grad)
 
 
+@pytest.mark.parametrize("name", ["cumsum", "cumprod"])
+def test_scans_of_complex_numbers(name: str) -> None:
+    x = torch.randn(20, 3, dtype=torch.complex128)
+    plain, given = x.clone().requires_grad_(), sw.distribute_tensor(x, mesh_of(12), [Shard(0)]).requires_grad_()
+    wanted, got = getattr(torch, name)(plain, 0), getattr(torch, name)(given, 0)
+    torch.testing.assert_close(got.full_tensor(), wanted)
+    wanted.abs().sum().backward()
+    got.abs().sum().backward()
+    torch.testing.assert_close(given.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.usefixtures("always_decomposing")
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("rows", [24, 23, 13])
+def test_largest_of_a_sharded_dim(rows: int, largest: bool) -> None:
+    """Values as on one device; indices that show them, each once: which of equal elements are taken is not defined."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 5)
+    odd = x.clone()
+    odd[1::4], odd[2::5] = float("nan"), float("-inf") if largest else float("inf")
+    for shape, placements in (((4,), [Shard(0)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Shard(0), Shard(0)])):
+        for values in (x, odd, x.mul(9).long()):
+            given = sw.distribute_tensor(values, mesh_of(*shape), placements)
+            for k in (1, 3):
+                wanted, got = values.topk(k, 0, largest), given.topk(k, 0, largest)
+                at = got.indices.full_tensor()
+                torch.testing.assert_close(got.values.full_tensor(), wanted.values, equal_nan=True)
+                torch.testing.assert_close(values.gather(0, at), wanted.values, equal_nan=True)
+                assert k == 1 or bool((at.sort(0).values.diff(dim=0) != 0).all())
+    plain, laid = x.clone().requires_grad_(), sw.distribute_tensor(x, mesh_of(4), [Shard(0)]).requires_grad_()
+    for tensor in (plain, laid):
+        tensor.topk(2, 0, largest).values.square().sum().backward()
+    torch.testing.assert_close(laid.grad.full_tensor(), plain.grad)
+
+
 def test_extremes_so_far_with_nan() -> None:
     x = torch.tensor([1.0, 3.0, float("nan"), 3.0, 5.0, 5.0, float("nan"), 2.0, 5.0, 7.0, 1.0, 0.0, 9.0])
     given = sw.distribute_tensor(x, mesh_of(12), [Shard(0)])

@@ -128,14 +128,14 @@ def scan_of_shards(kind: str, x: Any, dim: int, dtype: torch.dtype | None = None
     dim = wrapped(dim, x.dim())
     kept = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     x = settled(x if x.dtype is kept else x.to(kept), (dim,))
-    return as_result(part_by_part(kind, widened(x), dim), kept) if goes_by_parts(x, dim) else NotImplemented
+    return as_result(part_by_part(kind, widened(x), dim), kept) if goes_by_parts(x, dim, kind) else NotImplemented
 
 
 def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
     """The extremes so far along a sharded dim, and where they last were: the last place that was an extreme then."""
     dim = wrapped(dim, x.dim())
     x = settled(x, (dim,))
-    if not goes_by_parts(x, dim):
+    if not goes_by_parts(x, dim, kind):
         return NotImplemented
     extremes = part_by_part(kind, x, dim)
     position = torch.arange(x.shape[dim], device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
@@ -143,10 +143,11 @@ def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
     return extremes, part_by_part("max", places, dim)
 
 
-def goes_by_parts(x: Any, dim: int) -> bool:
-    """Whether a dim falls into parts that follow each other, one on a rank."""
+def goes_by_parts(x: Any, dim: int, kind: str) -> bool:
+    """Whether a dim falls into parts that follow each other, one on a rank, and totals can be told of them."""
     axes = split_axes(x, (dim,))
-    return bool(axes) and not x.is_complex() and not any(isinstance(x.placements[a], StridedShard) for a in axes)
+    totals = kind in ("sum", "product") or not x.is_complex()
+    return bool(axes) and totals and not any(isinstance(x.placements[a], StridedShard) for a in axes)
 
 
 def part_by_part(kind: str, x: Any, dim: int) -> Any:

@@ -1,16 +1,25 @@
-"""Sorting, searching and counting: the dim that is sorted is whole; what is counted in parts is added up. Pure."""
+"""Sorting, searching and counting: the dim that is sorted is whole; what is counted in parts is added up. Pure.
+
+Of the largest elements of a sharded dim, ranks exchange their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from shardwise.core.spec import TensorMeta
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placement import Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.dims import kept, names, wrapped
 from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.on_the_way import moved_to, settled, split_axes
 from shardwise.rules.pointwise import pointwise
-from shardwise.rules.registry import Call, declare_rule, rule
+from shardwise.rules.registry import Call, declare_rule, decomposition, rule
+from shardwise.rules.scans import highest, lowest
 
 aten = torch.ops.aten
 
@@ -25,6 +34,73 @@ def along_dim(call: Call) -> Factors:
 
 
 rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.topk.default)(along_dim)
+
+
+# ---------------------------------------------------------------- the largest of a sharded dim
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define("topk_part(Tensor self, int k, int dim, bool largest, int parts) -> (Tensor, Tensor)")
+
+
+def _topk_shape(whole: torch.Tensor, k: int, dim: int, largest: bool, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [k * parts if d == dim else size for d, size in enumerate(whole.shape)]
+    return whole.new_empty(shape), whole.new_empty(shape, dtype=torch.int64)
+
+
+_library.impl("topk_part", _topk_shape, "CompositeExplicitAutograd")
+
+
+def where_part_begins(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """The first index of the sharded dim that a rank holds."""
+    return {"start": inputs[0].block(coordinate).runs[call["dim"]][0].start}
+
+
+def topk_part(
+    local: torch.Tensor, k: int, dim: int, largest: bool, parts: int, *, start: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest of what a rank holds and their global indices, filled up with what any element comes before."""
+    found = local.topk(min(k, local.shape[dim]), dim, largest)
+    lacking = [k - found.values.shape[dim] if d == dim else size for d, size in enumerate(local.shape)]
+    if not lacking[dim]:
+        return found.values, found.indices + start
+    last = lowest(local.dtype) if largest else math.nan if local.is_floating_point() else highest(local.dtype)
+    values = torch.cat([found.values, local.new_full(lacking, last)], dim)
+    return values, torch.cat([found.indices + start, found.indices.new_zeros(lacking)], dim)
+
+
+@rule(torch.ops.shardwise.topk_part.default, localize=where_part_begins, local_op=topk_part)
+def of_each_part(call: Call) -> Factors:
+    """What is done part by part, as the tensor is split."""
+    own = tuple(names(len(call["self"].shape)))
+    return Factors((own,), (own, own))
+
+
+@decomposition(aten.topk.default, reductions=2)
+def topk_of_shards(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The largest along a dim that one axis shards: the largest of each part are exchanged by columns, and sorted.
+
+    Sorting is stable, and only the last parts are filled up, so an element comes before what it ties with there.
+    """
+    dim = wrapped(dim, x.dim())
+    x = settled(x, (dim,))
+    axes = split_axes(x, (dim,))
+    if len(axes) != 1 or isinstance(x.placements[axes[0]], StridedShard) or not x.dim():
+        return NotImplemented
+    parts = x.device_mesh.shape[axes[0]]
+    if k >= -(-x.shape[dim] // parts):
+        return NotImplemented
+    found = torch.ops.shardwise.topk_part.default(x, k, dim, largest, parts)
+    free = [d for d, split in enumerate(x.spec.dim_axes) if d != dim and not split and x.shape[d] > 1]
+    to = Shard(max(free, key=lambda d: x.shape[d])) if free else Replicate()
+    values, indices = (moved_to(t, [to if a in axes else p for a, p in enumerate(t.placements)]) for t in found)
+    ordered = values.sort(dim=dim, descending=largest, stable=True)
+    order = ordered.indices.narrow(dim, 0, k)
+    return ordered.values.narrow(dim, 0, k).contiguous(), indices.gather(dim, order)
+
+
+# ---------------------------------------------------------------- searching in what is sorted
 
 
 def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:
