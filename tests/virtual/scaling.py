@@ -136,6 +136,8 @@ def with_column(page: str, found: Sequence[Scaling]) -> str:
         elif name in cells:
             kept = line.split("|")[:9]
             line = "|".join(kept) + f"| {cells[name]} |"
+        elif name.startswith("`") and line.count("|") == 9:  # not measured this time
+            line += "  |"
         lines.append(line)
     return "\n".join(lines)
 
