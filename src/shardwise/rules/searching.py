@@ -78,7 +78,7 @@ def of_each_part(call: Call) -> Factors:
 
 
 @decomposition(aten.topk.default, reductions=2)
-def topk_of_shards(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def topk_of_shards(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
     """The largest along a dim that one axis shards: the largest of each part are exchanged by columns, and sorted.
 
     Sorting is stable, and only the last parts are filled up, so an element comes before what it ties with there.
