@@ -7,6 +7,7 @@ of zeros. Pure.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -160,7 +161,7 @@ def exchanging(own: Sequence[str], dims: Iterable[int]) -> Factors:
 def rows_split(call: Call, dim: int) -> Rows:
     """The rows of the parts of a dim, one part after the other."""
     sizes = [meta.shape[dim] for meta in call.results]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    starts = [0, *itertools.accumulate(sizes[:-1])]
     return Rows(tuple(Segment(0, start, i, 0, size) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))))
 
 
