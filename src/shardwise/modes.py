@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 
-from shardwise.core.mode_stack import ModeStack, mode_context
+from shardwise.core.mode_stack import ModeStack, live_entries, mode_context
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import ImplicitCommunicationError, UnsupportedError
 from shardwise.plan.route import Route
@@ -64,12 +66,24 @@ def in_force() -> tuple[Any, ...]:
     return names, plain_policy(), "indexed" if draws_by_index() else "one_device"
 
 
+_DEFAULT = (None, "verify", "one_device")
+
+
+def changed_modes() -> tuple[Any, ...] | None:
+    """What `in_force` says; None where all of it is the default."""
+    if not live_entries and _plain_default == "verify":
+        return None
+    found = in_force()
+    return None if found == _DEFAULT else found
+
+
 @mode_context
 def strict() -> Iterator[None]:
     """Inside, any communication that was not asked for by `redistribute` or `full_tensor` is an error.
 
     An operator that would have to reduce a Partial is refused whatever happened before, even where its sum is
-    remembered from an earlier reading: a program does not become strict by chance. Plain tensors among DTensors are
+    remembered from an earlier reading: a program does not become strict by chance. Code that was compiled outside is
+    compiled again. Plain tensors among DTensors are
     refused, unless a `plain_tensors` context inside of it says otherwise.
 
     Example:
@@ -253,10 +267,18 @@ def check_strict(op: Any, routes: Sequence[Route]) -> None:
         return
     moves = "; ".join(f"{route.source} -> {route.target.layout}" for route in routes)
     received = sum(route.received for route in routes)
-    raise ImplicitCommunicationError(
+    refused = ImplicitCommunicationError if TracingContext.try_get() is None else _RefusedWhileTracing
+    raise refused(
         f"strict: {op} at {user_line()} would move {received:.0f} bytes to each rank: {moves}",
         hint="redistribute the operand yourself, choose another layout, or wrap the call in allow_implicit()",
     )
+
+
+class _RefusedWhileTracing(ImplicitCommunicationError, UnsupportedFakeTensorException):
+    """The error for a compiler: it breaks the graph here, and the operator raises when it is run."""
+
+    def __str__(self) -> str:
+        return self.reason  # that of the compiler's class, which has the hint too
 
 
 def warn_replicated(op: Any, specs: Sequence[DTensorSpec], routes: Sequence[Route]) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["Entry", "ModeContext", "ModeStack", "entries_in_force", "mode_context"]
+__all__ = ["Entry", "ModeContext", "ModeStack", "entries_in_force", "live_entries", "mode_context"]
 
 T = TypeVar("T")
 Given = ParamSpec("Given")
@@ -72,7 +72,7 @@ class _Stashed(NamedTuple):
 
 
 _entered: ContextVar[Entries] = ContextVar("shardwise_modes", default=())
-_live: dict[Entry[Any], None] = {}  # on all threads, in the order in which they were entered
+live_entries: dict[Entry[Any], None] = {}  # on all threads, in the order in which they were entered
 
 
 def _base(thread: int) -> Entries:
@@ -90,7 +90,7 @@ def entries_in_force() -> list[Entry[Any]]:
         >>> entries_in_force()
         []
     """
-    if not _live:
+    if not live_entries:
         return []
     return [entry for entry in (*_base(threading.get_ident()), *_entered.get()) if entry.live]
 
@@ -129,14 +129,14 @@ class ModeStack(Generic[T]):
     def enter(self, value: T) -> Entry[T]:
         """Put an entry on top, for this thread or task and the backward it starts."""
         entry = Entry(self, value)
-        _live[entry] = None
+        live_entries[entry] = None
         _put((*[other for other in _entered.get() if other.live], entry))
         return entry
 
     def leave(self, entry: Entry[T]) -> None:
         """End this entry; others stay as they are."""
         entry.live = False
-        _live.pop(entry, None)
+        live_entries.pop(entry, None)
         _put(tuple([other for other in _entered.get() if other.live]))
 
     @contextlib.contextmanager
@@ -150,11 +150,11 @@ class ModeStack(Generic[T]):
 
     def values(self) -> list[T]:
         """The values in force here, the innermost last."""
-        return [entry.value for entry in entries_in_force() if entry.mode is self] if _live else []
+        return [entry.value for entry in entries_in_force() if entry.mode is self] if live_entries else []
 
     def values_anywhere(self) -> list[T]:
         """The values in force on any thread, in the order in which they were entered."""
-        return [entry.value for entry in tuple(_live) if entry.mode is self]
+        return [entry.value for entry in tuple(live_entries) if entry.mode is self]
 
 
 # ---------------------------------------------------------------- contexts

@@ -83,6 +83,23 @@ __all__ = [
 ]
 
 
+class UnderModes(tuple[Any, ...]):
+    """The context of a flattened DTensor while other modes than the default are in force. Equal to it without them."""
+
+    modes: tuple[Any, ...]
+
+    def __new__(cls, context: tuple[Any, ...], in_force: tuple[Any, ...]) -> UnderModes:
+        self = super().__new__(cls, context)
+        self.modes = in_force
+        return self
+
+    def __deepcopy__(self, memo: Any) -> UnderModes:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnderModes, (tuple(self), self.modes)
+
+
 class DTensor(torch.Tensor):
     """A tensor that lies sharded, replicated or partial over a mesh of devices and behaves like one tensor.
 
@@ -443,7 +460,16 @@ class DTensor(torch.Tensor):
     # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return self._spec.flattened
+        changed = modes.changed_modes()
+        if changed is None:
+            return self._spec.flattened
+        names, context = self._spec.flattened
+        return names, UnderModes(context, changed)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
+        """Whether code that was compiled for one context may run for another: the same layout, in the same modes."""
+        return compiled == given and getattr(compiled, "modes", None) == getattr(given, "modes", None)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -1103,6 +1129,7 @@ never_traced(
     DTensor.redistribute,
     DTensor.full_tensor,
     DTensor.__tensor_unflatten__,
+    DTensor.__metadata_guard__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
     DTensor.__coerce_same_metadata_as_tangent__,
     plain_tangent,
 )

@@ -15,7 +15,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
-from shardwise.compilers import is_dynamo_compiling
+from shardwise.compilers import is_dynamo_compiling, never_traced
 from shardwise.errors import PlainTensorError
 
 __all__ = ["refusable"]
@@ -41,6 +41,7 @@ def refusable(tensor_class: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    never_traced(refuse)  # on its own, after a graph break; in a graph it is traced
     ordinary, refusing = tensor_class.__torch_function__, classmethod(refuse)
 
     def switch(on: bool) -> None:
