@@ -30,6 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import AgreementError, ShardwiseError, UnsupportedError
+from shardwise.fabric import base
+from shardwise.fabric.c10d import c10d
 from tests.gloo.processes import ProcessPool, RankFailed, RankTimeout
 from tests.gloo.rank_statements import statements
 
@@ -189,17 +191,36 @@ def _run_here(program: Program, count: int, further: bool) -> tuple[State, str |
     held = _copied(named_values(scope))
     if not further:
         return held, None, {}
-    error = _tried(program.lines[count], scope)
+    error = _tried(program.lines[count], scope, settle=True)
+    if error is not None:
+        _check_afresh()
     return held, error, {} if error is not None else _copied(named_values(scope))
 
 
-def _tried(line: str, scope: State) -> str | None:
-    """Run a statement; the error of the first rank that has one, on all ranks."""
+def _check_afresh() -> None:
+    """Forget that plain tensors of the ranks were found to differ: that ends a program, but not those after it."""
+    dist.barrier()
+    if c10d._plain is not None:
+        c10d._plain.close(wait=True)
+    c10d._plain = None
+    c10d._worlds += 1
+    base._found.clear()
+    base._raised.clear()
+    dist.barrier()
+
+
+def _tried(line: str, scope: State, settle: bool = False) -> str | None:
+    """Run a statement; the error of the first rank that has one, on all ranks. `settle`: also what is found later."""
     error = None
     try:
         exec(line, scope)
     except Exception as problem:
         error = _described(problem)
+    if settle:
+        try:
+            c10d.settle_checks()
+        except AgreementError as problem:
+            error = error or _described(problem)
     errors: list[Any] = [None] * RANKS
     dist.all_gather_object(errors, error)
     return next((f"{e} (on ranks {[r for r in range(RANKS) if errors[r]]})" for e in errors if e), None)

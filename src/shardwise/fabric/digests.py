@@ -243,6 +243,7 @@ class PlainCheck:
         happened = self._send()
         if asked > self._marks and self._neighbours_reach(asked):
             self._receive()
+            self._hear()  # before `settle` returns: who asked raises what was found
             with self._turn:
                 self._marks = asked
                 self._turn.notify_all()
