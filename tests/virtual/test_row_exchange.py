@@ -232,3 +232,14 @@ def test_extremes_so_far_with_nan() -> None:
             wanted, got = getattr(torch, name)(x[part], 0), getattr(torch, name)(given[part], 0)
             torch.testing.assert_close(got.values.full_tensor(), wanted.values, equal_nan=True)
             assert torch.equal(got.indices.full_tensor(), wanted.indices)
+
+
+def test_a_slice_of_all_rows_in_backward_takes_a_constant_gradient() -> None:
+    """The gradient of a sum is stored once; put back into the rows of a sharded dim it has all of them."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.arange(6.0), mesh, [sw.Shard(0)]).requires_grad_()
+    y = x * 2
+    y[::1] = y[::1] * 2 + 1
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.full_tensor().tolist() == [4.0] * 6

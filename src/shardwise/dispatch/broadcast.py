@@ -156,7 +156,9 @@ def _constant_factors(factors: Factors, sharding: OutputSharding, last: int) -> 
 def _permutes(factors: Factors, sharding: OutputSharding, name: str) -> bool:
     """Whether all rows of one operand, and no others, are the rows of a result: constant rows stay constant."""
     call, rows = sharding.call, sharding.rule.rows
-    if rows is None or (len(call.operands), len(call.results)) != (1, 1) or call.results[0].is_symbolic:
+    if rows is None or sharding.rule.localize is not None:  # which tells a rank's operator its rows
+        return False
+    if (len(call.operands), len(call.results)) != (1, 1) or call.results[0].is_symbolic:
         return False
     dim = factors.results[0].index(name)
     size = call.results[0].shape[dim]
