@@ -51,7 +51,7 @@ SHOWN_RANKS = 6  # of a RankTensor that is printed
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.is_meta is b.is_meta is False and torch.equal(a, b)
+    return not is_traced(a) and a.is_meta is b.is_meta is False and torch.equal(a, b)
 
 
 class RankTensor(torch.Tensor):
