@@ -149,6 +149,7 @@ def fully_shard(
     A scalar parameter stays replicated.
 
     Example:
+        >>> import torch
         >>> import shardwise as sw
         >>> mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
