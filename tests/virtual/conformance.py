@@ -552,8 +552,8 @@ def table(reports: Iterable[Report]) -> str:
         "- **replicated**: on whole tensors on every rank, with a ReplicationWarning,\n"
         "- **failing**: not as on one device.\n\n"
         "*backward* is the worst that the gradients needed. *flat*, added by `python -m tests.virtual.scaling --write\n"
-        "docs/operators.md`: with one dim sharded and constant locals, the layouts of 100 whose peak and received bytes\n"
-        "do not grow from 4 to 64 ranks, forward and backward; empty where no sample could be measured.\n\n"
+        "docs/operators.md`: with one dim sharded and constant locals, the layouts of 100 whose peak and received\n"
+        "bytes do not grow from 4 to 64 ranks, forward and backward; empty where no sample could be measured.\n\n"
         "| operator | cases | free | moving | decomposed | replicated | failing | backward |\n"
         "|---|---:|---:|---:|---:|---:|---:|---|\n"
     )
