@@ -193,11 +193,11 @@ def _run_here(program: Program, count: int, further: bool) -> tuple[State, str |
         return held, None, {}
     error = _tried(program.lines[count], scope, settle=True)
     if error is not None:
-        _check_afresh()
+        check_afresh()
     return held, error, {} if error is not None else _copied(named_values(scope))
 
 
-def _check_afresh() -> None:
+def check_afresh() -> None:
     """Forget that plain tensors of the ranks were found to differ: that ends a program, but not those after it."""
     dist.barrier()
     if c10d._plain is not None:

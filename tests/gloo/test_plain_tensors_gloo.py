@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.fabric import base
 from shardwise.fabric.c10d import c10d
 from tests.gloo.processes import LOOPBACK, ProcessPool, _free_port
+from tests.gloo.rank_programs import check_afresh
 
 LIMIT = 40  # seconds within which every rank must have ended
 
@@ -209,14 +209,7 @@ def outcomes() -> list[tuple[str, str]]:
     found = []
     for program in CASES:
         found.append(program(dist.get_rank()))
-        dist.barrier()
-        if c10d._plain is not None:
-            c10d._plain.close(wait=True)
-        c10d._plain = None
-        c10d._worlds += 1
-        base._found.clear()
-        base._raised.clear()
-        dist.barrier()
+        check_afresh()
     return found
 
 

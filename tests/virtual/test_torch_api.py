@@ -396,16 +396,22 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def two_layers(mesh: sw.DeviceMesh | None) -> nn.Sequential:
+    """The same weights each time; split by columns and by rows where there is a mesh."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    if mesh is not None:
+        styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
+        parallelize_module(model, mesh, styles)
+    return model
+
+
 @pytest.mark.parametrize("shape", [(4,), (3,)])
 def test_adapters_of_low_rank_after_a_plan(shape: tuple[int, ...]) -> None:
     mesh = sw.init_device_mesh("cpu", shape)
     x, models = torch.randn(5, 4), []
     for is_parallel in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        if is_parallel:
-            styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
-            parallelize_module(model, mesh, styles)
+        model = two_layers(mesh if is_parallel else None)
         model.requires_grad_(False)
         model[0], model[2] = Adapted(model[0]), Adapted(model[2])
         models.append(model)
@@ -424,11 +430,7 @@ def test_adapters_of_peft_after_a_plan(line: sw.DeviceMesh) -> None:
     peft = pytest.importorskip("peft")
     x, models = torch.randn(5, 4), []
     for is_parallel in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        if is_parallel:
-            styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
-            parallelize_module(model, line, styles)
+        model = two_layers(line if is_parallel else None)
         torch.manual_seed(1)
         config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
         models.append(peft.get_peft_model(model, config))
