@@ -22,7 +22,7 @@ from shardwise.schema import OpInfo, Slot
 
 __all__ = [
     "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing_conjugates",
-    "sparing_empty",
+    "sparing_empty", "stored_zeros",
 ]  # fmt: skip
 
 Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]  # operator, arguments, locals
@@ -223,3 +223,8 @@ def _columns(locals_: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor] | N
 def _row(locals_: Sequence[torch.Tensor], columns: Sequence[Sequence[torch.Tensor] | None], position: int) -> list[Any]:
     """What the virtual rank at a position has of each local."""
     return [local if column is None else column[position] for local, column in zip(locals_, columns, strict=True)]
+
+
+def stored_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has memory. The zeros that forward mode makes have none, which kernels on locals do not see."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor._is_zerotensor() else tensor

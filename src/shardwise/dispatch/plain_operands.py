@@ -18,6 +18,7 @@ from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot
 
 __all__ = ["replicated_operand", "with_plain_operands"]
@@ -76,8 +77,7 @@ def _with_stored_zeros(
     """
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot, operand in zip(plain, operands, strict=True):
-        if operand._is_zerotensor():
-            slot.put(new_args, new_kwargs, torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device))
+        slot.put(new_args, new_kwargs, stored_zeros(operand))
     return tuple(new_args), new_kwargs
 
 

@@ -37,7 +37,7 @@ from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.shared_writes import is_traced
 from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
-from shardwise.local import in_order_of, laid_out_like
+from shardwise.local import in_order_of, laid_out_like, stored_zeros
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import refusing, watching
 from shardwise.tensor.composites import replace_composites
@@ -54,7 +54,7 @@ from shardwise.tensor.gradients import (
     transposed_spec,
 )
 from shardwise.tensor.memory import first_sharing
-from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, stored_zeros, wants_derivatives
+from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
 from shardwise.tensor.versions import with_version_of
 from shardwise.transforms import (
     alive,

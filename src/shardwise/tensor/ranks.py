@@ -14,6 +14,7 @@ from shardwise.compilers import never_traced
 from shardwise.errors import AgreementError
 from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.virtual import RankTensor
+from shardwise.local import stored_zeros
 from shardwise.transforms import alive, innermost, transforming
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "first_rank",
     "is_forward_or_transformed",
     "on_every_rank",
-    "stored_zeros",
     "wants_derivatives",
 ]
 
@@ -43,11 +43,6 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if transforming():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def stored_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that has memory. The zeros that forward mode makes have none, which kernels on locals do not see."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor._is_zerotensor() else tensor
 
 
 def on_every_rank(tensor: torch.Tensor, count: int) -> torch.Tensor:
