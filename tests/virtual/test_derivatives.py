@@ -182,7 +182,39 @@ def test_backward_sees_that_what_it_saved_was_written_through_a_local_or_a_dtens
         y.mul_(3)
         return DTensor.from_local(z, mesh, [placement])
 
-    for function in (through_the_local, through_the_dtensor, of_the_dtensor_after_its_local):
+    def through_a_local_without_grad(x: DTensor) -> Any:
+        y = x.tanh()
+        with torch.no_grad():
+            y.to_local().mul_(3)
+        return y
+
+    def through_the_local_of_a_detached_view(x: DTensor) -> Any:
+        y = x.tanh()
+        y.view(2, 4).detach().to_local().mul_(3)
+        return y
+
+    def through_the_local_of_a_constant(x: DTensor) -> Any:
+        local = sw.distribute_tensor(numbers(8), mesh, [placement]).to_local()
+        y = DTensor.from_local(local, mesh, [placement]) * x
+        local.mul_(3)
+        return y
+
+    def through_the_plain_tensor_of_every_rank(x: DTensor) -> Any:
+        plain = numbers(x.to_local().shape[0])
+        y = DTensor.from_local(plain, mesh, [placement]) * x
+        plain.mul_(3)
+        return y
+
+    functions = [
+        through_the_local,
+        through_the_dtensor,
+        of_the_dtensor_after_its_local,
+        through_a_local_without_grad,
+        through_the_local_of_a_detached_view,
+        through_the_local_of_a_constant,
+        through_the_plain_tensor_of_every_rank,
+    ]
+    for function in functions:
         x = sw.distribute_tensor(numbers(8), mesh, [placement]).requires_grad_()
         result = function(x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

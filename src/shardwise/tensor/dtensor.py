@@ -280,7 +280,7 @@ class DTensor(torch.Tensor):
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
         if transforming():
             refuse_functionalize("from_local")
-        local_tensor = alive(local_tensor)
+        local_tensor = given = alive(local_tensor)
         if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
             local_tensor = resolved(local_tensor)
         if mesh.fabric == "virtual" and not isinstance(innermost(local_tensor), RankTensor):
@@ -291,7 +291,7 @@ class DTensor(torch.Tensor):
         if wants_derivatives(local_tensor):
             made = apply_function(FromLocal, local_tensor, spec, gradient_spec_as(spec, grad_placements))
         else:
-            made = dtensor_of(spec, local_tensor)
+            made = with_version_of(given, dtensor_of(spec, local_tensor))
         if watching.watcher is not None:
             watching.entered(innermost(made))
         return made
@@ -313,7 +313,7 @@ class DTensor(torch.Tensor):
             given = grad_placements is not None
             gradient = gradient_spec_as(spec, grad_placements) if given else gradient_spec_of_local(spec)
             return apply_function(ToLocal, self, spec, gradient)
-        return writable_local(self)
+        return with_version_of(self, writable_local(self).detach())
 
     def redistribute(
         self,
@@ -914,7 +914,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return with_version_of(local, dtensor_of(spec, stored_zeros(local).detach()))  # pyright: ignore[reportReturnType]
+        return with_version_of(local, dtensor_of(spec, stored_zeros(local).detach()))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -6,15 +6,18 @@ not notice that a tensor saved for backward was changed through the other one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.symbolic import is_tracing
 from shardwise.transforms import transforming
 
 __all__ = ["with_version_of"]
+
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 
 
 class _Result(TorchDispatchMode):
@@ -26,7 +29,7 @@ class _Result(TorchDispatchMode):
         return self.made
 
 
-def with_version_of(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+def with_version_of(source: torch.Tensor, made: AnyTensor) -> AnyTensor:
     """`made`, which nobody else holds, with the version counter of `source`: a write to either is one to both.
 
     Example:
@@ -42,8 +45,8 @@ def with_version_of(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     # torch gives the result of `detach` the counter of its operand, whatever the dispatched operator returns
     mode = _Result.__new__(_Result)
     mode.made = made
-    _push_mode(mode)
+    _push_on_torch_dispatch_stack(mode)
     try:
-        return source.detach()
+        return source.detach()  # pyright: ignore[reportReturnType]
     finally:
-        _pop_mode()
+        _pop_torch_dispatch_stack(None)
