@@ -585,3 +585,25 @@ def test_a_plain_parameter_beside_a_plan_is_named(line: sw.DeviceMesh) -> None:
     parallelize_module(model, line, {"0": ColwiseParallel()})
     with pytest.raises(sw.AgreementError, match=r"^1\.(weight|bias): a plain parameter beside a plan"):
         model(torch.randn(2, 4)).square().sum().backward()
+
+
+@pytest.mark.parametrize("layout", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("lengths", [[7, 5, 3, 2], [3, 7, 2, 5]], ids=["sorted", "unsorted"])
+def test_packed_sequences(line: sw.DeviceMesh, layout: sw.Placement, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    plain_model, plain = nn.LSTM(5, 4, batch_first=True), torch.randn(4, 7, 5, requires_grad=True)
+    model = sw.distribute_module(copy.deepcopy(plain_model), line)
+    x: Any = sw.distribute_tensor(plain.detach(), line, [layout]).requires_grad_()
+    results: list[Any] = []
+    for module, value in ((plain_model, plain), (model, x)):
+        packed = nn.utils.rnn.pack_padded_sequence(value, lengths, batch_first=True, enforce_sorted=lengths[0] == 7)
+        padded, sizes = nn.utils.rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
+        padded.square().sum().backward()
+        results.append((padded, sizes, value.grad, [p.grad for p in module.parameters()]))
+    (padded, sizes, grad, grads), (ours, our_sizes, our_grad, our_grads) = results
+    torch.testing.assert_close(ours.full_tensor(), padded)
+    assert torch.equal(our_sizes, sizes)
+    torch.testing.assert_close(our_grad.full_tensor(), grad)
+    torch.testing.assert_close([g.full_tensor() for g in our_grads], grads)
+    with pytest.raises(RuntimeError, match="sorted in decreasing order"):
+        nn.utils.rnn.pack_padded_sequence(x, [2, 7, 5, 3], batch_first=True)

@@ -38,9 +38,31 @@ def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: 
     return aten.ctc_loss.IntList(log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), *options)
 
 
+def _pack_padded_sequence(sequences: Any, lengths: Any, batch_first: bool) -> Any:
+    """torch packs row numbers on plain tensors, because it reads lengths and sizes in memory; these rows are taken."""
+    lengths = lengths if lengths.__class__ is torch.Tensor else torch.tensor(lengths.tolist())
+    steps = sequences.transpose(0, 1) if batch_first else sequences
+    numbers = torch.arange(steps.shape[0] * steps.shape[1]).view(*steps.shape[:2], 1)
+    rows, sizes = aten._pack_padded_sequence.default(numbers, lengths, False)
+    return steps.flatten(0, 1).index_select(0, rows.flatten().to(sequences.device)), sizes
+
+
+def _pad_packed_sequence(
+    data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
+) -> Any:
+    """The inverse, in the same way. Row -1 is padding."""
+    numbers = torch.arange(data.shape[0]).view(-1, 1)
+    padded, lengths = aten._pad_packed_sequence.default(numbers, batch_sizes, batch_first, -1, total_length)
+    rows = padded.squeeze(-1).to(data.device)
+    steps = data.index_select(0, rows.flatten().clamp(min=0)).unflatten(0, rows.shape)
+    return steps.masked_fill((rows < 0).view(*rows.shape, *(1,) * (data.dim() - 1)), padding_value), lengths
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss,
+    aten._pack_padded_sequence.default: _pack_padded_sequence,
+    aten._pad_packed_sequence.default: _pad_packed_sequence,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
 }
 
