@@ -607,3 +607,25 @@ def test_packed_sequences(line: sw.DeviceMesh, layout: sw.Placement, lengths: li
     torch.testing.assert_close([g.full_tensor() for g in our_grads], grads)
     with pytest.raises(RuntimeError, match="sorted in decreasing order"):
         nn.utils.rnn.pack_padded_sequence(x, [2, 7, 5, 3], batch_first=True)
+
+
+@pytest.mark.parametrize("network", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "bidirectional": True, "num_layers": 2}], ids=str)
+def test_recurrent_networks_keep_a_sharded_batch(line: sw.DeviceMesh, network: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain_model = network(8, 6, **options)
+    model = sw.distribute_module(copy.deepcopy(plain_model), line)
+    batch = 0 if options else 1
+    plain = torch.randn((7, 5, 8) if options else (5, 7, 8), requires_grad=True)
+    x: Any = sw.distribute_tensor(plain.detach(), line, [sw.Shard(batch)]).requires_grad_()
+    with sw.debug.CommDebugMode() as communication:
+        result, _ = model(x)
+    assert communication.get_total_counts() == 0
+    assert result.placements == (sw.Shard(batch),)
+    expected, _ = plain_model(plain)
+    torch.testing.assert_close(result.full_tensor(), expected)
+    expected.square().sum().backward()
+    result.square().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+    for ours, one in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), one.grad)

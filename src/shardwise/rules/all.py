@@ -23,6 +23,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     padding,
     pointwise,
     random,
+    recurrent,
     reduction,
     scans,
     searching,

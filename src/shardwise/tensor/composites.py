@@ -19,6 +19,17 @@ _KEY = "PythonTLSSnapshot"
 _library = torch.library.Library("aten", "IMPL")
 
 
+def _below(op: OpOverload) -> Callable[..., Any]:
+    """The operator as torch takes it apart, without the replacements of this file."""
+    here = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(here):  # pyright: ignore[reportAttributeAccessIssue]
+            return op(*args, **kwargs)
+
+    return run
+
+
 def _tensor_split(self: Any, tensor_indices_or_sections: Any, dim: int = 0) -> Any:
     """torch reads the indices in memory; their values are asked for here."""
     if tensor_indices_or_sections.dim():
@@ -58,12 +69,33 @@ def _pad_packed_sequence(
     return steps.masked_fill((rows < 0).view(*rows.shape, *(1,) * (data.dim() - 1)), padding_value), lengths
 
 
+def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
+    """Lay the first states of a recurrent network out as its batch: torch writes in place to what comes of them."""
+    run = _below(op)
+
+    def compute(input: Any, hx: Any, *options: Any) -> Any:  # noqa: A002  # torch's name
+        time, batch = (1, 0) if options[-1] else (0, 1)
+        placements = [placement for placement in input._spec.placements if placement.is_shard()]
+        if placements and all(placement.dim == batch for placement in placements):
+            kept = torch.ones_like(input.select(time, 0).narrow(-1, 0, 1), dtype=torch.bool)
+            states = hx if isinstance(hx, list | tuple) else [hx]
+            laid_out = [torch.where(kept, state, state) for state in states]
+            hx = laid_out if isinstance(hx, list | tuple) else laid_out[0]
+        return run(input, hx, *options)
+
+    return compute
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     aten._pad_packed_sequence.default: _pad_packed_sequence,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
+    **{
+        op: _with_states_as_input(op)
+        for op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+    },
 }
 
 
@@ -74,12 +106,11 @@ def replace_composites(tensor_class: type[torch.Tensor]) -> None:
 
 
 def _kernel(tensor_class: type[torch.Tensor], op: OpOverload, compute: Callable[..., Any]) -> Callable[..., Any]:
-    below = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+    run_op = _below(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, tensor_class) for arg in args):
             return compute(*args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(below):  # pyright: ignore[reportAttributeAccessIssue]
-            return op(*args, **kwargs)
+        return run_op(*args, **kwargs)
 
     return run
