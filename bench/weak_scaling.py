@@ -118,6 +118,19 @@ def weighted_cross_entropy(w: World) -> Any:
     return F.cross_entropy(w.data(), w.labels(), weight=w.weight(WIDTH).detach(), ignore_index=3)
 
 
+@program
+def written_columns(w: World) -> Any:
+    x = w.data() * 1
+    x[:, 3] = 0
+    x[:, :4] *= 2
+    return x.mean()
+
+
+@program
+def one_part(w: World) -> Any:
+    return w.data().chunk(2, 1)[0].mean() + w.data().tanh().unbind(1)[2].square().mean()
+
+
 # ---------------------------------------------------------------- statistics
 
 each(

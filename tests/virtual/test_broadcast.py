@@ -252,7 +252,25 @@ GRADIENTS = backward(
     lambda x, y: F.layer_norm(x, (4,)).mean() + x.softmax(0).mean() + x.logsumexp(0).sum() + x.var() + x.std(1).mean(),
     lambda x, y: (x.t() @ y).mean() + (x @ y.t()).mean() + torch.cdist(x, y).mean(),
     lambda x, y: sum(part.mean() for part in x.chunk(2, 1)) + sum(part.sum() for part in y.unbind(1)),
+    lambda x, y: x.chunk(2, 1)[0].mean() + (x * 1).split([1, 3], 1)[1].mean() + y.unbind(0)[1].sum(),
+    lambda x, y: x.split(3)[2].mean() + (x + y).split([2, 6])[0].square().mean(),
+    lambda x, y: x.chunk(2, 1)[1].square().mean() + ((y * 1).chunk(2)[0] * y[:4]).mean() + (x * y).unbind(1)[0].mean(),
 )
+
+
+def written_views(b: Both) -> Any:
+    """Autograd copies the gradient of what was written to a view of."""
+    x, y = b.tensor(8, 4, dim=0), b.tensor(4)
+    z = x * 1
+    z[:, 3] = 0
+    z[:, :2] *= 2
+    z[2:5].mul_(3)
+    z.t()[1].add_(y[0])
+    z.view(4, 2, 4)[:, 1] = y
+    z.mean().backward()
+    (first,) = torch.autograd.grad((x * 1).t()[0].square_().mean(), [x], create_graph=True)
+    first.square().sum().backward()
+    return x.grad, y.grad
 
 
 def accumulated(b: Both) -> Any:
@@ -310,6 +328,7 @@ def stepped(b: Both) -> Any:
     [
         view_sees_write, write_to_view, write_of_sharded, view_of_view, detached, reshaping, overwriting,
         random_in_place, copies, operators, sums_of_ranks, GRADIENTS, accumulated, hooks, asked_for, twice, stepped,
+        written_views,
     ],
 )  # fmt: skip
 def test_as_on_one_device(program: Callable[[Both], Any], shape: tuple[int, ...]) -> None:

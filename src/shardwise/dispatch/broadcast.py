@@ -413,6 +413,7 @@ def scanned_as_origin(signature: Signature, run: Executor) -> Executor:
 
 
 INTO_LEAVES = {aten.detach.default, aten.new_empty_strided.default}
+WRITES_TO_VIEWS = "CopySlices"  # what autograd calls the node of a tensor to a view of which something was written
 
 
 def into_leaf(signature: Signature, run: Executor) -> Executor:
@@ -420,19 +421,27 @@ def into_leaf(signature: Signature, run: Executor) -> Executor:
 
     Only where that needs no communication: a sum over ranks stays `Partial`, so that those of several backward passes
     are reduced once. Autograd detaches a gradient that nobody else holds; of any other it makes an empty tensor and
-    copies.
+    copies. It does the same with the gradient of a tensor to a view of which something was written: that one gets the
+    layout of the tensor.
     """
     tensor_class, spec = signature.wrapping.tensor_class, signature.specs[0]
     known: dict[DTensorSpec, Executor] = {}  # by the layout of the leaf
 
     def run_or_lay_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaf: Any = getattr(current_node(), "variable", None)
-        if not isinstance(leaf, tensor_class):  # autograd is doing something else
+        node: Any = current_node()
+        leaf: Any = getattr(node, "variable", None)
+        if isinstance(leaf, tensor_class):
+            target = leaf._spec
+        elif type(node).__name__ == WRITES_TO_VIEWS:
+            target = origin_of(tensor_class)
+        else:  # autograd is doing something else
+            target = None
+        if target is None:
             return run(args, kwargs)
-        found = known.get(leaf._spec)
+        found = known.get(target)
         if found is None:
-            here = leaf._spec.mesh is spec.mesh and leaf._spec.shape == spec.shape
-            found = known[leaf._spec] = (_as_leaf(signature, leaf._spec) if here else None) or run
+            here = target.mesh is spec.mesh and target.shape == spec.shape
+            found = known[target] = (_as_leaf(signature, target) if here else None) or run
         return found(args, kwargs)
 
     return run_or_lay_out

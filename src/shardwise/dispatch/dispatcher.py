@@ -29,7 +29,17 @@ from shardwise.dispatch.key import Key, is_symbolic, key_of
 from shardwise.dispatch.meshes import on_one_mesh
 from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.operands import reduced_first
-from shardwise.dispatch.origins import GROUPED, PUTTING_BACK, TAKING, noting_experts, noting_origin, putting_back
+from shardwise.dispatch.origins import (
+    GROUPED,
+    JOINING,
+    PUTTING_BACK,
+    TAKING,
+    noting_base,
+    noting_experts,
+    noting_origin,
+    putting_back,
+    with_zeros_of_unused,
+)
 from shardwise.dispatch.outside import holding_nothing
 from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.recipes import Recipes
@@ -155,7 +165,7 @@ class OpDispatcher:
             agree_once(mesh)
         if info.writes:
             into_plain = any(slot.name in info.writes and not isinstance(t, tensor_class) for slot, t in found)
-            run = self._resolve_write(signature, key, args, kwargs, into_plain)
+            run = noting_base(signature, self._resolve_write(signature, key, args, kwargs, into_plain))
         else:
             run = self._resolve_new(signature, key, args, kwargs)
             if info.op in SCANNING and signature.specs[0].broadcast:
@@ -167,7 +177,10 @@ class OpDispatcher:
             if info.op is GROUPED:
                 run = noting_experts(signature, run)
             run = counted_as_base(run) if info.is_view else run
-        return run if len(laid_out) == len(found) else with_plain_operands(run, info, found, mesh, self.wrapping)
+        if len(laid_out) == len(found):
+            return run
+        run = with_plain_operands(run, info, found, mesh, self.wrapping)
+        return with_zeros_of_unused(tensor_class, info, run) if info.op in JOINING else run
 
     def _resolve_new(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]

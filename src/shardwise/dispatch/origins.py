@@ -19,15 +19,19 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.dims import wrapped
+from shardwise.schema import OpInfo
 
 __all__ = [
-    "GROUPED", "PUTTING_BACK", "TAKING", "current_node", "noting_experts", "noting_origin", "origin_of", "putting_back",
+    "GROUPED", "JOINING", "PUTTING_BACK", "TAKING", "current_node", "noting_base", "noting_experts", "noting_origin",
+    "origin_of", "putting_back", "with_zeros_of_unused",
 ]  # fmt: skip
 
 aten = torch.ops.aten
 TAKING = {
     aten.select.int, aten.slice.Tensor, aten.gather.default, aten.index_select.default, aten.index.Tensor,
 }  # fmt: skip
+JOINING = {aten.cat.default, aten.stack.default}
+SPLITTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}  # nodes of autograd
 GROUPED = aten._grouped_mm.default
 PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
 current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,6 +76,21 @@ def noting_experts(signature: Signature, run: Executor) -> Executor:
     return note_and_run
 
 
+def noting_base(signature: Signature, run: Executor) -> Executor:
+    """`run`, a write to a tensor; where that is a view, the layout of its base is noted for the gradient."""
+    tensor_class, slot = signature.wrapping.tensor_class, signature.slots[0]
+    if slot.name != "self" or not any(signature.specs[0].dim_axes):
+        return run
+
+    def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        base = args[0]._base
+        if isinstance(base, tensor_class):
+            _note(base, base._spec)
+        return run(args, kwargs)
+
+    return note_and_run
+
+
 def _note(tensor: Any, spec: DTensorSpec) -> None:
     node = _node_of(tensor)
     if node is not None:  # of a leaf the layout is known anyway
@@ -87,6 +106,19 @@ def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
     maker, output = follows[operand]
     leaf: Any = getattr(maker, "variable", None)
     return leaf._spec if isinstance(leaf, tensor_class) else maker.metadata.get(NOTED, {}).get(output)
+
+
+def with_zeros_of_unused(tensor_class: Any, info: OpInfo, run: Executor) -> Executor:
+    """`run`, which joins gradients: autograd's plain zeros for parts that were not used become zeros stored once."""
+
+    def run_or_replace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if type(current_node()).__name__ not in SPLITTING:
+            return run(args, kwargs)
+        given = next(part for part in args[0] if isinstance(part, tensor_class))
+        parts = [part if isinstance(part, tensor_class) else given.new_zeros(part.shape) for part in args[0]]
+        return info.op(parts, *args[1:], **kwargs)
+
+    return run_or_replace
 
 
 def putting_back(
