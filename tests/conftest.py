@@ -83,6 +83,19 @@ def always_decomposing() -> Iterator[None]:
     set_cost_model(current_cost_model())
 
 
+@pytest.fixture
+def always_with_halos(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Windows slide over sharded dims wherever these are sharded, however short they are."""
+    from shardwise.plan import propagate
+    from shardwise.plan.cost import current_cost_model, set_cost_model
+
+    monkeypatch.setattr(propagate.ShardingPropagator, "_seconds", lambda *args: 0.0)
+    monkeypatch.setattr(propagate, "halo_rows", lambda *args: 0.0)
+    set_cost_model(current_cost_model())  # what was chosen before is forgotten
+    yield
+    set_cost_model(current_cost_model())
+
+
 @pytest.fixture(scope="session")
 def gloo4() -> Iterator[ProcessPool]:
     """Four real ranks over gloo, started once a session: `gloo4.run(function, *args, timeout=60)`."""

@@ -11,7 +11,10 @@ import shardwise as sw
 from tests.virtual.free import S0, S1, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity
 
-pytestmark = pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning"),
+    pytest.mark.usefixtures("always_with_halos"),  # images are small
+]
 
 t = tensor
 resize: Callable[..., Any] = F.interpolate

@@ -7,11 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
-    "Block", "Cut", "EqualChunks", "Level", "Run", "Segment", "block_of", "chunk", "dense_strides", "equal_chunks",
-    "intersect", "longest", "nested_chunk", "normalize_dim", "runs_of", "whole_block",
+    "Block",
+    "Cut",
+    "EqualChunks",
+    "Level",
+    "Run",
+    "Segment",
+    "Window",
+    "block_of",
+    "chunk",
+    "dense_strides",
+    "equal_chunks",
+    "intersect",
+    "longest",
+    "nested_chunk",
+    "normalize_dim",
+    "runs_of",
+    "whole_block",
 ]  # fmt: skip
 
 
@@ -35,6 +50,29 @@ class Segment(NamedTuple):
     length: int
     step: int = 1
     stride: int = 1
+
+
+class Window(NamedTuple):
+    """The rows of one tensor that rows of another are computed from: row i from `first` to `last`, both `step * i` on.
+
+    In parts of a row: `(step * i + first) // per` up to and including `(step * i + last) // per`. Rows may lie outside
+    of the tensor, as padding.
+
+    Example:
+        >>> Window(-1, 1).over(4, 8)  # a kernel of three rows with a padding of one
+        (3, 6)
+    """
+
+    first: int
+    last: int
+    step: int = 1
+    per: int = 1
+
+    def over(self, start: Any, length: Any) -> tuple[Any, Any]:
+        """Start and length of what `length` rows from `start` on need: integers, or arrays of them."""
+        low = (self.step * start + self.first) // self.per
+        high = (self.step * (start + length - 1) + self.last) // self.per + 1
+        return low, (high - low) * (length > 0)
 
 
 class Cut(NamedTuple):

@@ -16,7 +16,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.broadcast import keeping_broadcast
 from shardwise.dispatch.operands import bringing, reduces
-from shardwise.dispatch.row_exchanges import exchanging_rows
+from shardwise.dispatch.row_exchanges import exchanging_halos, exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
 from shardwise.fabric.dry import dry
@@ -42,6 +42,13 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     info, specs = signature.info, signature.specs
     if sharding.exchange is not None:
         return watched(signature.wrapping, info, exchanging_rows(signature, sharding, sharding.exchange))
+    if sharding.halo is not None:
+        on_windows = sharding.halo.halo.local_op
+        if any_complex(specs, sharding.outputs):
+            on_windows = seeing_conjugates(on_windows)
+        if _may_be_refused_when_empty(signature, sharding):
+            on_windows = sparing_empty(info, on_windows)
+        return watched(signature.wrapping, info, exchanging_halos(signature, sharding, sharding.halo, on_windows))
     routes = routes_between(specs, sharding.inputs)
     local_op, runs_as = sharding.rule.local_op or PHYSICAL.get(info.op), sharding
     if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):

@@ -1,26 +1,32 @@
 """Operators that change the indices of a sharded dim and keep it sharded: ranks exchange the rows that they lack.
 
-The exchange takes the place of the operator. Along other dims the operator runs on the locals before.
+The exchange takes the place of the operator. Along other dims the operator runs on the locals before. An operator whose
+windows slide over a sharded dim runs on locals with halos.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise import modes
+from shardwise.core.mesh import Coordinate, DeviceMesh
+from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.views import mark_views
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_rows
-from shardwise.local import any_complex, seeing_conjugates
+from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates
+from shardwise.plan.halo import HaloExchange
 from shardwise.plan.propagate import OutputSharding
 from shardwise.plan.step import RowExchange
+from shardwise.schema import OpInfo
 
-__all__ = ["exchanging_rows"]
+__all__ = ["exchanging_halos", "exchanging_rows"]
 
 OnLocal = Callable[[torch.Tensor, Any], torch.Tensor]  # of a local and the fill value
 
@@ -51,6 +57,73 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
         if info.is_view:
             mark_views(info, args, kwargs, wrapped)
         return wrapped
+
+    return run
+
+
+def exchanging_halos(
+    signature: Signature, sharding: OutputSharding, exchange: HaloExchange, local_op: Callable[..., Any]
+) -> Executor:
+    """What runs a call whose windows slide over sharded dims: halos, the operator on locals, windows added up."""
+    info, mesh, halo = signature.info, signature.mesh, exchange.halo
+    routes = routes_between(signature.specs, sharding.inputs)
+    bring, fabric = bringing(signature, routes), fabric_of(mesh)
+    before, after = ([[bound_rows(step) for step in steps] for steps in s] for s in (exchange.before, exchange.after))
+    exchanges = [route for steps in (*before, *after) for route, _ in steps if route.collectives]
+    moving = [r.route for r in routes if r is not None and r.communicates] + exchanges
+    wraps = [signature.wrapping.wrapper(spec) for spec in sharding.outputs]
+    run_local = local_runner(info, signature.slots, _patches(sharding, exchange, mesh), mesh, draws=False)
+    on_rows = _sparing_no_rows(info, local_op, sharding.outputs)
+
+    def finished(i: int, made: torch.Tensor, own: Sequence[torch.Tensor]) -> Any:
+        for _, step in after[i]:
+            (made,) = step([made], 0)
+        if i in halo.last:
+            made = fabric.map(mesh, lambda _, *locals_: halo.last[i](*locals_), made, *own)
+        return wraps[i](made)
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if moving:
+            modes.check_strict(info.op, moving)
+        own = bring(args, kwargs)
+        locals_ = list(own)
+        for i, steps in enumerate(before):
+            for _, step in steps:
+                (locals_[i],) = step([locals_[i]], halo.fill)
+        results = run_local(on_rows, args, kwargs, locals_)
+        if not isinstance(results, tuple | list):
+            return finished(0, results, own)
+        at = itertools.count()
+        return like(results, (finished(next(at), r, own) if isinstance(r, torch.Tensor) else r for r in results))
+
+    return run
+
+
+def _patches(sharding: OutputSharding, exchange: HaloExchange, mesh: DeviceMesh) -> dict[Coordinate, dict[str, Any]]:
+    """For each rank here the arguments that the rule replaces, where it works, and what it gives of no rows."""
+    localize, mask = sharding.rule.localize, sharding.call.get("output_mask")
+    found: dict[Coordinate, dict[str, Any]] = {}
+    for coordinate in coordinates_here(mesh):
+        given = {} if localize is None else localize(sharding.call, sharding.inputs, sharding.outputs, coordinate)
+        places, nothing = exchange.places(coordinate), None
+        if not all(place.length for place in places.values()):
+            made = (spec.local_shape(coordinate) for spec in exchange.made(sharding.outputs))
+            nothing = [next(made) if asked else None for asked in mask or [True] * len(sharding.outputs)]
+        found[coordinate] = {**given, "places": places, "nothing": nothing}
+    return found
+
+
+def _sparing_no_rows(info: OpInfo, local_op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
+    """`local_op` on all arguments in order. A rank that has no rows to work on does not call it, and gives zeros."""
+    dtypes = [spec.tensor_meta.dtype for spec in outputs]
+
+    def run(*args: Any, places: Any, nothing: Sequence[tuple[int, ...] | None] | None, **kwargs: Any) -> Any:
+        if nothing is None:
+            bound = info.bind(args, kwargs)
+            return local_op(*[bound[name] for name in info.names], places=places)
+        left = iter(dtypes)
+        made = [None if shape is None else args[0].new_zeros(shape, dtype=next(left)) for shape in nothing]
+        return tuple(made) if len(made) > 1 else made[0]
 
     return run
 

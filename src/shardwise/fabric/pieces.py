@@ -18,7 +18,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import settled, unrecorded
-from shardwise.plan.step import AllReduce, Compact, Expand, ReduceScatter, Slice, Step, Unreduce, average_over
+from shardwise.plan.step import AllReduce, Compact, Expand, ReduceScatter, Slice, Step, Unreduce, Windowed, average_over
 
 __all__ = [
     "Box", "Piece", "box_of", "choose_sender", "chunk_rows", "chunk_views", "local_step", "overlap", "pieces_for",
@@ -129,7 +129,7 @@ def chunk_rows(grid: torch.Tensor, offset: int, shape: Sequence[int], chunks: Eq
     return grid.narrow(-1, offset, math.prod(shape[len(chunks.levels) :])).view(tuple(shape))
 
 
-def empty_block(spec: DTensorSpec, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:
+def empty_block(spec: DTensorSpec | Windowed, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:
     """An uninitialised block of `spec`, its dims in memory as those of the global tensor."""
     shape, stride = spec.local_shape(coordinate), spec.local_stride(coordinate)
     return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.packing import Strip, offsets_of, sizes_by_rank, strips_of
 from shardwise.fabric.traffic import Boxes
 from shardwise.plan.row_exchange import Places, places_after, places_before
-from shardwise.plan.step import RowExchange
+from shardwise.plan.step import RowExchange, Windowed
 
 __all__ = ["RowParcels", "row_parcels"]
 
@@ -67,6 +68,7 @@ class RowParcels(NamedTuple):
     keeps: list[Kept]
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # shape and stride of each result
     filled: list[bool]  # whether rows of a result come from nowhere
+    adds: bool  # whether rows that come from several ranks are added up
     dim: int
     tag: int  # of the step
 
@@ -91,15 +93,16 @@ class RowParcels(NamedTuple):
     def unpack(self, locals_: Locals, buffer: torch.Tensor, fill: Any = 0) -> list[torch.Tensor]:
         """The results, of what this rank keeps and what it got."""
         results = []
+        put = torch.Tensor.add_ if self.adds else torch.Tensor.copy_
         for (shape, stride), filled in zip(self.shapes, self.filled, strict=True):
             made = buffer.new_empty_strided(shape, stride)
-            results.append(made.fill_(fill) if filled else made)
+            results.append(made.fill_(0 if self.adds else fill) if filled else made)
         for source, target in self.keeps:
-            target.of(results).copy_(source.of(locals_))
+            put(target.of(results), source.of(locals_))
         for view, strips in self.receives:
             rows = view.of(results)
             for strip in strips:
-                strip.in_block(rows).copy_(strip.in_buffer(buffer))
+                put(strip.in_block(rows), strip.in_buffer(buffer))
         return results
 
     def unpack_traced(self, locals_: Locals, buffer: torch.Tensor, fill: Any = 0) -> list[torch.Tensor]:
@@ -146,9 +149,10 @@ def row_parcels(step: RowExchange, me: int, coordinates: np.ndarray) -> RowParce
         _placed(receives, got),
         keeps,
         [(spec.local_shape(here), spec.local_stride(here)) for spec in step.results],
-        _filled(step),
+        [step.adds or _lacks_rows(step, i, coordinates[me : me + 1]) for i in range(len(step.results))],
+        step.adds,
         step.dim,
-        zlib.crc32(repr((step.dim, step.segments, [spec.shape for spec in step.results])).encode()),
+        zlib.crc32(repr((step.dim, step.segments, _described(step.operands), _described(step.results))).encode()),
     )
 
 
@@ -192,9 +196,15 @@ def _nonzero(sizes: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ranks.tolist(), sizes[ranks].tolist(), strict=True))
 
 
-def _filled(step: RowExchange) -> list[bool]:
-    """Of each result whether segments leave some of its rows out."""
-    covered = [0] * len(step.results)
-    for segment in step.segments:
-        covered[segment.result] += segment.length
-    return [rows < spec.shape[step.dim] for rows, spec in zip(covered, step.results, strict=True)]
+def _described(specs: Sequence[DTensorSpec | Windowed]) -> list[Any]:
+    """What tells tensors of exchanges apart: shapes and windows."""
+    return [(spec.shape, [w[:2] for w in spec.windows] if isinstance(spec, Windowed) else ()) for spec in specs]
+
+
+def _lacks_rows(step: RowExchange, result: int, here: np.ndarray) -> bool:
+    """Whether segments leave some rows of a result out; of a result with halos, of what a rank holds of it."""
+    spec, found = step.results[result], [segment for segment in step.segments if segment.result == result]
+    if not isinstance(spec, Windowed):
+        return sum(segment.length for segment in found) < spec.shape[step.dim]
+    places = [places_after(step, segment, here) for segment in found]
+    return sum(int((at.high - at.low)[0]) for at in places) < spec.starts_and_lengths(step.dim, here)[1][0]

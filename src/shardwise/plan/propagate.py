@@ -20,9 +20,11 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
+from shardwise.plan.halo import HaloExchange, halo_exchange, halo_rows
+from shardwise.plan.route import DTensorRedistributePlanner
 from shardwise.plan.step import RowExchange
 from shardwise.rules.notation import Factors, Row, candidates
-from shardwise.rules.registry import Call, Rule, find_rule
+from shardwise.rules.registry import Call, Halo, Rule, find_rule
 
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
@@ -59,7 +61,8 @@ class OpSchema:
 class OutputSharding:
     """Where the operands must lie, where the results then lie, and how the rule got there.
 
-    `exchange` is what ranks exchange where a dim whose indices change stays sharded, in place of the operator.
+    `exchange` is what ranks exchange where a dim whose indices change stays sharded, in place of the operator; `halo`
+    what they exchange around it, where a window slides over a sharded dim.
     """
 
     inputs: tuple[DTensorSpec, ...]
@@ -67,6 +70,7 @@ class OutputSharding:
     call: Call
     rule: Rule
     exchange: RowExchange | None = None
+    halo: HaloExchange | None = None
 
 
 def _metas(value: Any) -> Any:
@@ -122,9 +126,49 @@ class ShardingPropagator:
         if factors.exchanged and any(spec.tensor_meta.is_symbolic for spec in specs):
             factors = _not_exchanged(factors, factors.exchanged)  # who lacks what is worked out in numbers
         sharded = _splits_exchanged(factors, specs)
+        halo = rule.halo(call) if rule.halo is not None and sharded else None
+        if halo is not None:
+            return self._with_halos_or_without(schema, call, rule, factors, pinned, halo)
+        if rule.halo is not None:
+            factors = _not_exchanged(factors, factors.exchanged)
+        laid_out = self._laid_out(schema, call, rule, factors, pinned)
+        if laid_out is not None and laid_out[0].inputs == specs and not (factors.even or factors.nonempty or sharded):
+            _fitting.keep(layouts, tuple((out.placements, out.dim_axes) for out in laid_out[0].outputs))
+        return None if laid_out is None else laid_out[0]
+
+    def _with_halos_or_without(
+        self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...], halo: Halo
+    ) -> OutputSharding | None:
+        """Windows slide over sharded dims, or these are made whole: whichever takes less time."""
+        found = [
+            self._laid_out(schema, call, rule, factors, pinned, halo),
+            self._laid_out(schema, call, rule, _not_exchanged(factors, factors.exchanged), pinned),
+        ]
+        possible = [laid_out for laid_out in found if laid_out is not None]
+        return min(possible, key=lambda laid_out: self._seconds(schema.specs, *laid_out))[0] if possible else None
+
+    def _seconds(self, specs: Sequence[DTensorSpec], sharding: OutputSharding, rows: Sequence[Row]) -> float:
+        """Seconds to move operands, to exchange halos, and to reduce what is left Partial."""
+        planner, results = DTensorRedistributePlanner(self.cost_model), sharding.call.results
+        moved = sum(planner.plan(have, want).seconds for have, want in zip(specs, sharding.inputs, strict=True))
+        chosen = dict(enumerate(rows))
+        owed = [self.owed(specs[0].mesh, results, axis, row, _without(chosen, axis)) for axis, row in chosen.items()]
+        return moved + sum(owed) + (0.0 if sharding.halo is None else sharding.halo.seconds)
+
+    def _laid_out(
+        self,
+        schema: OpSchema,
+        call: Call,
+        rule: Rule,
+        factors: Factors,
+        pinned: tuple[int, ...],
+        halo: Halo | None = None,
+    ) -> tuple[OutputSharding, list[Row]] | None:
+        """Rows for every axis, and where everything lies by them."""
+        specs = schema.specs
         whole_axes: frozenset[int] = frozenset()
         while True:
-            rows = self._choose(schema.specs, call.results, factors, pinned, whole_axes)
+            rows = self._choose(schema.specs, call.results, factors, pinned, whole_axes, halo)
             if rows is None:
                 return None
             clashing = _clashing(rows)
@@ -136,8 +180,8 @@ class ShardingPropagator:
             if unfit:
                 factors = replace(factors, barred=factors.barred | unfit)
                 continue
-            names = _exchanged(factors, outputs)
-            if len(names) > 1:  # one dim at a time
+            names = _exchanged(factors, inputs, outputs, halo)
+            if len(names) > 1 and halo is None:  # one dim at a time
                 factors = _not_exchanged(factors, frozenset(names[1:]))
                 continue
             if names and any(spec.is_strided for spec in (*inputs, *outputs)):  # arrays know no runs
@@ -146,13 +190,14 @@ class ShardingPropagator:
             if names and factors.reduce and any(_contributes(row) for row in rows):  # not both ways for one dim
                 factors = replace(factors, reduce={})
                 continue
-            if inputs == specs and not (factors.even or factors.nonempty or sharded):
-                _fitting.keep(layouts, tuple((out.placements, out.dim_axes) for out in outputs))
             # an order of axes that cannot be kept would move what is written to
             if any(inputs[i] is not specs[i] for i in pinned):
                 return None
+            if halo is not None:
+                halos = halo_exchange(halo, factors, inputs, outputs)
+                return OutputSharding(inputs, outputs, call, rule, halo=halos), rows
             exchange = _row_exchange(call, rule, factors, names[0], inputs, outputs) if names else None
-            return OutputSharding(inputs, outputs, call, rule, exchange)
+            return OutputSharding(inputs, outputs, call, rule, exchange), rows
 
     def _choose(
         self,
@@ -161,6 +206,7 @@ class ShardingPropagator:
         factors: Factors,
         pinned: tuple[int, ...],
         whole_axes: frozenset[int],
+        halo: Halo | None,
     ) -> list[Row] | None:
         """The row of each axis: first of those that need nothing moved, then of the others by what they cost."""
         known: dict[tuple[Placement, ...], Sequence[Row]] = {}
@@ -187,7 +233,7 @@ class ShardingPropagator:
                 chosen[axis] = fitting[0]
         held = [spec.local_bytes for spec in specs] if moving else []
         for axis, rows in moving.items():
-            cheapest = self._cheapest(specs, results, axis, held, rows, chosen, factors)
+            cheapest = self._cheapest(specs, results, axis, held, rows, chosen, factors, halo)
             if cheapest is None:
                 return None
             chosen[axis] = cheapest
@@ -202,6 +248,7 @@ class ShardingPropagator:
         rows: Sequence[Row],
         chosen: Mapping[int, Row],
         factors: Factors,
+        halo: Halo | None,
     ) -> Row | None:
         """The row of an axis that costs the least; where something must be moved, with what its results then owe."""
         costs = [self.row_cost(specs, axis, held, row) for row in rows]
@@ -210,7 +257,7 @@ class ShardingPropagator:
             return None
         owed = [
             self.owed(specs[0].mesh, results, axis, row, chosen)
-            + self._exchanging(specs[0].mesh, axis, held, row, factors)
+            + self._exchanging(specs, axis, held, row, factors, halo)
             if least
             else 0.0
             for row in rows
@@ -218,12 +265,21 @@ class ShardingPropagator:
         totals = [(cost[0] + later, *cost) for cost, later in zip(costs, owed, strict=True)]
         return rows[totals.index(min(totals))]
 
-    def _exchanging(self, mesh: DeviceMesh, axis: int, held: Sequence[int], row: Row, factors: Factors) -> float:
+    def _exchanging(
+        self,
+        specs: Sequence[DTensorSpec],
+        axis: int,
+        held: Sequence[int],
+        row: Row,
+        factors: Factors,
+        halo: Halo | None,
+    ) -> float:
         """Seconds to exchange the rows of operands that a row of an axis shards along a dim whose indices change."""
-        pairs = zip(factors.operands, row.inputs, held, strict=True)
-        received = [
-            size for dims, p, size in pairs if isinstance(p, SHARDS) and dims[p.dim] in factors.exchanged
-        ]  # fmt: skip
+        mesh, received = specs[0].mesh, []
+        for i, (dims, p, size) in enumerate(zip(factors.operands, row.inputs, held, strict=True)):
+            if isinstance(p, SHARDS) and dims[p.dim] in factors.exchanged:
+                longest = max(specs[i].largest_local_shape[p.dim], 1)
+                received.append(size if halo is None else min(halo_rows(halo, dims[p.dim]) / longest, 1.0) * size)
         return self.cost_model.seconds(mesh, (axis,), sum(received)) if received and mesh.shape[axis] > 1 else 0.0
 
     def owed(
@@ -288,13 +344,21 @@ def _splits_exchanged(factors: Factors, specs: Sequence[DTensorSpec]) -> bool:
     return any(name in factors.exchanged and spec.dim_axes[d] for dims, spec in pairs for d, name in enumerate(dims))
 
 
-def _exchanged(factors: Factors, outputs: Sequence[DTensorSpec]) -> list[str]:
-    """The factors whose indices change and that results are sharded by."""
-    pairs = zip(factors.results, outputs, strict=True)
+def _exchanged(
+    factors: Factors, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], halo: Halo | None
+) -> list[str]:
+    """The factors whose indices change and that results are sharded by; with halos also those that operands are."""
+    pairs = [*zip(factors.results, outputs, strict=True)]
+    if halo is not None:
+        pairs += zip(factors.operands, inputs, strict=True)
     found = {
-        name for dims, out in pairs for d, name in enumerate(dims) if name in factors.exchanged and out.dim_axes[d]
+        name for dims, spec in pairs for d, name in enumerate(dims) if name in factors.exchanged and spec.dim_axes[d]
     }
     return sorted(name for name in found if name is not None)
+
+
+def _without(rows: Mapping[int, Row], axis: int) -> dict[int, Row]:
+    return {other: row for other, row in rows.items() if other != axis}
 
 
 def _contributes(row: Row) -> bool:

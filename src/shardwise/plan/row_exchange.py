@@ -15,7 +15,7 @@ from shardwise.core.layout import Segment
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route, StepCost
-from shardwise.plan.step import RowExchange
+from shardwise.plan.step import RowExchange, Windowed
 
 __all__ = ["Places", "places_after", "places_before", "row_exchange_route"]
 
@@ -40,7 +40,7 @@ def places_after(step: RowExchange, segment: Segment, coordinates: ndarray) -> P
     return _places(spec, step.dim, coordinates, segment.at, segment.stride, segment.length)
 
 
-def _places(spec: DTensorSpec, dim: int, coordinates: ndarray, first: int, step: int, length: int) -> Places:
+def _places(spec: DTensorSpec | Windowed, dim: int, coordinates: ndarray, first: int, step: int, length: int) -> Places:
     start, size = spec.starts_and_lengths(dim, coordinates)
     if step > 0:
         low, high = -((first - start) // step), -((first - start - size) // step)
@@ -59,7 +59,8 @@ def row_exchange_route(step: RowExchange) -> Route:
     for segment in step.segments:
         have, want = (places(step, segment, members) for places in (places_before, places_after))
         kept = np.maximum(np.minimum(have.high, want.high) - np.maximum(have.low, want.low), 0)
-        received += (want.high - want.low - kept) * _row_bytes(step.results[segment.result], step.dim)
+        arriving = _held_below(have, want.high) - _held_below(have, want.low) - kept
+        received += arriving * _row_bytes(step.results[segment.result], step.dim)
     most = float(received.max())
     if not most:
         return Route(step.before, step.after, (), ())
@@ -68,7 +69,18 @@ def row_exchange_route(step: RowExchange) -> Route:
     return Route(step.before, step.after, (step,), (StepCost(most, seconds, holds),))
 
 
-def _row_bytes(spec: DTensorSpec, dim: int) -> int:
+def _held_below(have: Places, bounds: ndarray) -> ndarray:
+    """How many places below each bound ranks hold, all together: halos are held several times."""
+    low, high = (np.sort(ends) for ends in (have.low, have.high))
+
+    def distance(ends: ndarray) -> ndarray:
+        below = np.searchsorted(ends, bounds)
+        return below * bounds - np.concatenate([[0], np.cumsum(ends)])[below]
+
+    return distance(low) - distance(high)
+
+
+def _row_bytes(spec: DTensorSpec | Windowed, dim: int) -> int:
     """Bytes of one row of the largest local."""
     sizes = [size for d, size in enumerate(spec.largest_local_shape) if d != dim]
     return math.prod(sizes) * spec.tensor_meta.dtype.itemsize

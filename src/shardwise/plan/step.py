@@ -5,15 +5,20 @@ Each step holds the spec before and after it, so a fabric needs nothing else. No
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, SupportsIndex
 
-from shardwise.core.layout import Segment
-from shardwise.core.spec import DTensorSpec
+import numpy as np
+
+from shardwise.core.layout import Segment, Window, dense_strides
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "ReduceScatter", "RowExchange",
-    "Slice", "Step", "Unreduce",
+    "Slice", "Step", "Unreduce", "Windowed",
 ]  # fmt: skip
 
 
@@ -169,21 +174,85 @@ class Exchange(Collective):
 
 
 @dataclass(frozen=True, slots=True)
+class Windowed:
+    """A tensor of which each rank holds the rows that its part of another needs: its own, and halos around them.
+
+    Args:
+        spec: how the tensor lies without halos.
+        windows: for each dim with halos the dim, the window, and the other tensor, which is sharded along it too.
+    """
+
+    spec: DTensorSpec
+    windows: tuple[tuple[int, Window, DTensorSpec], ...]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.spec.mesh
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        return self.spec.tensor_meta
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape, without what is outside of the tensor."""
+        return self.spec.shape
+
+    def starts_and_lengths(self, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of `dim` that the ranks at these coordinates hold; the first may be negative."""
+        for at, window, reference in self.windows:
+            if at == dim:
+                return window.over(*reference.starts_and_lengths(dim, coordinates))
+        return self.spec.starts_and_lengths(dim, coordinates)
+
+    def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """The shape of what the rank at `coordinate` holds."""
+        here = tuple(coordinate)
+        shape = list(self.spec.local_shape(here))
+        for dim, window, reference in self.windows:
+            shape[dim] = window.over(*reference.runs(dim, here)[0])[1]  # pyright: ignore[reportArgumentType]
+        return tuple(shape)
+
+    def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """Dense strides, in memory as those of the global tensor."""
+        return dense_strides(self.local_shape(coordinate), like=self.tensor_meta.stride)
+
+    @property
+    def largest_local_shape(self) -> tuple[int, ...]:
+        """The most rows of each dim that any rank holds."""
+        shape = list(self.spec.largest_local_shape)
+        for dim, _, _ in self.windows:
+            shape[dim] = int(self.starts_and_lengths(dim, self.mesh.coordinates)[1].max())
+        return tuple(shape)
+
+    @property
+    def local_bytes(self) -> int:
+        """The most bytes that any rank holds."""
+        return math.prod(self.largest_local_shape) * self.tensor_meta.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class RowExchange(Collective):
     """Rows of some tensors become rows of others that are sharded alike: each rank receives the rows it lacks.
 
-    `before` and `after` are the first operand and the first result.
+    `before` and `after` are the first operand and the first result. With `adds`, rows that several ranks hold are added
+    up: how gradients of halos get back to the ranks whose rows these are.
     """
 
-    operands: tuple[DTensorSpec, ...]
-    results: tuple[DTensorSpec, ...]
+    operands: tuple[DTensorSpec | Windowed, ...]
+    results: tuple[DTensorSpec | Windowed, ...]
     dim: int
     segments: tuple[Segment, ...]
     over: tuple[int, ...]
+    adds: bool = False
     collective = "all_to_all"
 
     def describe(self) -> str:
-        return f"exchange rows of dim {self.dim} over {self._names(self.over)}"
+        names = self._names(self.over)
+        halo = any(isinstance(spec, Windowed) for spec in (*self.operands, *self.results))
+        if self.adds:
+            return f"return {'halos' if halo else 'rows'} of dim {self.dim} over {names} and add them"
+        return f"exchange {'halos' if halo else 'rows'} of dim {self.dim} over {names}"
 
 
 def reduction(step: AllReduce | ReduceScatter) -> str:

@@ -22,6 +22,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     normalization,
     padding,
     pointwise,
+    pooling,
     random,
     recurrent,
     reduction,

@@ -5,16 +5,20 @@ Pure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shardwise.core.layout import Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.notation import EACH_ALONE, FIRST, Dim, Factors, Row
-from shardwise.rules.registry import Call, pattern_rule, rule
+from shardwise.rules.pooling import leading, whole
+from shardwise.rules.registry import Call, Halo, pattern_rule, rule
+from shardwise.rules.windows import SPACE, Places, at, kernel_window, window_of, with_value
 
 aten = torch.ops.aten
 Specs = Sequence[DTensorSpec]
@@ -41,8 +45,8 @@ def conv_dims(call: Call) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, 
     if len(given) != len(weight) or len(given) < 3 or 0 in (*given, *weight):
         return None
     into, out, first, second = channels(call)
-    space = (None,) * (len(given) - 2)
-    return ("b", into, *space), (first, second, *space), (out,), ("b", out, *space)
+    kernel, space = (None,) * (len(given) - 2), SPACE[: len(given) - 2]
+    return ("b", into, *space), (first, second, *kernel), (out,), ("b", out, *space)
 
 
 def local_conv(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
@@ -56,7 +60,105 @@ def local_conv(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate
     return changed
 
 
-@rule(aten.convolution.default, aten.convolution_overrideable.default, localize=local_conv)
+# ---------------------------------------------------------------- space that is sharded
+
+
+def conv_windows(call: Call) -> dict[str, Window]:
+    """By factor, the rows of the input that a row of the output reads; of a transposed convolution, the other way."""
+    kernel = call["weight"].shape[2:]
+    stride, padding, dilation = (call[name] for name in ("stride", "padding", "dilation"))
+    return {
+        SPACE[i]: kernel_window(size, at(stride, i), at(padding, i), at(dilation, i)) for i, size in enumerate(kernel)
+    }
+
+
+def conv_halo(call: Call) -> Halo:
+    """The output is computed from windows of the input; of a transposed convolution windows of it are added up."""
+    if not call["transposed"]:
+        return Halo(conv_windows(call), conv_of_windows, reads=(0,))
+    last = {} if call["bias"] is None else {0: plus_bias}  # not once for each window that a row is in
+    return Halo(conv_windows(call), conv_of_windows, adds=(0,), reference=0, last=last)
+
+
+def conv_backward_halo(call: Call) -> Halo:
+    """The gradient of the input is made of windows, or from windows of that of the output if it is transposed."""
+    into, weight, bias = call["output_mask"]
+    if not call["transposed"]:
+        reads = (1,) if weight else ()  # else only the size of the input is read
+        return Halo(conv_windows(call), conv_backward_of_windows, reads, (0,) if into else (), reference=0)
+    last = {into + weight: sum_for_bias} if bias else {}
+    return Halo(conv_windows(call), conv_backward_of_windows, reads=(0,), reference=1, last=last)
+
+
+def conv_of_windows(
+    input: torch.Tensor,  # noqa: A002  # as the operator names it
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    *,
+    places: Places,
+) -> torch.Tensor:
+    """A convolution of one rank's window of the input, or to its window of the output, without the bias."""
+    bias = None if transposed else bias
+    count, ndim = weight.dim() - 2, weight.dim()
+    padding, output_padding = (with_value(given, count, places, 0, ndim) for given in (padding, output_padding))
+    return aten.convolution.default(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+def conv_backward_of_windows(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002  # as the operator names it
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+    *,
+    places: Places,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of one rank's window of the input, or of its part from the window of the output's gradient."""
+    count, ndim = weight.dim() - 2, weight.dim()
+    padding, output_padding = (with_value(given, count, places, 0, ndim) for given in (padding, output_padding))
+    reads_size = not transposed and not output_mask[1]
+    window = window_of(input, places) if reads_size else input
+    return aten.convolution_backward.default(
+        grad_output,
+        window,
+        weight,
+        bias_sizes,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        output_mask,
+    )
+
+
+def plus_bias(made: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    """What windows were added up to, with the bias."""
+    return made.add_(bias.view(-1, *([1] * (made.dim() - 2))))
+
+
+def sum_for_bias(made: torch.Tensor, grad_output: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The gradient of the bias, of a rank's own part of the output: windows would count rows several times."""
+    return grad_output.sum((0, *range(2, grad_output.dim())))
+
+
+# ---------------------------------------------------------------- the rules
+
+
+@rule(aten.convolution.default, aten.convolution_overrideable.default, localize=local_conv, halo=conv_halo)
 def convolution(call: Call) -> Factors | None:
     """Input channels are contracted; the bias is added once."""
     dims = conv_dims(call)
@@ -70,10 +172,11 @@ def convolution(call: Call) -> Factors | None:
         additive=(2,) if bias else (),
         nonempty=frozenset("iog"),
         even=frozenset("g"),
+        exchanged=frozenset(dims[3][2:]),  # pyright: ignore[reportArgumentType]
     )
 
 
-@rule(aten.convolution_backward.default, localize=local_conv)
+@rule(aten.convolution_backward.default, localize=local_conv, halo=conv_backward_halo)
 def convolution_backward(call: Call) -> Factors | None:
     """The gradients of input, weight and bias, those of them that were asked for."""
     dims = conv_dims(call)
@@ -86,10 +189,11 @@ def convolution_backward(call: Call) -> Factors | None:
         (dims[3], dims[0], dims[1]),
         tuple(asked),
         linear=FIRST,
-        summed=frozenset("bo"),
+        summed=frozenset(("b", "o", *dims[3][2:])),  # pyright: ignore[reportArgumentType]
         untouched=frozenset({("i", len(asked) - 1)} if call["output_mask"][2] else ()),
         nonempty=frozenset("iog"),
         even=frozenset("g"),
+        exchanged=frozenset(dims[3][2:]),  # pyright: ignore[reportArgumentType]
         rows=(_saved_sum(asked, dims, 1, 1), _saved_sum(asked, dims, 2, 0)),
     )
 
@@ -100,58 +204,13 @@ def _saved_sum(asked: Sequence[Any], dims: Sequence[Any], operand: int, result: 
     return Row(inputs, tuple(SUM if given is dims[result] else REPLICATE for given in asked))
 
 
-# ---------------------------------------------------------------- windows over the last dims
-
-
-def leading(call: Call, space: int, linear: bool) -> Factors:
-    """The dims before the last `space` ones, which all tensors of the call have alike.
-
-    What a gradient is taken by is read for its size only: it may be a sum as it is.
-    """
-
-    def dims(ndim: int) -> tuple[Dim, ...]:
-        # counted from the window: channels, then batches, which kernels take empty
-        return (*(f"c{i}" for i in reversed(range(ndim - space))), *((None,) * space))
-
-    exact = call.operands[0].dtype.is_floating_point or call.operands[0].dtype.is_complex  # integers are rounded
-    return Factors(
-        tuple(dims(len(meta.shape)) for meta in call.operands),
-        tuple(dims(len(meta.shape)) for meta in call.results),
-        linear=FIRST if linear and exact else (),
-        nonempty=frozenset(["c0"]),
-        rows=_of_any_self(call) if call.get("grad_output") is not None and call.get("self") is not None else (),
-    )
-
-
-def _of_any_self(call: Call) -> tuple[Row, ...]:
-    rest = (REPLICATE,) * (len(call.operands) - 2)
-    return Row((REPLICATE, SUM, *rest), (REPLICATE,)), Row((SUM, SUM, *rest), (SUM,))
+# ---------------------------------------------------------------- interpolation
 
 
 def local_image(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
     """The size of the image on this rank."""
     return {"input_size": list(outputs[0].local_shape(coordinate))}
 
-
-# what is linear in its first operand, and what is not; by the number of dims that a window has
-POOLS = {
-    (2, True): (
-        aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d.default,
-        aten._adaptive_avg_pool2d_backward.default, aten.max_pool2d_with_indices_backward.default,
-        aten.adaptive_max_pool2d_backward.default, aten.fractional_max_pool2d_backward.default,
-        aten.max_unpool2d.default,
-    ),
-    (3, True): (
-        aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d.default,
-        aten._adaptive_avg_pool3d_backward.default, aten.max_pool3d_with_indices_backward.default,
-        aten.adaptive_max_pool3d_backward.default, aten.fractional_max_pool3d_backward.default,
-        aten.max_unpool3d.default,
-    ),
-    (2, False): (aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default),
-    (3, False): (aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default),
-}  # fmt: skip
-for (space, linear), ops in POOLS.items():
-    rule(*ops)(lambda call, space=space, linear=linear: leading(call, space, linear))
 
 INTERPOLATIONS = {
     1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
@@ -163,10 +222,10 @@ INTERPOLATIONS = {
 }  # fmt: skip
 for space, named in INTERPOLATIONS.items():
     for name in named:
-        rule(getattr(aten, name).default)(lambda call, space=space: leading(call, space, linear=True))
-        rule(getattr(aten, f"{name}_backward").default, localize=local_image)(
-            lambda call, space=space: leading(call, space, linear=True)
-        )
+        factors = functools.partial(leading, space=space, linear=True)
+        halo = functools.partial(whole, space=space)
+        rule(getattr(aten, name).default, halo=halo)(factors)
+        rule(getattr(aten, f"{name}_backward").default, localize=local_image, halo=halo)(factors)
 
 
 # ---------------------------------------------------------------- sampling

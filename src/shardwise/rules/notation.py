@@ -56,7 +56,8 @@ class Factors:
         keeps_zero: whether zeros stay zeros, so that a MaskPartial passes.
         nonempty: factors of which no rank may be left with an empty shard.
         even: factors that must be split into equal shards.
-        exchanged: factors whose indices change: where one is sharded, ranks exchange rows, as the rule's `rows` says.
+        exchanged: factors whose indices change: where one is sharded, ranks exchange rows, as the rule says with `rows`
+            or `halo`.
         barred: factors that turned out not to fit a call; not even a row given by hand may shard them.
         rows: further rows that do not fit the scheme.
     """
@@ -303,7 +304,9 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
     kind = factors.reduce.get(name, "sum")
     reduction = MaskPartial() if kind == "mask" else Partial(kind)
     if name in factors.exchanged:
-        yield Row(*(tuple(_shard(dims, name, 0) for dims in side) for side in (factors.operands, factors.results)))
+        others = reduction if name in factors.summed else REPLICATE
+        outputs = tuple(_shard(dims, name, 0) if name in dims else others for dims in factors.results)
+        yield Row(tuple(_shard(dims, name, 0) for dims in factors.operands), outputs)
         if name in factors.reduce:
             for rows in sorted(splits):
                 inputs = tuple(_shard(dims, name, rows) for dims in factors.operands)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from shardwise.core.layout import Segment
+from shardwise.core.layout import Segment, Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors, Pattern, factors_of, parse
 
-__all__ = ["Call", "Rows", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
+__all__ = ["Call", "Halo", "Place", "Rows", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,43 @@ class Rows:
     first: Callable[[torch.Tensor, Any], torch.Tensor] | None = None
 
 
+class Place(NamedTuple):
+    """Where a rank works along a dim: the rows of the reference, and those of tensors with halos."""
+
+    start: int
+    length: int
+    window: int  # the first row of the window, which may be outside of the tensor
+    rows: int  # how many rows the window has
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """How an operator runs on shards of dims that a window slides over.
+
+    Each rank computes what its part of one tensor, the reference, stands for. Of some operands it needs the window of
+    that part: these get halos before. Of some results it computes the window: these are added up over ranks after.
+
+    Args:
+        windows: by factor, the rows of tensors with halos that a row of the reference needs.
+        local_op: what runs on each rank in place of the operator, with the same arguments and `places`: by dim, where
+            the rank works along it. Of the tensors with halos it gets and gives the windows.
+        reads: the operands that get halos.
+        adds: the results that are windows.
+        reference: the operand that is the reference; None for the first result.
+        fill: what is outside of a tensor.
+        last: by result, what runs on each rank at the end, with the local of the result and those of all operands,
+            without halos.
+    """
+
+    windows: Mapping[str, Window]
+    local_op: Callable[..., Any]
+    reads: tuple[int, ...] = ()
+    adds: tuple[int, ...] = ()
+    reference: int | None = None
+    fill: Any = 0
+    last: Mapping[int, Callable[..., torch.Tensor]] = field(default_factory=dict)
+
+
 def _no_factors(call: Call) -> None:
     return None
 
@@ -82,6 +119,7 @@ class Rule:
         local_op: what to run on the locals in place of the operator, with the same arguments.
         meta_op: what to run on meta tensors for the shape of the result, where torch's own refuses what kernels take.
         rows: for a call and a dim whose factor is exchanged, where the rows of the results come from.
+        halo: for a call, how it runs with its exchanged factors sharded; None where it cannot.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -91,6 +129,7 @@ class Rule:
     local_op: Callable[..., Any] | None = None
     meta_op: Callable[..., Any] | None = None
     rows: Callable[[Call, int], Rows] | None = None
+    halo: Callable[[Call], Halo | None] | None = None
 
 
 RULES: dict[OpOverload, Rule] = {}
@@ -104,6 +143,7 @@ def rule(
     local_op: Callable[..., Any] | None = None,
     meta_op: Callable[..., Any] | None = None,
     rows: Callable[[Call, int], Rows] | None = None,
+    halo: Callable[[Call], Halo | None] | None = None,
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
@@ -111,7 +151,7 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows), *ops)
+        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo), *ops)
         return factors
 
     return declare

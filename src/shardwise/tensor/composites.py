@@ -86,11 +86,32 @@ def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
     return compute
 
 
+def _convolution_double_backward(
+    ggI: Any, ggW: Any, ggb: Any, gO: Any, weight: Any, self: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, output_padding: Any, groups: int, output_mask: Any,
+) -> Any:  # fmt: skip
+    """torch makes a kernel of the gradient, whose space would have to be whole; by convolutions and their gradients."""
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    parts = [] if ggI is None else [aten.convolution.default(ggI, weight, None, *options)]
+    if ggW is not None:
+        parts.append(aten.convolution.default(self, ggW, None, *options))
+    if ggb is not None:
+        parts.append(ggb.view(-1, *([1] * (gO.dim() - 2))).expand_as(gO))
+    ggO = sum(parts[1:], parts[0]) if output_mask[0] and parts else None
+    gI = gW = None
+    if output_mask[1] and ggW is not None:
+        gI = aten.convolution_backward.default(gO, self, ggW, None, *options, [True, False, False])[0]
+    if output_mask[2] and ggI is not None:
+        gW = aten.convolution_backward.default(gO, ggI, weight, None, *options, [False, True, False])[1]
+    return ggO, gI, gW
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     aten._pad_packed_sequence.default: _pad_packed_sequence,
+    aten._convolution_double_backward.default: _convolution_double_backward,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
     **{
         op: _with_states_as_input(op)

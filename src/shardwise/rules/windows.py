@@ -1,0 +1,47 @@
+"""Windows that slide over dims: which rows a kernel reads, and arguments and shapes of the part of one rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Window, dense_strides
+from shardwise.rules.registry import Place
+
+__all__ = ["SPACE", "Places", "at", "kernel_window", "window_of", "with_rows", "with_value"]
+
+Places = Mapping[int, Place]  # by dim
+SPACE = ("x", "y", "z")  # the factors of what a window slides over
+
+
+def at(values: Any, index: int) -> int:
+    """An argument that is one number for all dims of a window, or one for each."""
+    if isinstance(values, int):
+        return values
+    return values[index] if len(values) > 1 else values[0]
+
+
+def kernel_window(size: int, stride: int, padding: int, dilation: int = 1) -> Window:
+    """The rows that a row of the result of a kernel reads."""
+    return Window(-padding, dilation * (size - 1) - padding, stride)
+
+
+def with_value(values: Any, count: int, dims: Iterable[int], value: int, ndim: int) -> list[int]:
+    """An argument with one number for each of the last `count` dims of a tensor, replaced for some of its dims."""
+    changed = [at(values, i) for i in range(count)]
+    for dim in dims:
+        changed[dim - (ndim - count)] = value
+    return changed
+
+
+def with_rows(shape: Sequence[int], places: Places) -> list[int]:
+    """A shape with the rows that windows have."""
+    return [places[dim].rows if dim in places else size for dim, size in enumerate(shape)]
+
+
+def window_of(local: torch.Tensor, places: Places) -> torch.Tensor:
+    """A tensor like a rank's window of one of which only the size is read."""
+    shape = with_rows(local.shape, places)
+    return local.new_empty_strided(shape, dense_strides(shape, like=local.stride()))
