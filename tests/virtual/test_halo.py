@@ -80,6 +80,53 @@ POOLS: dict[str, Case] = {
     "adaptive max 3d": (lambda x: F.adaptive_max_pool3d(x, (3, 2, 4)), (image(8, 5, 6),)),
     "area": (lambda x: F.interpolate(x, size=(5, 3), mode="area"), (image(13, 8),)),
 }
+
+
+def resized(**options: Any) -> Callable[..., Any]:
+    return lambda x: F.interpolate(x, **options)
+
+
+PADS: dict[str, Case] = {
+    "reflect": (lambda x: F.pad(x, (1, 2, 3, 2), mode="reflect"), (image(13, 6),)),
+    "reflect 1d": (lambda x: F.pad(x, (4, 0), mode="reflect"), (image(9),)),
+    "reflect 3d": (lambda x: F.pad(x, (1, 1, 2, 1, 1, 2), mode="reflect"), (image(7, 5, 4),)),
+    "reflect most rows": (lambda x: F.pad(x, (0, 1, 4, 4), mode="reflect"), (image(5, 4),)),
+    "replicate": (lambda x: F.pad(x, (1, 2, 3, 2), mode="replicate"), (image(13, 6),)),
+    "replicate 1d": (lambda x: F.pad(x, (0, 5), mode="replicate"), (image(3),)),
+    "replicate 3d": (lambda x: F.pad(x, (1, 1, 2, 1, 1, 2), mode="replicate"), (image(7, 5, 4),)),
+    "circular": (lambda x: F.pad(x, (1, 2, 3, 2), mode="circular"), (image(13, 6),)),
+    "constant": (lambda x: F.pad(x, (1, 2, 3, -2), value=0.5), (image(13, 6),)),
+}
+UNFOLDED: dict[str, Case] = {
+    "unfold": (lambda x: x.unfold(2, 3, 1), (image(13, 6),)),
+    "unfold by steps": (lambda x: x.unfold(2, 4, 3), (image(15, 6),)),
+    "unfold apart": (lambda x: x.unfold(2, 2, 2), (image(16, 6),)),
+    "unfold few": (lambda x: x.unfold(2, 5, 1), (image(6, 6),)),
+    "both dims": (lambda x: x.unfold(2, 3, 1).unfold(3, 2, 2), (image(9, 6),)),
+    "median filter": (lambda x: x.unfold(2, 3, 1).median(-1).values, (image(12, 5),)),
+    "columns": (lambda x: F.unfold(x, 3, padding=1), (image(8, 6),)),
+    "columns by steps": (lambda x: F.unfold(x, (3, 2), dilation=(2, 1), stride=2), (image(13, 6),)),
+    "columns put back": (lambda x: F.fold(F.unfold(x, 3, padding=1), (8, 6), 3, padding=1), (image(8, 6),)),
+}
+RESIZED: dict[str, Case] = {
+    "nearest": (resized(scale_factor=2), (image(9, 4),)),
+    "nearest by 1.7": (resized(scale_factor=1.7), (image(11, 4),)),
+    "nearest, fewer": (resized(size=(5, 3)), (image(13, 4),)),
+    "nearest exact": (resized(size=(17, 3), mode="nearest-exact"), (image(7, 4),)),
+    "nearest 3d": (resized(scale_factor=2), (image(5, 3, 4),)),
+    "linear": (resized(size=23, mode="linear"), (image(9),)),
+    "linear, corners": (resized(size=7, mode="linear", align_corners=True), (image(17),)),
+    "bilinear": (resized(scale_factor=2, mode="bilinear"), (image(9, 4),)),
+    "bilinear by 1.3": (resized(scale_factor=1.3, mode="bilinear"), (image(14, 5),)),
+    "bilinear, corners": (resized(size=(17, 6), mode="bilinear", align_corners=True), (image(6, 4),)),
+    "bilinear, fewer": (resized(size=(3, 9), mode="bilinear"), (image(13, 4),)),
+    "bicubic": (resized(scale_factor=2, mode="bicubic"), (image(9, 4),)),
+    "bicubic, fewer": (resized(size=(5, 3), mode="bicubic", align_corners=True), (image(13, 4),)),
+    "trilinear": (resized(size=(9, 5, 3), mode="trilinear"), (image(6, 3, 4),)),
+    "smoothed": (resized(size=(5, 3), mode="bilinear", antialias=True), (image(14, 8),)),
+    "smoothed, more": (resized(scale_factor=1.5, mode="bilinear", antialias=True), (image(10, 4),)),
+    "smoothed bicubic": (resized(size=(5, 3), mode="bicubic", antialias=True), (image(17, 8),)),
+}
 LAYOUTS = (
     ((4,), [Shard(2)]), ((3,), [Shard(2)]), ((2, 2), [Shard(2), Shard(-1)]), ((2, 2), [Shard(0), Shard(2)]),
     ((2, 2), [Shard(1), Shard(2)]), ((2, 2), [Partial(), Shard(2)]),
@@ -137,6 +184,18 @@ def test_pooling(name: str) -> None:
     for shape, placements in LAYOUTS:
         got = compare(name, POOLS[name], shape, placements)
         assert Shard(2) in got.placements or Partial() in placements
+
+
+@pytest.mark.usefixtures("always_with_halos")
+@pytest.mark.parametrize("name", [*PADS, *UNFOLDED, *RESIZED])
+def test_pads_windows_and_resizing(name: str) -> None:
+    case = {**PADS, **UNFOLDED, **RESIZED}[name]
+    for shape, placements in LAYOUTS:
+        got = compare(name, case, shape, placements)
+        # columns follow each other in one dim, which is sharded where each rank has as many
+        assert Shard(2) in got.placements or Partial() in placements or name.startswith("columns")
+    if name in RESIZED:
+        compare(name, case, (4,), [Shard(2)], torch.float32)
 
 
 @pytest.mark.usefixtures("always_with_halos")

@@ -26,12 +26,12 @@ from shardwise.fabric.routes import bound_route
 from shardwise.fabric.virtual import virtual
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
-from shardwise.rules.convolution import local_image
 from shardwise.rules.movement import where_triangle
 from shardwise.rules.notation import Factors
 from shardwise.rules.reduction import local_share
 from shardwise.rules.slicing import local_input_sizes, where_put_back
 from shardwise.rules.view import NOT_A_VIEW, groups_of
+from shardwise.rules.windows import local_image
 from shardwise.schema import Slot
 
 __all__ = ["FILLED", "INTO_LEAVES", "SCANNING", "filled_once", "into_leaf", "keeping_broadcast", "scanned_as_origin"]

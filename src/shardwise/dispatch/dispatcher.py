@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -204,6 +205,7 @@ class OpDispatcher:
             run = self._laid_out(signature, key, sharding)
             return filled_once(signature, sharding.outputs[0], run) if info.op in FILLED else run
 
+        @functools.cache  # a decomposition that does not take a call gives it back each time
         def directly() -> Executor:
             if sharding is not None:
                 return executor(signature, sharding)
@@ -256,6 +258,7 @@ class OpDispatcher:
         sharding = _sharding(signature, metas)
         if compute is not None and (sharding is None or _worth_decomposing(signature, sharding)):
 
+            @functools.cache
             def directly() -> Executor:
                 return through_copies(signature) if sharding is None else executor(signature, sharding)
 

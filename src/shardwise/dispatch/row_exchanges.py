@@ -44,6 +44,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
     wraps = [signature.wrapping.wrapper(spec) for spec in sharding.outputs]
     dtype, several = exchange.after.tensor_meta.dtype, info.returns != ("Tensor",)
     before = None if rows.first is None else _mapped(signature, rows.first)
+    taken = {segment.operand for segment in rows.segments}  # others are read for their sizes
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
@@ -51,7 +52,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
         fill = 0 if fill_name is None else info.bind(args, kwargs)[fill_name]
         locals_ = [local if local.dtype is dtype else local.to(dtype) for local in bring(args, kwargs)]
         if before is not None:
-            locals_ = [before(local, fill) for local in locals_]
+            locals_ = [before(local, fill) if i in taken else local for i, local in enumerate(locals_)]
         results = [wrap(made) for wrap, made in zip(wraps, exchanged(locals_, fill), strict=True)]
         wrapped = results if several else results[0]
         if info.is_view:
@@ -92,7 +93,10 @@ def exchanging_halos(
                 (locals_[i],) = step([locals_[i]], halo.fill)
         results = run_local(on_rows, args, kwargs, locals_)
         if not isinstance(results, tuple | list):
-            return finished(0, results, own)
+            made = finished(0, results, own)
+            if info.is_view:
+                mark_views(info, args, kwargs, made)
+            return made
         at = itertools.count()
         return like(results, (finished(next(at), r, own) if isinstance(r, torch.Tensor) else r for r in results))
 

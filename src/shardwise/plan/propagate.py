@@ -383,9 +383,9 @@ def _row_exchange(
     """What ranks exchange where the dims of a factor stay sharded."""
     assert rule.rows is not None, f"the rule of {call.op} exchanges rows and does not say which"
     dim = factors.results[0].index(name)
-    return RowExchange(
-        inputs[0], outputs[0], inputs, outputs, dim, rule.rows(call, dim).segments, outputs[0].dim_axes[dim]
-    )
+    rows = rule.rows(call, dim)
+    over = outputs[0].dim_axes[dim]
+    return RowExchange(inputs[0], outputs[0], inputs, outputs, dim, rows.segments, over, rows.adds)
 
 
 def _clashing(rows: Sequence[Row]) -> int | None:

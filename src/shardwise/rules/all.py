@@ -14,6 +14,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     foreach,
     grouped_matmul,
     indexing,
+    interpolation,
     joining,
     linalg,
     loss,
@@ -31,5 +32,6 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     slicing,
     softmax,
     statistics,
+    unfolding,
     view,
 )

@@ -1,11 +1,10 @@
-"""Convolution, pooling, interpolation, sampling: batch and channels are factors, what a window slides over is whole.
+"""Convolution and sampling: batch and channels are factors; windows slide over space, which may be sharded.
 
 Pure.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.notation import EACH_ALONE, FIRST, Dim, Factors, Row
-from shardwise.rules.pooling import leading, whole
 from shardwise.rules.registry import Call, Halo, pattern_rule, rule
 from shardwise.rules.windows import SPACE, Places, at, kernel_window, window_of, with_value
 
@@ -204,30 +202,6 @@ def _saved_sum(asked: Sequence[Any], dims: Sequence[Any], operand: int, result: 
     return Row(inputs, tuple(SUM if given is dims[result] else REPLICATE for given in asked))
 
 
-# ---------------------------------------------------------------- interpolation
-
-
-def local_image(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
-    """The size of the image on this rank."""
-    return {"input_size": list(outputs[0].local_shape(coordinate))}
-
-
-INTERPOLATIONS = {
-    1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
-    2: (
-        "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d",
-        "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-    ),
-    3: ("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d"),
-}  # fmt: skip
-for space, named in INTERPOLATIONS.items():
-    for name in named:
-        factors = functools.partial(leading, space=space, linear=True)
-        halo = functools.partial(whole, space=space)
-        rule(getattr(aten, name).default, halo=halo)(factors)
-        rule(getattr(aten, f"{name}_backward").default, localize=local_image, halo=halo)(factors)
-
-
 # ---------------------------------------------------------------- sampling
 
 pattern_rule("b c x! y!, b h w k! -> b c h w", aten.grid_sampler_2d.default, linear=FIRST)
@@ -254,17 +228,3 @@ def fractional_max_pool(call: Call) -> Factors | None:
         return None
     image: tuple[Dim, ...] = ("b", "c", *((None,) * len(call["kernel_size"])))
     return Factors((image, ("b", "c", None)), (image, image), nonempty=frozenset("c"))
-
-
-@rule(aten.im2col.default)
-def im2col(call: Call) -> Factors:
-    """Windows as columns: the rows of a channel follow each other, so that even splits of channels stay together."""
-    batch = ("b",) * (len(call["self"].shape) - 3)
-    return Factors(((*batch, "c", None, None),), ((*batch, "c", None),), linear=FIRST, even=frozenset("c"))
-
-
-@rule(aten.col2im.default)
-def col2im(call: Call) -> Factors:
-    """Columns put back as windows, added where they overlap."""
-    batch = ("b",) * (len(call["self"].shape) - 2)
-    return Factors(((*batch, None, None),), ((*batch, None, None, None),), linear=FIRST)

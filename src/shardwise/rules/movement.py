@@ -300,14 +300,6 @@ def repeat(call: Call) -> Factors:
     return moved(own, [None] * new + own)
 
 
-@rule(aten.unfold.default, aten.unfold_copy.default)
-def unfold(call: Call) -> Factors:
-    """Windows of a dim: where they begin stays at its place, what is in them comes last."""
-    ndim = len(call["self"].shape)
-    own = kept(ndim, [wrapped(call["dimension"], ndim)])
-    return moved(own, [*own, None] if ndim else [None])
-
-
 @rule(aten.diagonal.default, aten.diagonal_copy.default)
 def diagonal(call: Call) -> Factors:
     """The diagonal of two dims comes last."""
@@ -337,14 +329,6 @@ def diagonal_backward(call: Call) -> Factors:
     gone = [wrapped(call["dim1"], ndim), wrapped(call["dim2"], ndim)]
     own = kept(ndim, gone)
     return moved([*(name for d, name in enumerate(own) if d not in gone), None], own)
-
-
-@rule(aten.unfold_backward.default, localize=local_input_sizes)
-def unfold_backward(call: Call) -> Factors:
-    """Windows added up: they may overlap."""
-    ndim = len(call.results[0].shape)
-    own = tuple(kept(ndim, [wrapped(call["dim"], ndim)]))
-    return Factors(((*own, None),), (own,), linear=((0,),))
 
 
 # ---------------------------------------------------------------- triangles

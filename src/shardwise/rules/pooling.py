@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.core.layout import Window
@@ -67,12 +68,12 @@ def by_what_is_covered(call: Call, space: int, local: torch.Tensor, places: Plac
         i = dim - (local.dim() - space)
         size, pad = call["self"].shape[len(call["self"].shape) - space + i], at(call["padding"], i)
         kernel, stride = at(call["kernel_size"], i), at(call["stride"] or call["kernel_size"], i)
-        first = place.window + stride * torch.arange(place.length)
-        last = (first + kernel).clamp(max=size + pad)
-        covered = last - first if call["count_include_pad"] else last.clamp(max=size) - first.clamp(min=0)
-        if bool((covered != kernel).any()):
-            shape = [-1 if d == dim else 1 for d in range(local.dim())]
-            local = local * (kernel / covered.double()).to(local.device, local.dtype).view(shape)
+        first = place.window + stride * np.arange(place.length)
+        last = (first + kernel).clip(max=size + pad)
+        covered = last - first if call["count_include_pad"] else last.clip(max=size) - first.clip(min=0)
+        if (covered != kernel).any():
+            factors = torch.tensor((kernel / covered).tolist(), dtype=local.dtype, device=local.device)
+            local = local * factors.view([-1 if d == dim else 1 for d in range(local.dim())])
     return local
 
 
@@ -203,12 +204,14 @@ def adaptive_maximum_halo(call: Call, space: int) -> Halo:
     def pool(local: torch.Tensor, output_size: Any, *, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = call.op(local, kept_along(made, places, space))
         for dim, place in reversed(places.items()):
-            first, count = (t.to(local.device) for t in bins(place, image[dim], made[dim]))
-            rows = first - place.window
-            best, where = values.index_select(dim, rows), indices.index_select(dim, rows)
-            for step in range(1, int(count.max())):
-                other = rows + torch.minimum(count - 1, torch.full_like(count, step))
-                value, index = values.index_select(dim, other), indices.index_select(dim, other)
+            first, count = bins(place, image[dim], made[dim])
+            best = where = None
+            for step in range(int(count.max())):
+                rows = torch.tensor((first - place.window + np.minimum(count - 1, step)).tolist(), device=local.device)
+                value, index = values.index_select(dim, rows), indices.index_select(dim, rows)
+                if best is None or where is None:
+                    best, where = value, index
+                    continue
                 better = (value > best) | value.isnan()  # as the kernel: of several the first, of NaN the last
                 best, where = torch.where(better, value, best), torch.where(better, index, where)
             values, indices = best, where
@@ -256,5 +259,6 @@ POOLS: dict[str, tuple[bool, Halos]] = {
 for space in (2, 3):
     for name, (linear, halo) in POOLS.items():
         op = getattr(aten, name.format(space)).default
-        factors = functools.partial(leading, space=space, linear=linear)
-        rule(op, halo=functools.partial(halo, space=space))(factors)
+        rule(op, halo=lambda call, space=space, halo=halo: halo(call, space))(
+            functools.partial(leading, space=space, linear=linear)
+        )

@@ -57,11 +57,13 @@ class Rows:
         segments: what comes from where; rows that no segment covers hold the fill value.
         fill: the argument that is the fill value; None for zero.
         first: what runs on each local before, given the local and the fill value: the operator along its other dims.
+        adds: whether several segments may have the same rows of a result, which are added up.
     """
 
     segments: tuple[Segment, ...]
     fill: str | None = None
     first: Callable[[torch.Tensor, Any], torch.Tensor] | None = None
+    adds: bool = False
 
 
 class Place(NamedTuple):

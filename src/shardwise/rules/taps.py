@@ -1,60 +1,143 @@
 """Rows that are weighted sums of a few rows: resampling and adaptive pooling along one dim of a window.
 
-Plain tensors and integers. Indices and weights are worked out from global rows, so that every rank has those of one
-device.
+Indices and weights are worked out in numbers from global rows, so that every rank has those of one device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy import ndarray  # by this name the types of fields are found at run time
 
 from shardwise.rules.registry import Place
 
-__all__ = ["Taps", "averaging"]
+__all__ = ["Resampling", "Taps", "averaging", "bins"]
 
 
 class Taps(NamedTuple):
     """For each row of a result the rows of a window that it is made of: `rows[:, k]` with `weights[:, k]`."""
 
-    rows: torch.Tensor
-    weights: torch.Tensor
+    rows: ndarray
+    weights: ndarray
 
-    def on(self, like: torch.Tensor) -> Taps:
-        """The same on the device of a local, with weights of its dtype."""
-        return Taps(self.rows.to(like.device), self.weights.to(like.device, like.dtype))
+    def each(self) -> Iterator[tuple[list[int], list[float]]]:
+        """Tap after tap: rows and weights of each."""
+        return zip(self.rows.T.tolist(), self.weights.T.tolist(), strict=True)
 
     def apply(self, local: torch.Tensor, dim: int) -> torch.Tensor:
         """The weighted sums along a dim."""
-        taps, shape = self.on(local), [-1 if d == dim else 1 for d in range(local.dim())]
         result = None
-        for rows, weights in zip(taps.rows.unbind(1), taps.weights.unbind(1), strict=True):
-            part = local.index_select(dim, rows).mul_(weights.view(shape))
-            result = part if result is None else result.add_(part)
+        for rows, weights in self.each():
+            part = local.index_select(dim, _tensor(rows, local)) * _along(weights, local, dim)
+            result = part if result is None else result + part
         assert result is not None
         return result
 
     def spread(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """The gradient of `apply`: each row is added to the `size` rows of the window that it was made of."""
-        taps, shape = self.on(local), [-1 if d == dim else 1 for d in range(local.dim())]
         result = local.new_zeros([size if d == dim else n for d, n in enumerate(local.shape)])
-        for rows, weights in zip(taps.rows.unbind(1), taps.weights.unbind(1), strict=True):
-            result.index_add_(dim, rows, local * weights.view(shape))
+        for rows, weights in self.each():
+            result = result.index_add(dim, _tensor(rows, local), local * _along(weights, local, dim))
         return result
+
+
+def _tensor(rows: list[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(rows, device=like.device)
+
+
+def _along(weights: list[float], like: torch.Tensor, dim: int) -> torch.Tensor:
+    made = torch.tensor(weights, dtype=like.dtype, device=like.device)
+    return made.view([-1 if d == dim else 1 for d in range(like.dim())])
 
 
 def averaging(place: Place, size: int, parts: int) -> Taps:
     """The taps of a dim of `size` that is averaged to `parts` rows, of which some are at a place."""
     first, count = bins(place, size, parts)
-    steps = torch.arange(int(count.max()))
+    steps = np.arange(count.max())
     inside = steps < count[:, None]
-    rows = torch.where(inside, first[:, None] + steps, first[:, None]) - place.window
-    return Taps(rows, inside.double() / count[:, None])
+    return Taps(np.where(inside, first[:, None] + steps, first[:, None]) - place.window, inside / count[:, None])
 
 
-def bins(place: Place, size: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def bins(place: Place, size: int, parts: int) -> tuple[ndarray, ndarray]:
     """First row and number of rows of the parts at a place that adaptive pooling makes of a dim."""
-    at = torch.arange(place.start, place.start + place.length)
+    at = np.arange(place.start, place.start + place.length)
     first = at * size // parts
     return first, -(-(at + 1) * size // parts) - first
+
+
+# ---------------------------------------------------------------- resampling
+
+
+class Resampling(NamedTuple):
+    """How rows of a dim are resampled.
+
+    Args:
+        size: rows before.
+        parts: rows after.
+        scale: rows before for one row after.
+        corners: whether the first and last rows fall together, else the ends of the dim.
+        kind: "nearest", "nearest-exact", "linear" or "cubic".
+        smooths: whether as many rows are averaged as a row after stands for.
+        single: whether one device computes places in single precision.
+    """
+
+    size: int
+    parts: int
+    scale: float
+    corners: bool
+    kind: str
+    smooths: bool
+    single: bool
+
+    def taps(self, place: Place) -> Taps:
+        """The taps of the rows at a place."""
+        at = np.arange(place.start, place.start + place.length)
+        rows, weights = (self._smoothed if self.smooths else self._sampled)(at)
+        rows = rows.clip(0, self.size - 1) - place.window
+        assert ((rows >= 0) & (rows < place.rows)).all(), "a row outside of the window"
+        used = (weights != 0).any(0)
+        return Taps(rows[:, used], weights[:, used])
+
+    def _rounded(self, value: ndarray) -> ndarray:
+        """Kernels multiply and add in one step: the double product, rounded once."""
+        return value.astype(np.float32).astype(np.float64) if self.single else value
+
+    def _sampled(self, at: ndarray) -> tuple[ndarray, ndarray]:
+        scale = float(np.float32(self.scale)) if self.single else self.scale
+        if self.kind == "nearest":
+            return np.floor(self._rounded(at * scale)).astype(np.int64)[:, None], np.ones((len(at), 1))
+        if self.kind == "nearest-exact":
+            return np.floor(self._rounded((at + 0.5) * scale)).astype(np.int64)[:, None], np.ones((len(at), 1))
+        source = self._rounded(at * scale) if self.corners else self._rounded((at + 0.5) * scale - 0.5)
+        if self.kind == "linear":
+            source = source.clip(min=0)
+        first = np.floor(source).astype(np.int64).clip(max=self.size - 1)
+        part = (source - first).clip(0, 1)
+        if self.kind == "linear":
+            return np.stack([first, first + 1], 1), np.stack([1 - part, part], 1)
+        distances = np.stack([part + 1, part, 1 - part, 2 - part], 1)
+        return first[:, None] + np.arange(-1, 3), cubic(distances, -0.75)
+
+    def _smoothed(self, at: ndarray) -> tuple[ndarray, ndarray]:
+        """Each row after is an average by a triangle or a spline, as wide as the rows that it stands for."""
+        scale, wide = self.scale, max(self.scale, 1.0)
+        support = (1 if self.kind == "linear" else 2) * wide
+        centre = scale * (at + 0.5)
+        low = (centre - support + 0.5).astype(np.int64).clip(min=0)
+        count = (centre + support + 0.5).astype(np.int64).clip(max=self.size) - low
+        steps = np.arange(count.max())
+        distances = np.abs((steps + low[:, None] - centre[:, None] + 0.5) / wide)
+        weights = (np.maximum(1 - distances, 0) if self.kind == "linear" else cubic(distances, -0.5)) * (
+            steps < count[:, None]
+        )
+        return low[:, None] + steps, weights / weights.sum(1, keepdims=True)
+
+
+def cubic(distance: ndarray, a: float) -> ndarray:
+    """Keys' spline with the parameter `a`."""
+    near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return np.where(distance <= 1, near, np.where(distance < 2, far, 0.0))

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Window, dense_strides
-from shardwise.rules.registry import Place
+from shardwise.core.mesh import Coordinate
+from shardwise.core.spec import DTensorSpec
+from shardwise.rules.registry import Call, Place
 
-__all__ = ["SPACE", "Places", "at", "kernel_window", "window_of", "with_rows", "with_value"]
+__all__ = ["SPACE", "Places", "at", "kernel_window", "local_image", "window_of", "with_rows", "with_value"]
 
 Places = Mapping[int, Place]  # by dim
 SPACE = ("x", "y", "z")  # the factors of what a window slides over
@@ -45,3 +47,10 @@ def window_of(local: torch.Tensor, places: Places) -> torch.Tensor:
     """A tensor like a rank's window of one of which only the size is read."""
     shape = with_rows(local.shape, places)
     return local.new_empty_strided(shape, dense_strides(shape, like=local.stride()))
+
+
+def local_image(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """The size of the image on this rank."""
+    return {"input_size": list(outputs[0].local_shape(coordinate))}

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.errors import UnsupportedError
+
 __all__ = ["replace_composites"]
 
 aten = torch.ops.aten
@@ -106,12 +108,35 @@ def _convolution_double_backward(
     return ggO, gI, gW
 
 
+def _pad_circular(self: Any, pad: Any) -> Any:
+    """torch writes parts into a new tensor; here they are joined, so that ranks exchange rows."""
+    aten._pad_circular.default(torch.empty(self.shape, device="meta"), pad)  # raises what torch raises
+    made = self
+    for i in range(len(pad) // 2):
+        dim, before, after = self.dim() - 1 - i, pad[2 * i], pad[2 * i + 1]
+        rows = self.shape[dim] + min(before, 0) + min(after, 0)
+        if max(before, after) > rows:
+            raise UnsupportedError(
+                f"circular padding by {list(pad)} of a DTensor of shape {list(self.shape)} wraps around what is cropped",
+                hint="crop it first: x.narrow(dim, start, length), then F.pad(..., mode='circular')",
+            )
+        kept = made.narrow(dim, max(-before, 0), rows)
+        parts = [kept]
+        if before > 0:
+            parts.insert(0, kept.narrow(dim, rows - before, before))
+        if after > 0:
+            parts.append(kept.narrow(dim, 0, after))
+        made = torch.cat(parts, dim)
+    return made
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     aten._pad_packed_sequence.default: _pad_packed_sequence,
     aten._convolution_double_backward.default: _convolution_double_backward,
+    aten._pad_circular.default: _pad_circular,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
     **{
         op: _with_states_as_input(op)

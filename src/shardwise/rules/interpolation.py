@@ -1,0 +1,118 @@
+"""Interpolation: batch and channels are factors; of a sharded dim that is resized, ranks resample windows. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Window
+from shardwise.rules.pooling import leading
+from shardwise.rules.registry import Call, Halo, rule
+from shardwise.rules.taps import Resampling
+from shardwise.rules.windows import SPACE, Places, local_image
+
+aten = torch.ops.aten
+LARGEST = 1 << 16  # of the fractions that scales are taken for in windows
+# rows on either side of where a row is taken from, and one for rounding
+REACH = {"nearest": (1, 2), "nearest-exact": (1, 2), "linear": (1, 2), "cubic": (2, 3)}
+
+
+def resamplings(call: Call, space: int, kind: str, smooths: bool) -> list[Resampling]:
+    """How each dim of the image is resampled."""
+    images = (
+        (call.results[0], call["grad_output"]) if "grad_output" in call.arguments else (call["self"], call.results[0])
+    )
+    corners = bool(call.get("align_corners", False))
+    found = []
+    for i, (size, parts) in enumerate(zip(*(image.shape[-space:] for image in images), strict=True)):
+        given = call.get("scales" if space == 1 else "scales_" + "dhw"[3 - space + i])
+        scale = size / parts if not given or given <= 0 else 1 / given
+        if corners:
+            scale = (size - 1) / (parts - 1) if parts > 1 else 0.0
+        elif size == parts and not smooths:
+            scale = 1.0
+        single = images[0].dtype is not torch.float64
+        found.append(Resampling(size, parts, scale, corners, kind, smooths, single))
+    return found
+
+
+def window_of_rows(how: Resampling) -> Window:
+    """The rows that a row may be resampled from, with a row to spare."""
+    ratio = Fraction(how.scale).limit_denominator(LARGEST)
+    before, after = REACH[how.kind]
+    if how.smooths:
+        before = after = int((1 if how.kind == "linear" else 2) * max(how.scale, 1.0)) + 3
+    num, per = 2 * ratio.numerator, 2 * ratio.denominator
+    middle = 0 if how.corners else ratio.numerator - ratio.denominator  # nearest rows are within reach of it
+    return Window(middle - before * per, middle + after * per, num, per)
+
+
+def resizing_halo(call: Call, space: int, kind: str, smooths: bool) -> Halo | None:
+    """Other dims are resized by the kernel, and then rows of the window are resampled."""
+    hows = resamplings(call, space, kind, smooths)
+    if not call["self"].dtype.is_floating_point:  # integers are rounded on the way
+        return None
+
+    def resize(local: torch.Tensor, output_size: Sequence[int], *options: Any, places: Places) -> torch.Tensor:
+        first = local.dim() - space
+        size = [places[first + i].rows if first + i in places else n for i, n in enumerate(output_size)]
+        result = call.op(local, size, *_scales(options, places, first, space))
+        for dim, place in places.items():
+            result = hows[dim - first].taps(place).apply(result, dim)
+        return result
+
+    return Halo(dict(zip(SPACE, map(window_of_rows, hows), strict=False)), resize, reads=(0,))
+
+
+def resizing_backward_halo(call: Call, space: int, kind: str, smooths: bool) -> Halo:
+    """Gradients of windows, which are added up."""
+    hows = resamplings(call, space, kind, smooths)
+
+    def resize(
+        grad: torch.Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: Any, places: Places
+    ) -> torch.Tensor:
+        first = grad.dim() - space
+        for dim, place in places.items():
+            grad = hows[dim - first].taps(place).spread(grad, dim, place.rows)
+        into, out = list(input_size), list(output_size)
+        for dim, place in places.items():
+            into[dim] = out[dim - first] = place.rows
+        return call.op(grad, out, into, *_scales(options, places, first, space))
+
+    return Halo(dict(zip(SPACE, map(window_of_rows, hows), strict=False)), resize, adds=(0,), reference=0)
+
+
+def _scales(options: Sequence[Any], places: Places, first: int, space: int) -> list[Any]:
+    """The options of the kernel, where the scales of dims that stay as they are are left out."""
+    others, scales = list(options[: len(options) - space]), options[len(options) - space :]
+    return [*others, *(None if first + i in places else scale for i, scale in enumerate(scales))]
+
+
+# by name: how many dims, which kind of resampling, whether smoothed
+INTERPOLATIONS = {
+    "upsample_nearest1d": (1, "nearest", False),
+    "upsample_nearest2d": (2, "nearest", False),
+    "upsample_nearest3d": (3, "nearest", False),
+    "_upsample_nearest_exact1d": (1, "nearest-exact", False),
+    "_upsample_nearest_exact2d": (2, "nearest-exact", False),
+    "_upsample_nearest_exact3d": (3, "nearest-exact", False),
+    "upsample_linear1d": (1, "linear", False),
+    "upsample_bilinear2d": (2, "linear", False),
+    "upsample_trilinear3d": (3, "linear", False),
+    "upsample_bicubic2d": (2, "cubic", False),
+    "_upsample_bilinear2d_aa": (2, "linear", True),
+    "_upsample_bicubic2d_aa": (2, "cubic", True),
+}
+for name, (space, kind, smooths) in INTERPOLATIONS.items():
+    factors = functools.partial(leading, space=space, linear=True)
+    how = {"space": space, "kind": kind, "smooths": smooths}
+    rule(getattr(aten, name).default, halo=lambda call, how=how: resizing_halo(call, **how))(factors)
+    rule(
+        getattr(aten, f"{name}_backward").default,
+        localize=local_image,
+        halo=lambda call, how=how: resizing_backward_halo(call, **how),
+    )(factors)
