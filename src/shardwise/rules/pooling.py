@@ -205,13 +205,11 @@ def adaptive_maximum_halo(call: Call, space: int) -> Halo:
         values, indices = call.op(local, kept_along(made, places, space))
         for dim, place in reversed(places.items()):
             first, count = bins(place, image[dim], made[dim])
-            best = where = None
-            for step in range(int(count.max())):
-                rows = torch.tensor((first - place.window + np.minimum(count - 1, step)).tolist(), device=local.device)
-                value, index = values.index_select(dim, rows), indices.index_select(dim, rows)
-                if best is None or where is None:
-                    best, where = value, index
-                    continue
+            steps = [(first - place.window + np.minimum(count - 1, step)).tolist() for step in range(int(count.max()))]
+            rows = [torch.tensor(step, device=local.device) for step in steps]
+            best, where = values.index_select(dim, rows[0]), indices.index_select(dim, rows[0])
+            for step in rows[1:]:
+                value, index = values.index_select(dim, step), indices.index_select(dim, step)
                 better = (value > best) | value.isnan()  # as the kernel: of several the first, of NaN the last
                 best, where = torch.where(better, value, best), torch.where(better, index, where)
             values, indices = best, where

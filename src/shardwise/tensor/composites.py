@@ -117,7 +117,7 @@ def _pad_circular(self: Any, pad: Any) -> Any:
         rows = self.shape[dim] + min(before, 0) + min(after, 0)
         if max(before, after) > rows:
             raise UnsupportedError(
-                f"circular padding by {list(pad)} of a DTensor of shape {list(self.shape)} wraps around what is cropped",
+                f"circular padding by {list(pad)} of shape {list(self.shape)} wraps around more rows than it leaves",
                 hint="crop it first: x.narrow(dim, start, length), then F.pad(..., mode='circular')",
             )
         kept = made.narrow(dim, max(-before, 0), rows)
