@@ -12,7 +12,7 @@ import pytest
 from tests.gloo.processes import ProcessPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ("smallest", "mlp", "custom_operator", "conjugate_gradients", "inference")
+NAMES = ("smallest", "mlp", "custom_operator", "conjugate_gradients", "heat", "inference")
 
 
 def run_examples() -> dict[str, str]:

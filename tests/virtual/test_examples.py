@@ -29,6 +29,10 @@ PRINTED: dict[str, list[str]] = {
         "a rule that is not true is told so: .* gives a wrong value",
     ],
     "conjugate_gradients": ["8.00 MiB, a device may hold 4.00 MiB", "2.02 MiB at the peak: it fits", "after 20 steps"],
+    "heat": [
+        r"f64\[1,1,254,64\] x:S2, after 20 steps f64\[1,1,254,64\] x:S2",
+        "receives 2 of 254 rows a step, in 20 ex",
+    ],
     "inference": ["80 characters: ", "as on one device: True"],
 }
 LOSSES = re.compile(r"^ *\d+ +([\d.]+) +([\d.]+) *$", re.MULTILINE)
@@ -61,6 +65,12 @@ def test_conjugate_gradients_converge() -> None:
     left = [float(number) for number in re.findall(r"what is left is (\S+) of", printed_by("conjugate_gradients"))]
     assert left == sorted(left, reverse=True)
     assert left[-1] < 1e-4
+
+
+def test_heat_spreads_as_on_one_device() -> None:
+    errors = re.findall(r"values (\S+), gradients (\S+)", printed_by("heat"))
+    assert len(errors) == 1
+    assert all(float(error) < 1e-12 for error in errors[0])
 
 
 def test_inference_works_nothing_out_twice() -> None:

@@ -173,7 +173,7 @@ def test_convolutions(name: str) -> None:
 @pytest.mark.usefixtures("always_with_halos")
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposed_convolutions(name: str) -> None:
-    for shape, placements in LAYOUTS:
+    for shape, placements in LAYOUTS[:4]:
         got = compare(name, TRANSPOSED[name], shape, placements)
         assert Shard(2) in got.placements
 
@@ -181,19 +181,20 @@ def test_transposed_convolutions(name: str) -> None:
 @pytest.mark.usefixtures("always_with_halos")
 @pytest.mark.parametrize("name", POOLS)
 def test_pooling(name: str) -> None:
-    for shape, placements in LAYOUTS:
+    for shape, placements in LAYOUTS[:4]:
         got = compare(name, POOLS[name], shape, placements)
-        assert Shard(2) in got.placements or Partial() in placements
+        assert Shard(2) in got.placements
 
 
 @pytest.mark.usefixtures("always_with_halos")
 @pytest.mark.parametrize("name", [*PADS, *UNFOLDED, *RESIZED])
 def test_pads_windows_and_resizing(name: str) -> None:
     case = {**PADS, **UNFOLDED, **RESIZED}[name]
-    for shape, placements in LAYOUTS:
+    for shape, placements in LAYOUTS[:4]:
         got = compare(name, case, shape, placements)
-        # columns follow each other in one dim, which is sharded where each rank has as many
-        assert Shard(2) in got.placements or Partial() in placements or name.startswith("columns")
+        # columns follow each other in one dim, which is sharded where each rank has as many; circular padding joins
+        # parts, and small ones are gathered
+        assert Shard(2) in got.placements or name.startswith(("columns", "circular"))
     if name in RESIZED:
         compare(name, case, (4,), [Shard(2)], torch.float32)
 
@@ -229,6 +230,31 @@ def test_second_derivatives(name: str) -> None:
 
     assert gradcheck(on_ranks, given, fast_mode=True)
     assert gradgradcheck(on_ranks, given, fast_mode=True)
+
+
+def network(x: Any, w: Any, v: Any) -> Any:
+    """Convolution, pooling, reflection, resizing, windows."""
+    y = F.max_pool2d(F.conv2d(x, w, padding=1).tanh(), 3, 2, 1)
+    y = F.interpolate(F.pad(y, (1, 1, 1, 1), mode="reflect"), scale_factor=2, mode="bilinear")
+    y = F.avg_pool2d(F.conv_transpose2d(y, v, stride=2, padding=1), 3, 1, 1, count_include_pad=False)
+    return (y.unfold(2, 3, 1).sum(-1) + F.adaptive_avg_pool2d(y, (y.shape[2] - 2, 1))).square().mean()
+
+
+NETWORK = (2, 2, 16, 6), (3, 2, 3, 3), (3, 2, 4, 4)
+
+
+@pytest.mark.usefixtures("always_with_halos")
+def test_compiled() -> None:
+    shape, placements = (2,), [Shard(2)]
+    plain = [torch.randn(size, dtype=FLOAT).requires_grad_() for size in NETWORK]
+    wanted = network(*plain)
+    wanted.backward()
+    given = [laid(shape, t.detach().clone(), placements, i == 0) for i, t in enumerate(plain)]
+    got = torch.compile(network, backend="aot_eager", fullgraph=True)(*given)
+    got.backward()
+    assert close(got, wanted)
+    for a, b in zip(given, plain, strict=True):
+        assert close(a.grad, b.grad)
 
 
 def received_rows(fn: Callable[[Any], Any], ranks: int, row: int, *size: int, dim: int = 2) -> float:

@@ -203,7 +203,7 @@ def adaptive_maximum_halo(call: Call, space: int) -> Halo:
 
     def pool(local: torch.Tensor, output_size: Any, *, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = call.op(local, kept_along(made, places, space))
-        for dim, place in reversed(places.items()):
+        for dim, place in reversed(list(places.items())):
             first, count = bins(place, image[dim], made[dim])
             steps = [(first - place.window + np.minimum(count - 1, step)).tolist() for step in range(int(count.max()))]
             rows = [torch.tensor(step, device=local.device) for step in steps]
