@@ -8,6 +8,7 @@ either neighbour, and nothing else moves. The gradient of the final state runs b
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ say = print if os.environ.get("RANK", "0") == "0" else lambda *words: None
 HEIGHT, WIDTH, STEPS = 254, 64, 20
 
 
-def spread(plate: torch.Tensor, laplacian: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
+def spread(plate: Any, laplacian: Any, steps: int = STEPS) -> Any:
     """The plate after some steps, with cold edges."""
     for _ in range(steps):
         plate = plate + 0.2 * F.conv2d(plate, laplacian, padding=1)
@@ -43,11 +44,11 @@ def main() -> None:
     start = torch.zeros(1, 1, HEIGHT, WIDTH, dtype=torch.float64)
     start[..., HEIGHT // 4 : HEIGHT // 2, WIDTH // 4 : WIDTH // 2] = 1.0
 
-    alone = start.clone().requires_grad_()
+    alone: Any = start.clone().requires_grad_()
     wanted = spread(alone, kernel)
     wanted.square().sum().backward()
 
-    plate = sw.distribute_tensor(start, mesh, [sw.Shard(2)]).requires_grad_()
+    plate: Any = sw.distribute_tensor(start, mesh, [sw.Shard(2)]).requires_grad_()
     laplacian = sw.distribute_tensor(kernel, mesh, [sw.Replicate()])
     with debug.CommDebugMode() as forward:
         got = spread(plate, laplacian)
