@@ -79,7 +79,7 @@ def noting_experts(signature: Signature, run: Executor) -> Executor:
 def noting_base(signature: Signature, run: Executor) -> Executor:
     """`run`, a write to a tensor; where that is a view, the layout of its base is noted for the gradient."""
     tensor_class, slot = signature.wrapping.tensor_class, signature.slots[0]
-    if slot.name != "self" or not any(signature.specs[0].dim_axes):
+    if slot.name != "self" or slot.item is not None or not any(signature.specs[0].dim_axes):
         return run
 
     def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -22,7 +22,9 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def _below(op: OpOverload) -> Callable[..., Any]:
-    """The operator as torch takes it apart, without the replacements of this file."""
+    """The operator as torch runs it, without the replacement of this file."""
+    if op._can_decompose():
+        return op.decompose
     here = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
     def run(*args: Any, **kwargs: Any) -> Any:
