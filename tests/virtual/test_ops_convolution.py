@@ -132,3 +132,22 @@ def test_without_communication(name: str) -> None:
 def test_groups_that_do_not_divide_are_gathered() -> None:
     """Two groups on four ranks: four channels divide evenly, the groups do not."""
     assert_parity(grouped(2), EVEN, t(4, 2, 3, 3), meshes=((4,),), limit=12)
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "neither"])
+@pytest.mark.parametrize("placement", [R, S0, S1])
+def test_results_have_the_memory_format_of_one_device(operand: str, placement: sw.Placement) -> None:
+    """Dropout draws in the order of memory, so it shows."""
+    x, weight = torch.randn(5, 8, 6, 6), torch.randn(4, 8, 3, 3)
+    if operand == "input":
+        x = x.to(memory_format=torch.channels_last)
+    if operand == "weight":
+        weight = weight.to(memory_format=torch.channels_last)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    own = F.conv2d(x, weight)
+    result = F.conv2d(sw.distribute_tensor(x, mesh, [placement]), sw.distribute_tensor(weight, mesh, [R]))
+    assert result.stride() == own.stride()
+    torch.manual_seed(3)
+    dropped = F.dropout(own)
+    torch.manual_seed(3)
+    assert torch.equal(F.dropout(result).full_tensor() == 0, dropped == 0)

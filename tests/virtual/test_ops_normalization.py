@@ -77,6 +77,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "batch norm uneven": (batch_norm(True), UNEVEN, *CHANNELS7),
     "batch norm evaluated": (batch_norm(False), UNEVEN, *CHANNELS7),
     "batch norm of rows": (batch_norm(True), t(5, 7), *CHANNELS7),
+    "batch norm, input without gradient": (lambda x, *w: batch_norm_alone(x.detach(), *w), EVEN, t(6), t(6)),
     "batch norm without statistics": (batch_norm_alone, UNEVEN, t(7)),
     "batch norm without anything": (batch_norm_alone, EVEN),
     "group norm": (group_norm(2), EVEN, t(6), t(6) + 1),

@@ -64,7 +64,13 @@ def batch_norm(call: Call, specs: Sequence[DTensorSpec]) -> tuple[Specs, Specs] 
     return on_channels(call, specs) if call["training"] else None
 
 
-@layout_rule(aten.native_batch_norm_backward.default)
+def backward_on_meta(*args: Any) -> tuple[Any, ...]:
+    """The gradients that are asked for. Torch's own gives that of the input in any case, which kernels do not."""
+    gradients = aten.native_batch_norm_backward.default(*args)
+    return tuple(each if wanted else None for each, wanted in zip(gradients, args[-1], strict=True))
+
+
+@layout_rule(aten.native_batch_norm_backward.default, meta_op=backward_on_meta)
 def batch_norm_backward(call: Call, specs: Sequence[DTensorSpec]) -> tuple[Specs, Specs] | None:
     """Channel by channel."""
     return on_channels(call, specs) if call["train"] else None

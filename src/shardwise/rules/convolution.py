@@ -156,7 +156,25 @@ def sum_for_bias(made: torch.Tensor, grad_output: torch.Tensor, *others: torch.T
 # ---------------------------------------------------------------- the rules
 
 
-@rule(aten.convolution.default, aten.convolution_overrideable.default, localize=local_conv, halo=conv_halo)
+def on_meta(given: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The result in the memory format of the kernels: channels-last where an operand is. Torch's own never is."""
+    result = aten.convolution.default(given, weight, *rest)
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.ndim)
+    if memory_format is None or torch.float64 in (given.dtype, weight.dtype):
+        return result
+    operands = [each for each in (given, weight) if not each.is_contiguous()]
+    if any(each.is_contiguous(memory_format=memory_format) for each in operands):
+        return result.contiguous(memory_format=memory_format)
+    return result
+
+
+@rule(
+    aten.convolution.default,
+    aten.convolution_overrideable.default,
+    localize=local_conv,
+    meta_op=on_meta,
+    halo=conv_halo,
+)
 def convolution(call: Call) -> Factors | None:
     """Input channels are contracted; the bias is added once."""
     dims = conv_dims(call)

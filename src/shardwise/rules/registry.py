@@ -119,7 +119,8 @@ class Rule:
         reads: arguments of kind Scalar or float that the rule reads, each with what it looks at (whether it is zero):
             that is part of the dispatch key. Other numbers are not.
         local_op: what to run on the locals in place of the operator, with the same arguments.
-        meta_op: what to run on meta tensors for the shape of the result, where torch's own refuses what kernels take.
+        meta_op: what to run on meta tensors for the shape of the result, where torch's own refuses what kernels take,
+            or gives other results than they do.
         rows: for a call and a dim whose factor is exchanged, where the rows of the results come from.
         halo: for a call, how it runs with its exchanged factors sharded; None where it cannot.
     """
@@ -173,11 +174,13 @@ def layout_rule(
     localize: Localize | None = None,
     reads: Sequence[str] = (),
     local_op: Callable[..., Any] | None = None,
+    meta_op: Callable[..., Any] | None = None,
 ) -> Callable:
     """Declare a rule that looks at all axes at once."""
 
     def declare(layouts: Layouts) -> Layouts:
-        declare_rule(Rule(layouts=layouts, localize=localize, reads=_looked_at(reads), local_op=local_op), *ops)
+        own = Rule(layouts=layouts, localize=localize, reads=_looked_at(reads), local_op=local_op, meta_op=meta_op)
+        declare_rule(own, *ops)
         return layouts
 
     return declare
