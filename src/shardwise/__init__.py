@@ -36,6 +36,7 @@ from shardwise.interop import from_torch, to_torch
 from shardwise.modes import (
     ReplicationWarning,
     allow_implicit,
+    attention,
     implicit_replication,
     plain_tensors,
     set_plain_tensors,
@@ -91,6 +92,7 @@ __all__ = [
     "TensorMeta",
     "UnsupportedError",
     "allow_implicit",
+    "attention",
     "cache_info",
     "check_lock",
     "check_rule",

@@ -25,6 +25,7 @@ from shardwise.plan.route import Route
 __all__ = [
     "ReplicationWarning",
     "allow_implicit",
+    "attention",
     "implicit_replication",
     "plain_tensors",
     "set_plain_tensors",
@@ -45,6 +46,8 @@ class ReplicationWarning(UserWarning):
 implicit_mode = ModeStack[frozenset[str] | None]("implicit communication")
 plain_mode = ModeStack[str]("plain tensors")
 rng_mode = ModeStack[str]("random numbers")
+attention_mode = ModeStack[str]("attention")
+ATTENTION_WAYS = ("ring", "gather", "heads")
 _ALL = frozenset({"*"})
 PLAIN_POLICIES = ("verify", "refuse", "replicate")
 _plain_default = "verify"
@@ -59,14 +62,14 @@ def in_force() -> tuple[Any, ...]:
 
     Example:
         >>> in_force()
-        (None, 'verify', 'one_device')
+        (None, 'verify', 'one_device', None)
     """
     allowed = _allowed()
     names = None if allowed is None else tuple(sorted(allowed))
-    return names, plain_policy(), "indexed" if draws_by_index() else "one_device"
+    return names, plain_policy(), "indexed" if draws_by_index() else "one_device", preferred_attention()
 
 
-_DEFAULT = (None, "verify", "one_device")
+_DEFAULT = (None, "verify", "one_device", None)
 
 
 def changed_modes() -> tuple[Any, ...] | None:
@@ -201,6 +204,39 @@ def _tell_refusal() -> None:
     anywhere = "refuse" in (_plain_default, *plain_mode.values_anywhere())
     for tell in on_refusal:
         tell(anywhere)
+
+
+@mode_context
+def attention(*, prefer: str) -> Iterator[None]:
+    """Inside, how attention over a sharded sequence is run, where that is possible. Values do not depend on it.
+
+    Outside, the cheapest way is taken. The backward goes by the context that it is started in.
+
+    Args:
+        prefer: "ring": queries stay, and blocks of keys and values go round; memory does not grow with the number of
+            ranks. "gather": queries stay, and every rank gathers all keys and values. "heads": sequence shards become
+            shards of heads and back.
+
+    Example:
+        >>> import shardwise as sw
+        >>> x = torch.rand(1, 2, 8, 4)
+        >>> q = sw.distribute_tensor(x, sw.init_device_mesh("cpu", (2,)), [sw.Shard(2)])
+        >>> with attention(prefer="ring"):
+        ...     torch.nn.functional.scaled_dot_product_attention(q, q, q).placements
+        (Shard(2),)
+    """
+    if prefer not in ATTENTION_WAYS:
+        raise UnsupportedError(
+            f"attention cannot be run by {prefer!r}", hint=f"one of {', '.join(map(repr, ATTENTION_WAYS))}"
+        )
+    with attention_mode.holding(prefer):
+        yield
+
+
+def preferred_attention() -> str | None:
+    """How attention over a sharded sequence is to be run; None: in the cheapest way."""
+    found = attention_mode.values()
+    return found[-1] if found else None
 
 
 def draws_by_index() -> bool:

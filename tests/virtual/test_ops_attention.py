@@ -95,7 +95,7 @@ def test_two_axes_without_communication() -> None:
 @pytest.mark.parametrize("dim", [S2, S3])
 def test_what_is_normalised_over_is_gathered(dim: Any) -> None:
     """Keys, and queries that a causal mask counts, are not read in parts."""
-    args = WIDE[0], *WIDE[:2]
+    args = (WIDE[0],) * 3
     _, moved = collectives(causal, args, (dim, dim, dim))
     assert moved > 0
 

@@ -150,7 +150,9 @@ class Record:
     def rule(self) -> str:
         """The rule that it went by and the row taken on each axis: `mk,kn->mn; tp: R, S1 -> S1`; "" for none."""
         sharding = None if self.decision is None else self.decision.sharding
-        return rule_text(sharding) if sharding is not None and self.way == "rule" else ""
+        if self.decision is None or sharding is None or not (self.way == "rule" or self.decision.why):
+            return ""
+        return rule_text(sharding) + (f"; {self.decision.why}" if self.decision.why else "")
 
     @property
     def collectives(self) -> int:
@@ -173,7 +175,7 @@ class Record:
         decision = self.decision
         if decision is None or decision.signature is None:
             return ()
-        if self.way == "rule" and decision.sharding is not None:
+        if (self.way == "rule" or decision.why) and decision.sharding is not None:
             return decision.sharding.inputs
         return decision.signature.with_whole_operands() if self.way == "whole tensors" else ()
 

@@ -98,7 +98,7 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
         op = _on_dense(op, [slot for slot, spec in zip(signature.slots, signature.specs, strict=True) if spec.is_lazy])
     if info.writes or info.draws or sharding.rule.layouts is not None or sharding.rule.localize not in UNIFORM:
         return Kept(sharding, op, sharding)
-    factors = sharding.rule.factors(sharding.call)
+    factors = sharding.factors
     last = UNIFORM[sharding.rule.localize]
     constant = [] if factors is None else list(_constant_factors(factors, sharding, last))
     if not constant:

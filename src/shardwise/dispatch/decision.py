@@ -22,24 +22,28 @@ class Decision:
 
     Args:
         way: "rule", "decomposed", "whole tensors", "random", "by a new tensor", "by copies", "view in place",
-            "mesh by mesh" or "outside the mesh".
+            "mesh by mesh", "outside the mesh"; for attention over a sharded sequence "ring", "gather" or "heads".
         signature: the call; None where its operands lie on several meshes.
         sharding: where everything lies by the rule; for "decomposed" what the rule would have done.
+        why: why this way, where there were several.
     """
 
     way: str
     signature: Signature | None = None
     sharding: OutputSharding | None = None
+    why: str = ""
 
 
 _thread = threading.local()
 
 
-def decided(way: str, signature: Signature | None = None, sharding: OutputSharding | None = None) -> None:
+def decided(
+    way: str, signature: Signature | None = None, sharding: OutputSharding | None = None, why: str = ""
+) -> None:
     """Tell whoever listens on this thread."""
     heard: list[Decision] | None = getattr(_thread, "heard", None)
     if heard is not None:
-        heard.append(Decision(way, signature, sharding))
+        heard.append(Decision(way, signature, sharding, why))
 
 
 @contextlib.contextmanager

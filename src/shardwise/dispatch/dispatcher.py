@@ -44,6 +44,7 @@ from shardwise.dispatch.origins import (
 from shardwise.dispatch.outside import holding_nothing
 from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.recipes import Recipes
+from shardwise.dispatch.ring_attention import attending
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
@@ -198,6 +199,10 @@ class OpDispatcher:
         if drawn is not None and compute is None:
             decided("random", signature)
             return drawing(signature, drawn)
+        if sharding is not None and metas is not None and sharding.rule.ways:
+            run = attending(signature, sharding, metas)
+            if run is not None:
+                return run
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
             decided("rule", signature, sharding)
             if info.op in PUTTING_BACK:

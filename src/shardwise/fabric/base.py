@@ -18,7 +18,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
 from shardwise.plan.route import Route
-from shardwise.plan.step import RowExchange, Step
+from shardwise.plan.step import Rotate, RowExchange, Step
 
 __all__ = [
     "BoundRows",
@@ -95,6 +95,13 @@ class Fabric(ABC):
         """The callable that carries a row exchange out; where no rank lacks anything, it does not communicate."""
 
     @abstractmethod
+    def start_rotation(self, step: Rotate) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+        """The callable that sends a flat buffer of blocks off; what it returns waits for the one that arrives.
+
+        What arrives is only read. On ranks that want nothing it is empty.
+        """
+
+    @abstractmethod
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
     ) -> torch.Tensor:
@@ -106,6 +113,9 @@ class Fabric(ABC):
 
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:  # noqa: B027  # most compare nothing
         """Something that must be the same on all ranks of a mesh, for the check of ranks, if that is on."""
+
+    def record(self, route: Route) -> None:  # noqa: B027  # most record nothing
+        """Record the steps of a route that is carried out step by step."""
 
     def plain_check(self, mesh: DeviceMesh) -> Callable[[str, Sequence[tuple[str, torch.Tensor]]], None] | None:
         """What is told which plain tensors an operator takes as replicated on the mesh: `check(operator, operands)`.

@@ -39,6 +39,7 @@ from shardwise.fabric.base import (
     was_raised,
 )
 from shardwise.fabric.collectives import (
+    Rotation,
     Start,
     all_gather,
     all_reduce,
@@ -47,6 +48,7 @@ from shardwise.fabric.collectives import (
     exchange_rows,
     reduce_by_gathering,
     reduce_scatter,
+    rotate,
 )
 from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.packing import Line, Parcels, parcels
@@ -54,6 +56,7 @@ from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.recorded import (
     is_recorded,
     recorded_exchange,
+    recorded_rotation,
     recorded_rows,
     recorded_step,
     recorded_unreduce,
@@ -68,6 +71,7 @@ from shardwise.plan.step import (
     AllToAll,
     Exchange,
     ReduceScatter,
+    Rotate,
     RowExchange,
     Step,
     Unreduce,
@@ -459,6 +463,23 @@ class C10dFabric(Fabric):
             return run(locals_, fill)
 
         return rows
+
+    def start_rotation(self, step: Rotate) -> Start:
+        mesh = step.before.mesh
+        coordinate = self.coordinate(mesh)
+        if coordinate is None:
+            return lambda flat: lambda: flat
+        line = self._line(mesh, step.over)
+        me, count = line.ranks.index(self.rank()), len(line.ranks)
+        target, source = (me + step.distance) % count, (me - step.distance) % count
+        receiver, sender = (tuple(line.coordinates[at].tolist()) for at in (target, source))
+        sent = step.elements(coordinate, receiver) if step.wanted[target] else 0
+        got = step.elements(sender, coordinate) if step.wanted[me] else 0
+        goods = Rotation(count, line.order[me], line.order[target], line.order[source], sent, got)
+        return _of_this_world(
+            lambda: rotate(self._carrier(line.ranks, step), goods),
+            lambda: recorded_rotation(goods, self.group_of(line.ranks), step.distance),
+        )
 
     def _nothing_to_send(self, step: Step) -> Start:
         """A tensor without elements: every rank knows, so none is called."""

@@ -7,7 +7,7 @@ gives the function that waits for it. Knows nothing of where groups come from.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, reduction
 
 __all__ = [
+    "Rotation",
     "Start",
     "Wait",
     "all_gather",
@@ -30,6 +31,7 @@ __all__ = [
     "exchange_rows",
     "reduce_by_gathering",
     "reduce_scatter",
+    "rotate",
 ]
 
 Wait = Callable[[], torch.Tensor]
@@ -186,6 +188,36 @@ def exchange_rows(group: Any, goods: RowParcels) -> BoundRows:
         return goods.unpack(locals_, buffer, fill)
 
     return run
+
+
+class Rotation(NamedTuple):
+    """What one rank sends and gets in a rotation: how many elements, to and from which ranks of the group."""
+
+    ranks: int
+    me: int
+    target: int
+    source: int
+    sent: int
+    got: int
+
+    def splits(self, scale: int, extra: int = 0) -> tuple[list[int], list[int]]:
+        """What comes from each rank and what goes to each; `extra` elements to itself besides."""
+        got, sent = [0] * self.ranks, [0] * self.ranks
+        got[self.me] = sent[self.me] = extra * scale
+        got[self.source], sent[self.target] = self.got * scale, self.sent * scale
+        return got, sent
+
+
+def rotate(group: Any, goods: Rotation) -> Start:
+    """One all-to-all in which a rank sends to one rank and receives from one."""
+
+    def start(flat: torch.Tensor) -> Wait:
+        buffer, sent = flat.new_empty(goods.got), flat[: goods.sent]
+        carried = as_carried(buffer)
+        splits = goods.splits(flat.element_size() // carried.element_size())
+        return _after(group.alltoall_base(carried, as_carried(sent), *splits), buffer)
+
+    return start
 
 
 def _after(work: Any, result: torch.Tensor) -> Wait:

@@ -27,7 +27,7 @@ from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
-from shardwise.plan.step import Compact, Expand, RowExchange, Step
+from shardwise.plan.step import Compact, Expand, Rotate, RowExchange, Step
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
 
@@ -205,6 +205,19 @@ class DryFabric(Fabric):
             return [self.track(empty_block(spec, (0,) * spec.mesh.ndim, locals_[0])) for spec in step.results]
 
         return run
+
+    def start_rotation(self, step: Rotate) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+        def start(flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+            arriving = self.track(torch.empty_like(flat))
+            return lambda: arriving
+
+        return start
+
+    def record(self, route: Route) -> None:
+        """Record the steps of a route that is carried out step by step."""
+        records = [RecordedStep(*pair) for pair in zip(route.steps, route.costs, strict=True)]
+        for dry_run in self.runs.values():
+            dry_run.steps.extend(records)
 
     def track(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a local in every dry run that is on here."""

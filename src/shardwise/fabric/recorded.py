@@ -19,6 +19,7 @@ from torch.fx import traceback as fx_traceback
 
 from shardwise.core.mesh import Coordinate
 from shardwise.fabric.base import BoundRows, BoundStep
+from shardwise.fabric.collectives import Rotation, Start, Wait
 from shardwise.fabric.packing import Line, Parcels, gathering, pack_traced, scattering, split_in_front, swapping
 from shardwise.fabric.pieces import average_divider, neutral_element, reduce_tensors, slicer
 from shardwise.fabric.row_packing import RowParcels
@@ -30,6 +31,7 @@ __all__ = [
     "functional_collectives",
     "is_recorded",
     "recorded_exchange",
+    "recorded_rotation",
     "recorded_rows",
     "recorded_step",
     "recorded_unreduce",
@@ -183,6 +185,25 @@ def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype
         return goods.unpack(local, buffer.view(packed.dtype))
 
     return run
+
+
+def recorded_rotation(goods: Rotation, group: Any, tag: int) -> Start:
+    """One all-to-all of one block. It is waited for at once; compilers move the wait.
+
+    An element that a rank sends to itself is a tag: two rotations in which a rank sends nothing are different.
+    """
+    at = 1 if goods.target > goods.me else 0  # where the block begins, beside the tag
+    from_ = 1 if goods.source > goods.me else 0
+
+    def start(flat: torch.Tensor) -> Wait:
+        packed = pack_traced([(at, flat[: goods.sent])], flat, goods.sent + 1, tag)
+        carried = as_carried(packed)
+        splits = goods.splits(packed.element_size() // carried.element_size(), extra=1)
+        buffer = _arrived("all_to_all_single", carried, *splits, group.group_name).view(packed.dtype)
+        arrived = buffer.narrow(0, from_ if goods.got else 0, goods.got)
+        return lambda: arrived
+
+    return start
 
 
 def recorded_rows(goods: RowParcels, group: Any) -> BoundRows:

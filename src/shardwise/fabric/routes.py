@@ -17,9 +17,18 @@ from shardwise.fabric.base import BoundRows, BoundStep, fabric_of, on_found, on_
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.plan.row_exchange import row_exchange_route
-from shardwise.plan.step import Expand, RowExchange
+from shardwise.plan.step import Expand, Rotate, RowExchange
 
-__all__ = ["BoundRoute", "bound_route", "bound_rows", "observers", "scatter", "scatter_observers"]
+__all__ = [
+    "BoundRoute",
+    "Rotation",
+    "bound_rotations",
+    "bound_route",
+    "bound_rows",
+    "observers",
+    "scatter",
+    "scatter_observers",
+]
 
 MAX_ROUTES = 8192
 
@@ -123,6 +132,22 @@ def bound_rows(step: RowExchange) -> tuple[Route, BoundRows]:
         return run(locals_, fill)
 
     return route, announce_and_run
+
+
+Rotation = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+
+
+def bound_rotations(route: Route) -> tuple[Callable[[], None], dict[int, Rotation]]:
+    """Rotations bound, by their distances, and what announces all of them before the first. Kept by the caller."""
+    fabric = fabric_of(route.source.mesh)
+    steps = [step for step in route.steps if isinstance(step, Rotate)]
+
+    def announce() -> None:
+        fabric.record(route)
+        if observers:
+            _notify(route)
+
+    return announce, {step.distance: fabric.start_rotation(step) for step in steps}
 
 
 def _notify(route: Route) -> None:

@@ -42,7 +42,7 @@ from shardwise.fabric.shared_writes import (
     is_traced,
     written_arguments,
 )
-from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, RowExchange, Step, reduction
+from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Rotate, RowExchange, Step, reduction
 
 __all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
@@ -461,6 +461,21 @@ class VirtualFabric(Fabric):
             return [RankTensor(tensors) for tensors in out]
 
         return run
+
+    def start_rotation(self, step: Rotate) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+        mesh = step.before.mesh
+        lines = mesh.groups(step.over).tolist()
+
+        def start(flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+            tensors = _tensors(flat, mesh)
+            out: list[Any] = [tensor[:0] for tensor in tensors]
+            for line in lines:
+                for at, (position, wanted) in enumerate(zip(line, step.wanted, strict=True)):
+                    if wanted:
+                        out[position] = tensors[line[(at - step.distance) % len(line)]]
+            return lambda: RankTensor(out)
+
+        return start
 
     def _reduce(self, step: AllReduce | ReduceScatter) -> BoundStep:
         """The reduction of each group, of which every rank gets its part: after an all-reduce, a copy of all."""

@@ -66,7 +66,7 @@ def rule_text(sharding: OutputSharding) -> str:
         f"{mesh.axis_name(axis)}: {_short(sharding.inputs, axis)} -> {_short(sharding.outputs, axis)}"
         for axis in range(mesh.ndim)
     ]
-    factors = None if sharding.rule.layouts is not None else sharding.rule.factors(sharding.call)
+    factors = sharding.factors
     head = "" if factors is None else f"{_named(factors.operands)}->{_named(factors.results)}; "
     return head + "; ".join(rows)
 
@@ -87,7 +87,7 @@ def candidates_of(schema: OpSchema, sharding: OutputSharding) -> tuple[Candidate
     """The rows that a rule allows on each axis, cheapest first; none for rules that look at all axes at once."""
     if sharding.rule.layouts is not None:
         return ()
-    factors = sharding.rule.factors(sharding.call)
+    factors = sharding.factors
     if factors is None:
         return ()
     propagator = ShardingPropagator()

@@ -43,7 +43,7 @@ def worth_decomposing(
 
 def _split_wrongly(sharding: OutputSharding, operand: int, spec: DTensorSpec) -> dict[int, int]:
     """The axes that split an operand along dims that its rule wants whole, each with the dim."""
-    factors = sharding.rule.factors(sharding.call)
+    factors = sharding.factors
     if factors is None:
         return {}
     allowed = [name is not None and name not in factors.whole | factors.barred for name in factors.operands[operand]]

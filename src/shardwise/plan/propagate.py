@@ -62,7 +62,8 @@ class OutputSharding:
     """Where the operands must lie, where the results then lie, and how the rule got there.
 
     `exchange` is what ranks exchange where a dim whose indices change stays sharded, in place of the operator; `halo`
-    what they exchange around it, where a window slides over a sharded dim.
+    what they exchange around it, where a window slides over a sharded dim. `way` is the way of the rule that the
+    operator is run in, "" for the operator itself on locals.
     """
 
     inputs: tuple[DTensorSpec, ...]
@@ -71,6 +72,12 @@ class OutputSharding:
     rule: Rule
     exchange: RowExchange | None = None
     halo: HaloExchange | None = None
+    way: str = ""
+
+    @property
+    def factors(self) -> Factors | None:
+        """The factors that it was laid out by; None for rules that look at all axes at once."""
+        return None if self.rule.layouts is not None else self.rule.factors_by(self.way, self.call)
 
 
 def _metas(value: Any) -> Any:
@@ -87,7 +94,7 @@ class ShardingPropagator:
         self.cost_model = cost_model or current_cost_model()
 
     def propagate(
-        self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = ()
+        self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = (), way: str = ""
     ) -> OutputSharding | None:
         """Where operands and results lie, or None where no rule speaks for the call.
 
@@ -95,6 +102,7 @@ class ShardingPropagator:
             schema: the call.
             results: shape, stride and dtype of each result, as the operator gives them on one device.
             pinned: operands that are written to: they and the results must keep their layout.
+            way: the way of the rule to run the operator in.
         """
         rule = find_rule(schema.op)
         if rule is None:
@@ -105,10 +113,11 @@ class ShardingPropagator:
             if laid_out is None or any(laid_out[0][i] is not schema.specs[i] for i in pinned):
                 return None
             return OutputSharding(*laid_out, call, rule)
-        factors = rule.factors(call)
+        factors = rule.factors_by(way, call)
         if factors is None:
             return None
-        return self._by_factors(schema, call, rule, factors, pinned)
+        found = self._by_factors(schema, call, rule, factors, pinned)
+        return found if found is None or not way else replace(found, way=way)
 
     def _by_factors(
         self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...]

@@ -13,12 +13,12 @@ from typing import ClassVar, SupportsIndex
 import numpy as np
 
 from shardwise.core.layout import Segment, Window, dense_strides
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "ReduceScatter", "RowExchange",
-    "Slice", "Step", "Unreduce", "Windowed",
+    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "ReduceScatter", "Rotate",
+    "RowExchange", "Slice", "Step", "Unreduce", "Windowed",
 ]  # fmt: skip
 
 
@@ -253,6 +253,31 @@ class RowExchange(Collective):
         if self.adds:
             return f"return {'halos' if halo else 'rows'} of dim {self.dim} over {names} and add them"
         return f"exchange {'halos' if halo else 'rows'} of dim {self.dim} over {names}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate(Collective):
+    """Each rank receives the blocks of the rank `distance` before it along the axes, counted round.
+
+    What travels are the locals of `blocks`, one after the other in a flat buffer: those of the rank that sends, or, on
+    the way `back`, of the rank that receives, for which others have computed something. `wanted` says which ranks along
+    the axes receive something; the others need none of it.
+    """
+
+    blocks: tuple[DTensorSpec, ...]
+    distance: int
+    wanted: tuple[bool, ...]
+    back: bool
+    over: tuple[int, ...]
+    collective = "all_to_all"
+
+    def describe(self) -> str:
+        return f"rotate by {self.distance} over {self._names(self.over)}"
+
+    def elements(self, sender: Coordinate, receiver: Coordinate) -> int:
+        """How many elements the rank at a coordinate sends to the one at another."""
+        owner = receiver if self.back else sender
+        return sum(math.prod(spec.local_shape(owner)) for spec in self.blocks)
 
 
 def reduction(step: AllReduce | ReduceScatter) -> str:

@@ -1,6 +1,7 @@
 """Fused attention: batch and heads are parallel, queries too where no causal mask counts them; keys must be whole.
 
-Whatever runs at random (dropout) has no rule here. Pure.
+Where the sequence is sharded, there are other ways (`WAYS`), among which `plan/sequence_attention.py` chooses. Whatever
+runs at random (dropout) has no rule here. Pure.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
+from shardwise.rules.attention_blocks import BlockKernel
 from shardwise.rules.dims import aligned
 from shardwise.rules.notation import Dim, Factors
 from shardwise.rules.registry import Call, decomposition, rule
@@ -37,12 +39,17 @@ def operand_dims(name: str, meta: TensorMeta, scores: Sequence[int]) -> tuple[Di
     return DIMS[name][: len(meta.shape)] if name in DIMS else (None,) * len(meta.shape)
 
 
-def attention(*results: tuple[Dim, ...], whole: str = "") -> Callable[[Call], Factors | None]:
+def attention(
+    *results: tuple[Dim, ...], whole: str = "", way: str = "", empty: bool = False
+) -> Callable[[Call], Factors | None]:
     """The rule of an attention operator.
 
     Args:
         results: the factors of its first results. Others are what the random generator left behind.
         whole: further factors that the kernel needs whole.
+        way: how a sharded sequence is attended to: "ring": queries and keys are sharded by one factor; "gather":
+            queries are, whatever the mask; "heads": neither is; "": queries where the kernel alone can do it.
+        empty: whether ranks may hold nothing of the sequence.
     """
 
     def factors(call: Call) -> Factors | None:
@@ -56,18 +63,32 @@ def attention(*results: tuple[Dim, ...], whole: str = "") -> Callable[[Call], Fa
         if len(results) == 3 and len(call.results) == 4:  # the gradient of the bias
             given.append(operands["attn_bias"])
             rest = range(0)
+        tensors = tuple(operands.values())
+        if way == "ring":
+            tensors, given = tuple(map(_travelling, call.tensors, tensors)), [_one_sequence(dims) for dims in given]
+        stays = way == "heads" or (way == "" and call["is_causal"])
         return Factors(
-            tuple(operands.values()),
+            tensors,
             (*given, *((None,) * len(call.results[i].shape) for i in rest)),
-            whole=WHOLE | frozenset(whole) | frozenset("s" if call["is_causal"] else ""),
+            whole=WHOLE | frozenset(whole) | frozenset("s" if stays else ""),
             summed=frozenset("bhs"),
             untouched=frozenset(itertools.product("bhs", rest)),
-            nonempty=frozenset("bhs"),
+            nonempty=frozenset("bh" if empty else "bhs"),
             # a head of the keys serves several of the queries: both must be cut at the same places
             even=frozenset("h" if query[1] != key[1] else ""),
         )
 
     return factors
+
+
+def _one_sequence(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The same with queries and keys sharded by one factor: each rank holds a block of both."""
+    return tuple("s" if name == "t" else name for name in dims)
+
+
+def _travelling(name: str, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The factors of an argument where keys travel; a mask keeps its columns on every rank."""
+    return tuple(None if n == "t" else n for n in dims) if name in MASKS else _one_sequence(dims)
 
 
 def local_length(
@@ -123,20 +144,22 @@ def nested(*args: Any, **kwargs: Any) -> Any:
 
 READS = ("dropout_p",)
 ALIGNMENT = 16
+WAYS = ("ring", "heads", "gather")  # by which a sharded sequence is attended to
+# The fused operators that blocks are computed with, and whether they are the gradient.
+KERNELS: dict[Any, tuple[BlockKernel, bool]] = {}
+
+
+def _ways(*results: tuple[Dim, ...], empty: bool) -> dict[str, Callable[[Call], Factors | None]]:
+    return {way: attention(*results, way=way, empty=empty and way != "heads") for way in WAYS}
+
 
 for forward in (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
 ):
     rule(forward, reads=READS, local_op=in_rows(forward))(attention(OUT, SUMS))
 
-on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-rule(on_cpu, reads=READS, local_op=in_rows(on_cpu))(attention(QUERY, KEY, VALUE))
-
 for backward in (
-    aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
 ):
@@ -149,3 +172,56 @@ rule(aten._scaled_dot_product_efficient_attention.default, reads=READS, local_op
 rule(aten._scaled_dot_product_efficient_attention_backward.default, reads=READS, local_op=in_rows(efficient_backward))(
     attention(QUERY, KEY, VALUE, whole="s")
 )
+
+# ---------------------------------------------------------------- kernels that sequences are attended to block by block
+
+on_cpu = in_rows(aten._scaled_dot_product_flash_attention_for_cpu.default)
+on_cpu_backward = in_rows(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+flash = in_rows(aten._scaled_dot_product_flash_attention.default)
+flash_backward = in_rows(aten._scaled_dot_product_flash_attention_backward.default)
+
+
+def cpu_block(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+    """A block on a CPU."""
+    return on_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def cpu_block_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool, given: Any
+) -> Any:
+    """The gradients of a block on a CPU."""
+    options = {"attn_mask": mask, "scale": given["scale"]}
+    return on_cpu_backward(grad_out, query, key, value, out, lse, 0.0, causal, **options)
+
+
+def flash_block(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+    """A block on a GPU; this kernel takes no mask."""
+    return flash(query, key, value, 0.0, causal, False, scale=scale)
+
+
+def flash_block_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool, given: Any
+) -> Any:
+    """The gradients of a block on a GPU."""
+    lengths = (given["cum_seq_q"], given["cum_seq_k"], query.shape[2], key.shape[2])
+    random = (given["philox_seed"], given["philox_offset"])
+    sums = lse.contiguous()
+    return flash_backward(grad_out, query, key, value, out, sums, *lengths, 0.0, causal, *random, scale=given["scale"])
+
+
+CPU, GPU = BlockKernel(cpu_block, cpu_block_backward), BlockKernel(flash_block, flash_block_backward)
+for op, run, kernel in (
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, on_cpu, CPU),
+    (aten._scaled_dot_product_flash_attention.default, flash, GPU),
+):
+    rule(op, reads=READS, local_op=run, ways=_ways(OUT, SUMS, empty=kernel is CPU))(attention(OUT, SUMS))
+    KERNELS[op] = kernel, False
+
+for op, run, kernel, patch in (
+    (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, on_cpu_backward, CPU, None),
+    (aten._scaled_dot_product_flash_attention_backward.default, flash_backward, GPU, local_length),
+):
+    of_each = (QUERY, KEY, VALUE)
+    ways = _ways(*of_each, empty=kernel is CPU)
+    rule(op, reads=READS, local_op=run, localize=patch, ways=ways)(attention(*of_each))
+    KERNELS[op] = kernel, True

@@ -123,6 +123,7 @@ class Rule:
             or gives other results than they do.
         rows: for a call and a dim whose factor is exchanged, where the rows of the results come from.
         halo: for a call, how it runs with its exchanged factors sharded; None where it cannot.
+        ways: by name, the factors of other ways to run the operator, which dispatch knows how to carry out.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -133,6 +134,11 @@ class Rule:
     meta_op: Callable[..., Any] | None = None
     rows: Callable[[Call, int], Rows] | None = None
     halo: Callable[[Call], Halo | None] | None = None
+    ways: Mapping[str, Callable[[Call], Factors | None]] = field(default_factory=dict)
+
+    def factors_by(self, way: str, call: Call) -> Factors | None:
+        """The factors of a call that is run in one of its ways, "" for the operator itself."""
+        return self.ways[way](call) if way else self.factors(call)
 
 
 RULES: dict[OpOverload, Rule] = {}
@@ -147,6 +153,7 @@ def rule(
     meta_op: Callable[..., Any] | None = None,
     rows: Callable[[Call, int], Rows] | None = None,
     halo: Callable[[Call], Halo | None] | None = None,
+    ways: Mapping[str, Callable[[Call], Factors | None]] | None = None,
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
@@ -154,7 +161,8 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        declare_rule(Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo), *ops)
+        made = Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {})
+        declare_rule(made, *ops)
         return factors
 
     return declare

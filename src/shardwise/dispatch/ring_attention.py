@@ -1,0 +1,297 @@
+"""Runs attention over a sharded sequence in the way that `plan/sequence_attention.py` has chosen.
+
+Where keys and values go round, a rank sends its own block to the rank that is next to see it, while it computes on the
+block that has arrived. In the backward what it has computed for a block goes straight to the rank that holds the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise import modes
+from shardwise.core.mesh import Coordinate
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.dispatch.decision import decided
+from shardwise.dispatch.executors import executor
+from shardwise.dispatch.operands import bringing
+from shardwise.dispatch.signature import Executor, Signature, routes_between
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.dry import dry
+from shardwise.fabric.recorded import is_recorded
+from shardwise.fabric.routes import BoundRoute, Rotation, bound_rotations
+from shardwise.local import in_order_of
+from shardwise.plan.propagate import OpSchema, OutputSharding
+from shardwise.plan.route import Route
+from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention
+from shardwise.rules.attention import KERNELS
+from shardwise.rules.attention_blocks import SEQUENCE, BackwardBlocks, ForwardBlocks, Tile, tiles
+
+__all__ = ["attending"]
+
+
+def attending(signature: Signature, sharding: OutputSharding, metas: tuple[TensorMeta, ...]) -> Executor | None:
+    """What runs a call of attention over a sharded sequence, as the user prefers; None where the rule should.
+
+    Args:
+        signature: the call.
+        sharding: where everything lies by the operator's own rule.
+        metas: shape, stride and dtype of each result.
+    """
+    routes = routes_between(signature.specs, sharding.inputs)
+    if not any(route is not None and route.communicates for route in routes):
+        return None
+    schema = OpSchema(signature.info.op, signature.arguments, signature.specs)
+    choice = choose_attention(schema, metas, modes.preferred_attention())
+    if choice is None:
+        return None
+    decided(choice.way, signature, choice.sharding, choice.why)
+    made: dict[str | None, Executor] = {modes.preferred_attention(): _executor(signature, choice)}
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        prefer = modes.preferred_attention()
+        known = made.get(prefer)
+        if known is None:
+            chosen = choose_attention(schema, metas, prefer)
+            assert chosen is not None, "what is possible does not depend on what is preferred"
+            known = made[prefer] = _executor(signature, chosen)
+        return known(args, kwargs)
+
+    return run
+
+
+def _executor(signature: Signature, choice: AttentionChoice) -> Executor:
+    run = executor(signature, choice.sharding) if choice.pairs is None else _by_blocks(signature, choice, choice.pairs)
+    return _returning(signature, choice, run)
+
+
+def _returning(signature: Signature, choice: AttentionChoice, run: Executor) -> Executor:
+    """`run` with its results brought to where they belong."""
+    back = routes_between(choice.sharding.outputs, choice.returns)
+    wraps = [signature.wrapping.wrapper(spec) for spec in choice.returns]
+    moves: list[tuple[int, BoundRoute]] = [(i, route) for i, route in enumerate(back) if route is not None]
+    if not moves:
+        return run
+
+    def run_and_return(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        results = list(run(args, kwargs))
+        for i, route in moves:
+            results[i] = wraps[i](route.run(results[i]._local_tensor))
+        return tuple(results)
+
+    return run_and_return
+
+
+# ---------------------------------------------------------------- block by block
+
+
+class _Plan:
+    """What is worked out once for a call that is run block by block."""
+
+    def __init__(self, signature: Signature, choice: AttentionChoice, pairs: Pairs) -> None:
+        self.mesh, self.pairs = signature.mesh, pairs
+        self.fabric = fabric_of(self.mesh)
+        self.inputs = dict(zip([slot.name for slot in signature.slots], choice.sharding.inputs, strict=True))
+        self.rounds, self.back = _bound(choice.rounds), _bound(choice.back)
+        self.kernel, self.is_backward = KERNELS[signature.info.op]
+
+    def tiles(self, coordinate: Coordinate, block: int) -> list[Tile]:
+        """What a rank computes of a block. In a dry run all of it: one rank stands for the one that computes most."""
+        if self.mesh.fabric == dry.name:
+            rows, columns = (self.inputs[name].local_shape(coordinate)[SEQUENCE] for name in ("query", "key"))
+            return tiles(rows, columns, None)
+        return self.pairs.tiles(coordinate, block)
+
+    def block_at(self, coordinate: Coordinate, turn: int) -> int:
+        """The block of keys that a rank has after so many turns."""
+        return (self.pairs.position(coordinate) - turn) % self.pairs.count
+
+    def unpacked(self, flat: torch.Tensor, coordinate: Coordinate, block: int) -> list[torch.Tensor]:
+        """The keys and values in a flat buffer."""
+        found, at = [], 0
+        for name in ("key", "value"):
+            shape = list(self.inputs[name].local_shape(coordinate))
+            if self.mesh.fabric != dry.name:
+                shape[SEQUENCE] = self.pairs.key_lengths[block]
+            size = torch.Size(shape).numel()
+            found.append(flat.narrow(0, at, size).view(shape))
+            at += size
+        return found
+
+
+def _bound(route: Route | None) -> tuple[Callable[[], None], dict[int, Rotation]]:
+    return (lambda: None, {}) if route is None else bound_rotations(route)
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors one after the other in a flat buffer."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> Executor:
+    """Each rank computes its queries with one block of keys after the other."""
+    info, mesh = signature.info, signature.mesh
+    inputs, outputs = choice.sharding.inputs, choice.sharding.outputs
+    routes = routes_between(signature.specs, inputs)
+    bring, plan = bringing(signature, routes), _Plan(signature, choice, pairs)
+    moving = [route.route for route in routes if route is not None and route.communicates]
+    moving += [route for route in (choice.rounds, choice.back) if route is not None and route.steps]
+    compute = _backward if plan.is_backward else _forward
+    wraps = [signature.wrapping.wrapper(spec) for spec in outputs]
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if moving:
+            modes.check_strict(info.op, moving)
+        plain = info.bind(args, kwargs)
+        columns = [
+            plan.fabric.parts(mesh, _stored(local, spec))
+            for local, spec in zip(bring(args, kwargs), inputs, strict=True)
+        ]
+        ranks = []
+        for row in zip(*columns, strict=True):
+            named = {slot.name: part for slot, (_, part) in zip(signature.slots, row, strict=True)}
+            ranks.append((row[0][0], {**plain, **named}))
+        results = compute(plan, ranks)
+        fresh = iter(zip(wraps, outputs, strict=True))
+        return tuple(_wrapped(result, fresh) for result in results)
+
+    return run
+
+
+def _stored(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A local that kernels can read; of a broadcast one not each element has memory of its own."""
+    return local.contiguous() if spec.broadcast else local
+
+
+def _wrapped(result: Any, fresh: Any) -> Any:
+    if not isinstance(result, torch.Tensor):
+        return result
+    wrap, spec = next(fresh)
+    return wrap(in_order_of(result, spec.tensor_meta.stride) if result.dim() else result)
+
+
+Ranks = Sequence[tuple[Coordinate, Mapping[str, Any]]]
+
+
+def _circulate(plan: _Plan, ranks: Ranks, see: Callable[[int, list[list[torch.Tensor]]], None]) -> list[torch.Tensor]:
+    """Call `see` with each turn and the keys and values that the ranks here have in it; None where they need none.
+
+    Returns what arrived on this rank and was not needed, which a compiler would leave out.
+    """
+    announce, rotations = plan.rounds
+    unused: list[torch.Tensor] = []
+    own = {coordinate: [given["key"], given["value"]] for coordinate, given in ranks}
+    flat = None
+    if rotations:
+        announce()
+        flat = plan.fabric.build(plan.mesh, lambda coordinate: _packed(own[coordinate]))
+    blocks: list[Any] = list(own.values())
+    for turn in range(plan.pairs.count):
+        rotation = rotations.get(turn + 1)
+        arriving = None if rotation is None or flat is None else rotation(flat)
+        see(turn, blocks)
+        if arriving is None:
+            blocks = [None] * len(ranks)
+            continue
+        arrived = plan.fabric.parts(plan.mesh, arriving())
+        blocks = []
+        for coordinate, part in arrived:
+            block = plan.block_at(coordinate, turn + 1)
+            needed = bool(plan.tiles(coordinate, block))
+            blocks.append(plan.unpacked(part, coordinate, block) if needed else None)
+            if not needed:
+                unused.append(part)
+    return unused
+
+
+def _forward(plan: _Plan, ranks: Ranks) -> list[Any]:
+    """The output, the logarithms of the sums, and what else the operator gives."""
+    states = [ForwardBlocks(plan.kernel, given) for _, given in ranks]
+
+    def see(turn: int, blocks: Sequence[Any]) -> None:
+        for (coordinate, _), state, block in zip(ranks, states, blocks, strict=True):
+            if block is not None:
+                at = plan.block_at(coordinate, turn)
+                key, value = block
+                state.add(key, value, plan.pairs.key_starts[at], plan.tiles(coordinate, at))
+
+    unused = _circulate(plan, ranks, see)
+    pairs = [state.results(given["value"].shape[-1]) for state, (_, given) in zip(states, ranks, strict=True)]
+    results = [[_tied(out, unused), lse, *state.others] for (out, lse), state in zip(pairs, states, strict=True)]
+    return _together(plan, ranks, results)
+
+
+def _backward(plan: _Plan, ranks: Ranks) -> list[Any]:
+    """The gradients of queries, keys and values."""
+    states = [BackwardBlocks(plan.kernel, given) for _, given in ranks]
+    announce, rotations = plan.back
+    if rotations:
+        announce()
+    sums: list[list[torch.Tensor]] = []
+    unused: list[torch.Tensor] = []
+    sent: list[Callable[[], torch.Tensor]] = []  # what waits for gradients that come back
+
+    def add_up() -> None:
+        for arriving in sent:
+            for (coordinate, part), total in zip(plan.fabric.parts(plan.mesh, arriving()), sums, strict=True):
+                own = plan.pairs.position(coordinate)
+                if not part.numel():
+                    unused.append(part)
+                    continue
+                for mine, theirs in zip(total, plan.unpacked(part, coordinate, own), strict=True):
+                    mine.add_(theirs)
+        sent.clear()
+
+    def see(turn: int, blocks: Sequence[Any]) -> None:
+        grads: dict[Coordinate, list[torch.Tensor]] = {}
+        for (coordinate, given), state, block in zip(ranks, states, blocks, strict=True):
+            if block is None:
+                grads[coordinate] = [given["key"][..., :0, :], given["value"][..., :0, :]]
+                continue
+            at = plan.block_at(coordinate, turn)
+            key, value = block
+            grads[coordinate] = list(state.add(key, value, plan.pairs.key_starts[at], plan.tiles(coordinate, at)))
+        if not turn:
+            wide = states[0].grad_query.dtype
+            sums.extend([grad.to(wide) for grad in pair] for pair in grads.values())
+            return
+        add_up()
+        rotation = rotations.get(plan.pairs.count - turn)
+        if rotation is not None:
+            flat = plan.fabric.build(plan.mesh, lambda coordinate: _packed(grads[coordinate]))
+            sent.append(rotation(flat))
+
+    unused += _circulate(plan, ranks, see)
+    add_up()
+    results = []
+    for state, total, (_, given) in zip(states, sums, ranks, strict=True):
+        names = ("query", "key", "value")
+        made = zip(names, (state.grad_query, *total), strict=True)
+        results.append([_tied(grad.to(given[name].dtype), unused) for name, grad in made])
+    return _together(plan, ranks, results)
+
+
+def _tied(result: torch.Tensor, unused: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A result that depends on what arrived and was not needed: a compiler leaves out what nothing depends on.
+
+    Other ranks would wait for the collectives that this one left out.
+    """
+    if not unused or not is_recorded(result):
+        return result
+    shape = [0 if dim == SEQUENCE else size for dim, size in enumerate(result.shape)]
+    nothing = [part.narrow(0, 0, 0).to(result.dtype).view(shape) for part in unused]
+    return torch.cat([result, *nothing], SEQUENCE)
+
+
+def _together(plan: _Plan, ranks: Ranks, results: Sequence[Sequence[Any]]) -> list[Any]:
+    """The results of the ranks here, each as a local."""
+    found = []
+    for column in zip(*results, strict=True):
+        if not isinstance(column[0], torch.Tensor):
+            found.append(column[0])
+            continue
+        by_rank = {coordinate: item for (coordinate, _), item in zip(ranks, column, strict=True)}
+        found.append(plan.fabric.build(plan.mesh, by_rank.__getitem__))
+    return found

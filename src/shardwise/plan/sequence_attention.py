@@ -1,0 +1,253 @@
+"""How attention over a sharded sequence is run: by a ring, by gathering keys and values, or by exchanging heads.
+
+Pure: compares seconds of the cost model, and says which ranks need which blocks. Runs nothing.
+
+- "ring": every rank keeps its queries, and blocks of keys and values go round. A rank holds one block besides its own.
+- "gather": every rank keeps its queries and gathers all keys and values.
+- "heads": sequence shards become shards of heads (or of the batch) and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placement import Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.plan.cost import current_cost_model
+from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
+from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
+from shardwise.plan.step import Rotate
+from shardwise.rules.attention import KERNELS, WAYS
+from shardwise.rules.attention_blocks import SEQUENCE, Tile, tiles
+from shardwise.text import human_bytes, human_seconds
+
+__all__ = ["AttentionChoice", "Pairs", "choose_attention"]
+
+# Gathered keys and values are held besides being received: their seconds count twice.
+HELD = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """One way to run a call of attention.
+
+    Args:
+        way: "ring", "gather" or "heads".
+        sharding: where operands lie when it runs, and where its results then lie.
+        returns: the specs that results are brought to.
+        pairs: which queries see which keys on which rank; None where a kernel sees whole sequences.
+        rounds: the rotations of keys and values, by distance; those that no rank needs are left out.
+        back: the rotations that bring gradients of keys and values back to where these lie.
+        seconds: of all that is communicated, by the cost model.
+        received: bytes that a rank receives.
+        why: the comparison in words.
+    """
+
+    way: str
+    sharding: OutputSharding
+    returns: tuple[DTensorSpec, ...]
+    pairs: Pairs | None
+    rounds: Route | None
+    back: Route | None
+    seconds: float
+    received: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Blocks of queries and keys along the axes that shard them. Positions count along `over`, the first axis major.
+
+    Args:
+        over: the axes that the blocks of keys go round along; none where every rank has all keys.
+        query: the first query and the number of queries at each position.
+        key: the same of keys.
+        causal: whether query `i` attends to the keys up to `i` alone.
+    """
+
+    query_spec: DTensorSpec
+    over: tuple[int, ...]
+    key_starts: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    causal: bool
+
+    @property
+    def count(self) -> int:
+        """How many blocks of keys there are."""
+        return len(self.key_starts)
+
+    def position(self, coordinate: Coordinate) -> int:
+        """Where a rank stands along the axes."""
+        at = 0
+        for axis in self.over:
+            at = at * self.query_spec.mesh.shape[axis] + coordinate[axis]
+        return at
+
+    def tiles(self, coordinate: Coordinate, block: int) -> list[Tile]:
+        """The parts of the scores of a rank's queries with a block of keys that count."""
+        start, rows = self.query_spec.global_offset(coordinate)[SEQUENCE], self.query_spec.local_shape(coordinate)[2]
+        offset = start - self.key_starts[block] if self.causal else None
+        return tiles(rows, self.key_lengths[block], offset)
+
+
+def choose_attention(
+    schema: OpSchema, results: tuple[TensorMeta, ...], prefer: str | None = None
+) -> AttentionChoice | None:
+    """The way to run a call whose sequence is sharded; None where no way applies.
+
+    Args:
+        schema: the call.
+        results: shape, stride and dtype of each result.
+        prefer: the way to take if it is possible; None for the cheapest.
+    """
+    specs = schema.specs
+    if any(spec.tensor_meta.is_symbolic or 0 in spec.shape for spec in specs):
+        return None
+    given = _named(schema, specs)
+    if given["key"].shape[SEQUENCE] != given["value"].shape[SEQUENCE]:  # which the kernel may refuse
+        return None
+    makers = {"ring": _ring, "heads": _heads, "gather": _gather}
+    found = {way: made for way in WAYS if (made := makers[way](schema, results)) is not None}
+    if not found:
+        return None
+    weights = {way: HELD if way == "gather" else 1.0 for way in found}
+    best = min(found, key=lambda way: found[way].seconds * weights[way])
+    taken = prefer if prefer in found else best
+    asked = "" if prefer is None else f"{prefer} was asked for; " if prefer in found else f"{prefer} is not possible; "
+    costs = ", ".join(f"{way} {human_seconds(c.seconds)} and {human_bytes(c.received)}" for way, c in found.items())
+    chosen = found[taken]
+    return AttentionChoice(
+        taken, chosen.sharding, chosen.returns, chosen.pairs, chosen.rounds, chosen.back, chosen.seconds,
+        chosen.received, f"{taken} ({asked}{costs})",
+    )  # fmt: skip
+
+
+def _named(schema: OpSchema, specs: Sequence[DTensorSpec]) -> dict[str, DTensorSpec]:
+    """Specs by the names of their arguments."""
+    order = [name for name in (a.name for a in schema.op._schema.arguments) if name in schema.arguments]
+    return dict(zip([n for n in order if isinstance(schema.arguments[n], DTensorSpec)], specs, strict=True))
+
+
+def _returns(schema: OpSchema, sharding: OutputSharding) -> tuple[DTensorSpec, ...]:
+    """The results in the layouts of the operands they belong to: the output in that of the queries, and gradients."""
+    given, outputs = _named(schema, schema.specs), list(sharding.outputs)
+    names = ("query", "key", "value") if KERNELS[schema.op][1] else ("query",)
+    for i, name in enumerate(names):
+        like = given[name]
+        if not like.partial_axes and not like.is_strided:
+            outputs[i] = like.with_meta(outputs[i].tensor_meta)
+    return tuple(outputs)
+
+
+def _made(
+    way: str,
+    schema: OpSchema,
+    sharding: OutputSharding,
+    pairs: Pairs | None = None,
+    rounds: Route | None = None,
+    back: Route | None = None,
+) -> AttentionChoice:
+    planner = DTensorRedistributePlanner()
+    returns = _returns(schema, sharding)
+    ends = (*zip(schema.specs, sharding.inputs, strict=True), *zip(sharding.outputs, returns, strict=True))
+    routes = [planner.plan(have, want) for have, want in ends if have is not want]
+    routes += [route for route in (rounds, back) if route is not None]
+    seconds, received = sum(route.seconds for route in routes), sum(route.received for route in routes)
+    return AttentionChoice(way, sharding, returns, pairs, rounds, back, seconds, received)
+
+
+def _heads(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
+    sharding = ShardingPropagator().propagate(schema, results, way="heads")
+    if sharding is None:
+        return None
+    moved = _named(schema, sharding.inputs)["query"]
+    sequence = _sequence_axes(schema)
+    exchanged = all(isinstance(moved.placements[axis], Shard | StridedShard) for axis in sequence)
+    return _made("heads", schema, sharding) if exchanged else None
+
+
+def _sequence_axes(schema: OpSchema) -> set[int]:
+    """The axes that shard the sequence of queries, keys or values."""
+    given = _named(schema, schema.specs)
+    return {axis for name in ("query", "key", "value") for axis in given[name].dim_axes[SEQUENCE]}
+
+
+def _gather(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
+    """Keys and values are gathered along their sequence, and everything else stays where it can."""
+    given = _named(schema, schema.specs)
+    for name in ("key", "value"):
+        placements = [
+            Replicate() if isinstance(p, Shard | StridedShard) and p.dim == SEQUENCE else p
+            for p in given[name].placements
+        ]
+        order = [entry for entry in given[name].shard_order if entry.dim != SEQUENCE]
+        given[name] = given[name].with_placements(placements, order)
+    gathered = OpSchema(schema.op, {**schema.arguments, **given}, tuple(given.values()))
+    sharding = ShardingPropagator().propagate(gathered, results, way="gather")
+    if sharding is None or any(spec.is_strided for spec in sharding.inputs):
+        return None
+    inputs = _named(schema, sharding.inputs)
+    length = inputs["key"].shape[SEQUENCE]
+    pairs = Pairs(inputs["query"], (), (0,), (length,), bool(schema.arguments["is_causal"]))
+    return _made("gather", schema, sharding, pairs)
+
+
+def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
+    sharding = ShardingPropagator().propagate(schema, results, way="ring")
+    if sharding is None or any(spec.is_strided for spec in sharding.inputs):
+        return None
+    inputs = _named(schema, sharding.inputs)
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    over = key.dim_axes[SEQUENCE]
+    if not over or query.dim_axes[SEQUENCE] != over or value.dim_axes[SEQUENCE] != over:
+        return None
+    mesh = key.mesh
+    line = mesh.coordinates[mesh.group_through(over, 0)]
+    starts, lengths = (tuple(array.tolist()) for array in key.starts_and_lengths(SEQUENCE, line))
+    pairs = Pairs(query, over, starts, lengths, bool(schema.arguments["is_causal"]))
+    needed = _needed(pairs, line)
+    rounds = _rotations((key, value), over, needed, forward=True)
+    back = _rotations((key, value), over, needed, forward=False) if KERNELS[schema.op][1] else None
+    return _made("ring", schema, sharding, pairs, rounds, back)
+
+
+def _needed(pairs: Pairs, line: np.ndarray) -> np.ndarray:
+    """By position of the rank and of the block, whether the rank needs the block."""
+    starts, rows = pairs.query_spec.starts_and_lengths(SEQUENCE, line)
+    needed = (rows > 0)[:, None] & (np.asarray(pairs.key_lengths) > 0)[None, :]
+    if pairs.causal:
+        needed &= np.asarray(pairs.key_starts)[None, :] < (starts + rows)[:, None]
+    return needed
+
+
+def _rotations(blocks: tuple[DTensorSpec, ...], over: tuple[int, ...], needed: np.ndarray, forward: bool) -> Route:
+    """The rotations that bring each rank the blocks it needs; not `forward`: what it computed for them goes back."""
+    key, count = blocks[0], len(needed)
+    mesh = key.mesh
+    positions = np.arange(count)
+    line = mesh.coordinates[mesh.group_through(over, 0)]
+    _, lengths = key.starts_and_lengths(SEQUENCE, line)
+    row_bytes = sum(_row_bytes(spec) for spec in blocks)
+    steps, costs = [], []
+    for turn in range(1, count):
+        # the block of `source` is at a rank of this position in the turn
+        at, source = (positions, (positions - turn) % count) if forward else ((positions + turn) % count, positions)
+        wanted = needed[at, source]
+        if not wanted.any():
+            continue
+        distance = turn if forward else count - turn
+        received = float((lengths[source] * wanted).max()) * row_bytes
+        steps.append(Rotate(key, key, blocks, distance, tuple(wanted.tolist()), not forward, over))
+        costs.append(StepCost(received, current_cost_model().seconds(mesh, over, received), round(received)))
+    return Route(key, key, tuple(steps), tuple(costs))
+
+
+def _row_bytes(spec: DTensorSpec) -> int:
+    """Bytes of one key in the largest local."""
+    sizes = [size for dim, size in enumerate(spec.largest_local_shape) if dim != SEQUENCE]
+    return math.prod(sizes) * spec.tensor_meta.dtype.itemsize

@@ -1,0 +1,170 @@
+"""Attention block by block: the kernels on one block of queries and one of keys, and how their results are merged.
+
+Functions on plain tensors. Softmax statistics and sums of gradients are kept in float32, or float64 for float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "Tile", "tiles"]
+
+SEQUENCE = 2  # the dim of queries, keys and values
+
+
+class Tile(NamedTuple):
+    """A rectangle of a block of scores; of a causal one, which is square, the part up to the diagonal counts."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+    causal: bool
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of this tile in a tensor of queries."""
+        return x if self.rows == x.shape[SEQUENCE] else x.narrow(SEQUENCE, self.row, self.rows)
+
+    def of_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of this tile in a tensor of keys."""
+        return x if self.columns == x.shape[SEQUENCE] else x.narrow(SEQUENCE, self.column, self.columns)
+
+
+def tiles(rows: int, columns: int, offset: int | None) -> list[Tile]:
+    """The rectangles of a block of scores that count, so that kernels see whole ones and causal squares alone.
+
+    Args:
+        rows: how many queries.
+        columns: how many keys.
+        offset: row `i` attends to the columns up to `i + offset`; None: to all.
+
+    Example:
+        >>> [tuple(tile) for tile in tiles(3, 3, 0)]
+        [(0, 3, 0, 3, True)]
+        >>> [tuple(tile) for tile in tiles(2, 4, 1)]
+        [(0, 2, 0, 1, False), (0, 2, 1, 2, True)]
+        >>> tiles(2, 4, -2)
+        []
+    """
+    if not rows or not columns:
+        return []
+    if offset is None or offset >= columns - 1:
+        return [Tile(0, rows, 0, columns, False)]
+    first, seen = max(0, -offset), max(0, offset)
+    left = rows - first
+    if left <= 0:
+        return []
+    size = min(left, columns - seen)
+    found = [Tile(first, left, 0, seen, False)] if seen else []
+    found.append(Tile(first, size, seen, size, True))
+    if left > size:
+        found.append(Tile(first + size, left - size, seen, size, False))
+    return found
+
+
+class BlockKernel(NamedTuple):
+    """A fused kernel on one block.
+
+    Args:
+        forward: (query, key, value, mask, causal, scale) to all results of the operator, the first two of them the
+            output and the logarithm of the sum of exponentials.
+        backward: (grad_out, query, key, value, out, logsumexp, mask, causal, arguments) to the three gradients, where
+            `out` and `logsumexp` are those over all keys, and `arguments` those of the operator's call.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def columns_of(mask: torch.Tensor | None, start: int, length: int) -> torch.Tensor | None:
+    """The columns of a mask that belong to a block of keys. One column stands for all."""
+    return mask if mask is None or mask.shape[-1] == 1 else mask.narrow(-1, start, length)
+
+
+class ForwardBlocks:
+    """The output of one block of queries over the blocks of keys seen so far."""
+
+    def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
+        self.kernel, self.scale = kernel, arguments["scale"]
+        self.query, self.mask = arguments["query"], arguments.get("attn_mask")
+        self.out: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
+        self.others: tuple[Any, ...] = ()  # what kernels return besides
+
+    def add(self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[Tile]) -> None:
+        """Take a block of keys into account, which begins at `start` of all keys."""
+        for tile in found:
+            key_, value_ = tile.of_columns(key), tile.of_columns(value)
+            mask = columns_of(self.mask, start + tile.column, tile.columns)
+            query = tile.of_rows(self.query)
+            out, lse, *others = self.kernel.forward(query, key_, value_, mask, tile.causal, self.scale)
+            self.others = tuple(others)
+            if mask is not None:
+                lse, out = _without_dead_rows(mask, lse, out)
+            self._merge(tile, out, lse)
+
+    def _merge(self, tile: Tile, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if self.out is None or self.lse is None:
+            if tile.rows == self.query.shape[SEQUENCE]:
+                self.out, self.lse = out.to(lse.dtype), lse
+                return
+            self.out = out.new_zeros((*self.query.shape[:3], out.shape[-1]), dtype=lse.dtype)
+            self.lse = lse.new_full(self.query.shape[:3], -math.inf)
+        so_far, sums = tile.of_rows(self.out), tile.of_rows(self.lse)
+        weight = torch.sigmoid(lse - sums).masked_fill_(lse == -math.inf, 0.0)
+        so_far.lerp_(out.to(lse.dtype), weight.unsqueeze(-1))
+        sums.copy_(torch.logaddexp(sums, lse))
+
+    def results(self, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the logarithm of the sum of exponentials; rows that attend to nothing are zero in both."""
+        wide = torch.float64 if self.query.dtype is torch.float64 else torch.float32
+        if self.out is None or self.lse is None:
+            shape = self.query.shape[:3]
+            return self.query.new_zeros((*shape, value_size)), self.query.new_zeros(shape, dtype=wide)
+        lse = self.lse if self.mask is None else self.lse.masked_fill(self.lse == -math.inf, 0.0)
+        return self.out.to(self.query.dtype), lse
+
+
+def _without_dead_rows(mask: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that attend to none of the keys of a block do not count. Kernels give them a sum like that of others."""
+    dead = (mask == -math.inf).all(-1)
+    return lse.masked_fill(dead, -math.inf), out.masked_fill(dead.unsqueeze(-1), 0.0)
+
+
+class BackwardBlocks:
+    """The gradients of one block of queries, and of the blocks of keys it is shown."""
+
+    def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
+        self.kernel, self.arguments = kernel, arguments
+        names = ("grad_out", "query", "out", "logsumexp")
+        self.grad_out, self.query, self.out, self.lse = (arguments[name] for name in names)
+        self.mask = arguments.get("attn_mask")
+        wide = torch.float64 if self.query.dtype is torch.float64 else torch.float32
+        self.grad_query = self.query.new_zeros(self.query.shape, dtype=wide)
+
+    def add(
+        self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[Tile]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this block of queries adds to the gradients of a block of keys and values; its own are kept."""
+        grads: list[torch.Tensor] | None = None
+        for tile in found:
+            key_, value_ = tile.of_columns(key), tile.of_columns(value)
+            mask = columns_of(self.mask, start + tile.column, tile.columns)
+            rows = [tile.of_rows(x) for x in (self.grad_out, self.query, self.out, self.lse)]
+            grad_out, query, out, lse = rows
+            grad_query, *of_keys = self.kernel.backward(
+                grad_out, query, key_, value_, out, lse, mask, tile.causal, self.arguments
+            )
+            tile.of_rows(self.grad_query).add_(grad_query)
+            if grads is None and tile.columns == key.shape[SEQUENCE]:
+                grads = of_keys
+                continue
+            if grads is None:
+                grads = [torch.zeros_like(key), torch.zeros_like(value)]
+            for total, grad in zip(grads, of_keys, strict=True):
+                tile.of_columns(total).add_(grad)
+        return (torch.zeros_like(key), torch.zeros_like(value)) if grads is None else (grads[0], grads[1])

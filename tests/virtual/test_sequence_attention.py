@@ -1,0 +1,233 @@
+"""Attention over a sharded sequence: every way against one device, what it moves and holds, and how a way is chosen."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.rules.attention_blocks import tiles
+from tests import sequence_attention as sequences
+from tests.sequence_attention import LAYOUTS, LENGTHS, MASKS, S0, S1, S2, R, assert_close, case, on_mesh, on_one_device
+
+WAYS = ("ring", "gather", "heads")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_as_on_one_device(mask: str, way: str) -> None:
+    for i, lengths in enumerate(LENGTHS):
+        given = case(mask, lengths)
+        wanted = on_one_device(given)
+        for shape, placements in (LAYOUTS[i], LAYOUTS[(i + WAYS.index(way) + 1) % len(LAYOUTS)]):
+            mesh = sw.init_device_mesh("cpu", shape)
+            got = on_mesh(given, mesh, placements, way)
+            assert_close(got, wanted)
+            assert all(x.placements == placements for x in got)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mask", ["none", "causal", "float"])
+def test_float32(mask: str, way: str) -> None:
+    given = case(mask, (37, 37), torch.float32)
+    assert_close(on_mesh(given, sw.init_device_mesh("cpu", (4,)), [S2], way), on_one_device(given))
+
+
+def test_half_precision_is_merged_in_float32() -> None:
+    """As far from float32 as one device is, and no further."""
+    wide = case("causal", (64, 64), torch.float32)
+    half = wide._replace(tensors=tuple(x.bfloat16() for x in wide.tensors))
+    exact = on_one_device(wide._replace(tensors=tuple(x.float() for x in half.tensors)))
+    one, many = on_one_device(half), on_mesh(half, sw.init_device_mesh("cpu", (4,)), [S2], "ring")
+    for mine, theirs, truth in zip(many, one, exact, strict=True):
+        assert mine.dtype is torch.bfloat16
+        error, allowed = ((x.float() - truth).abs().max() for x in (mine.full_tensor(), theirs))
+        assert error <= 2 * allowed
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_in_any_layout(way: str) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for name, layouts in {"float": ([S0], [S1]), "boolean": ([S2], [sw.Shard(3)], [S0])}.items():
+        given = case(name, (9, 8))
+        for mask in layouts:
+            assert_close(on_mesh(given, mesh, [S2], way, mask), on_one_device(given))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_queries_and_keys_laid_out_differently(way: str) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    given = case("causal", (12, 12))
+    wanted = on_one_device(given)
+    for layouts in (
+        ([S2, S2], [S2, R]),
+        ([S2, R], [R, S2]),
+        ([R, R], [S2, S2]),
+        ([S2, S2], [R, R]),
+        ([S1, S2], [S2, S1]),
+    ):
+        q, k, v, g = (sw.distribute_tensor(x, mesh, layouts[i in (1, 2)]) for i, x in enumerate(given.tensors))
+        with sw.attention(prefer=way):
+            got = sequences.attend(given, (q, k, v), None, g)
+        assert_close(got, wanted)
+
+
+def test_a_gradient_that_is_constant() -> None:
+    given = case("causal", (10, 10))
+    leaves = [x.clone().requires_grad_() for x in given.tensors[:3]]
+    wanted = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, is_causal=True).sum(), leaves)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    laid = [sw.distribute_tensor(x, mesh, [S2]).requires_grad_() for x in given.tensors[:3]]
+    for way in WAYS:
+        with sw.attention(prefer=way):
+            total = F.scaled_dot_product_attention(*laid, is_causal=True).sum()
+            assert_close(list(torch.autograd.grad(total, laid)), list(wanted))
+
+
+def test_lower_right_causal_mask() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    given = case("none", (6, 10))
+    mask = torch.ones(6, 10, dtype=torch.bool).tril(4)
+    wanted = on_one_device(given._replace(mask=mask))
+    mesh = sw.init_device_mesh("cpu", (4,))
+    laid = [sw.distribute_tensor(x, mesh, [S2]) for x in given.tensors]
+    with sw.attention(prefer="ring"):
+        got = sequences.attend(given, laid[:3], causal_lower_right(6, 10), laid[3])
+    assert_close(got, wanted)
+
+
+# ---------------------------------------------------------------- what is moved and held
+
+
+def test_a_ring_receives_keys_and_values_once_and_their_gradients_once() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    given = case("none", (16, 16), torch.float32)
+    local = 2 * 4 * 4 * 8 * 4  # bytes of a block of keys
+    laid = [sw.distribute_tensor(x, mesh, [S2]).requires_grad_() for x in given.tensors]
+    with sw.attention(prefer="ring"):
+        out, calls, received = sequences.counted(lambda: F.scaled_dot_product_attention(*laid[:3]))
+        assert (calls, received) == (3, 3 * 2 * local)
+        grads, calls, received = sequences.counted(lambda: torch.autograd.grad(out, laid[:3], laid[3].detach()))
+        assert (calls, received) == (6, 3 * 4 * local)
+    assert [x.placements for x in grads] == [(S2,)] * 3
+
+
+def test_keys_that_no_query_attends_to_are_not_sent() -> None:
+    """Five queries attend to the first five keys alone."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    given = case("causal", (2, 16))
+    laid = [sw.distribute_tensor(x, mesh, [S2]) for x in given.tensors]
+    with sw.attention(prefer="ring"):
+        _, calls, _ = sequences.counted(lambda: F.scaled_dot_product_attention(*laid[:3], is_causal=True))
+    assert calls == 1
+
+
+def test_queries_beside_whole_keys_need_nothing_under_a_causal_mask() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    given = case("causal", (16, 16))
+    layouts = [S2], [R], [R]
+    q, k, v = (sw.distribute_tensor(x, mesh, p) for x, p in zip(given.tensors[:3], layouts, strict=True))
+    out, calls, _ = sequences.counted(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert (out.placements, calls) == ((S2,), 0)
+    assert_close([out], on_one_device(given)[:1])
+
+
+def _dry(ranks: int, way: str, local: int = 64) -> Any:
+    with sw.dry_run() as run:
+        mesh = sw.init_device_mesh("cuda", (ranks,))
+        shape, dtype = (1, 8, local * ranks, 32), torch.bfloat16
+        q, k, v = (sw.zeros(*shape, dtype=dtype, device_mesh=mesh, placements=[S2]).requires_grad_() for _ in "qkv")
+        with sw.attention(prefer=way):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return run
+
+
+def test_memory_of_a_ring_does_not_grow_with_the_ranks() -> None:
+    runs = {ranks: _dry(ranks, "ring") for ranks in (8, 64, 512)}
+    peaks = {run.peak_bytes for run in runs.values()}
+    assert len(peaks) == 1
+    block = 8 * 64 * 32 * 2
+    for ranks, run in runs.items():
+        assert run.bytes == (ranks - 1) * 6 * block  # keys and values in each pass, and their gradients
+        assert run.collectives["all_to_all"] == 3 * (ranks - 1)
+    assert _dry(64, "gather").peak_bytes > 4 * runs[64].peak_bytes
+
+
+# ---------------------------------------------------------------- which way
+
+
+def _way(shape: tuple[int, ...], ranks: int, prefer: str | None = None) -> tuple[str, str]:
+    """The way that a call takes, and what explain says about it."""
+    mesh = sw.init_device_mesh("cpu", (ranks,))
+    q = sw.zeros(*shape, device_mesh=mesh, placements=[S2])
+    with sw.explain() as report:
+        if prefer is None:
+            F.scaled_dot_product_attention(q, q, q)
+        else:
+            with sw.attention(prefer=prefer):
+                F.scaled_dot_product_attention(q, q, q)
+    (record,) = [r for r in report.records if "attention" in r.name]
+    return record.way, record.rule
+
+
+def test_the_cheapest_way_is_taken() -> None:
+    assert _way((1, 8, 4096, 16), 4)[0] == "heads"  # a quarter of the bytes
+    assert _way((1, 2, 4096, 16), 4)[0] == "ring"  # two heads are too few
+    assert _way((1, 2, 16, 16), 8)[0] == "gather"  # so little that two collectives are faster than seven
+
+
+def test_explain_says_which_way_and_why() -> None:
+    way, rule = _way((1, 8, 4096, 16), 4, "ring")
+    assert way == "ring"
+    assert "ring was asked for" in rule
+    assert "heads" in rule
+    way, rule = _way((1, 2, 4096, 16), 4, "heads")
+    assert way == "ring"
+    assert "heads is not possible" in rule
+
+
+def test_a_way_is_known_again() -> None:
+    """The preference is looked at in each call, warm ones too."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    q = sw.zeros(1, 8, 16, 4, device_mesh=mesh, placements=[S2])
+
+    def calls() -> int:
+        return sequences.counted(lambda: F.scaled_dot_product_attention(q, q, q))[1]
+
+    for _ in range(2):
+        for way, count in {"ring": 3, "gather": 2, "heads": 4}.items():
+            with sw.attention(prefer=way):
+                assert calls() == count
+
+
+def test_strict_mode_refuses_every_way() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    q = sw.zeros(1, 8, 16, 4, device_mesh=mesh, placements=[S2])
+    for way in WAYS:
+        with sw.attention(prefer=way), sw.strict(), pytest.raises(sw.ImplicitCommunicationError):
+            F.scaled_dot_product_attention(q, q, q)
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(sw.UnsupportedError, match="'ring', 'gather', 'heads'"), sw.attention(prefer="star"):
+        pass
+
+
+# ---------------------------------------------------------------- tiles
+
+
+def test_tiles_cover_what_counts_once() -> None:
+    for rows in range(5):
+        for columns in range(5):
+            for offset in (None, *range(-6, 7)):
+                counted = torch.zeros(rows, columns)
+                for tile in tiles(rows, columns, offset):
+                    part = torch.ones(tile.rows, tile.columns)
+                    assert not tile.causal or tile.rows == tile.columns
+                    within = part.tril() if tile.causal else part
+                    counted[tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns] += within
+                every = torch.ones(rows, columns)
+                assert torch.equal(counted, every if offset is None else every.tril(offset)), (rows, columns, offset)
