@@ -1,0 +1,74 @@
+"""Attention over a sharded sequence on processes: every way against one device, compiled, and under a check of ranks."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+from tests.gloo.processes import ProcessPool
+from tests.sequence_attention import LENGTHS, R, S0, S2, assert_close, attend, case, on_mesh, on_one_device
+
+MESHES: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (((4,), (S2,)), ((2, 2), (S0, S2)), ((2, 2), (S2, S2)))
+
+
+def _table(way: str) -> None:
+    for mask in ("none", "causal", "boolean", "causal groups"):
+        for i, lengths in enumerate(LENGTHS):
+            given = case(mask, lengths)
+            shape, placements = MESHES[i % len(MESHES)]
+            assert_close(on_mesh(given, sw.init_device_mesh("cpu", shape), placements, way), on_one_device(given))
+    half = case("causal", (13, 13), torch.bfloat16)
+    got = on_mesh(half, sw.init_device_mesh("cpu", (4,)), [S2], way)
+    for mine, plain in zip(got, on_one_device(half), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), plain, atol=2e-2, rtol=2e-2)
+
+
+def test_every_way(gloo4: ProcessPool) -> None:
+    for way in ("ring", "gather", "heads"):
+        gloo4.run(_table, way, timeout=120)
+
+
+def _checked() -> None:
+    with sw.debug.check_ranks():
+        given = case("causal", (13, 13))
+        assert_close(on_mesh(given, sw.init_device_mesh("cpu", (4,)), [S2], "ring"), on_one_device(given))
+
+
+def test_under_a_check_of_ranks(gloo4: ProcessPool) -> None:
+    gloo4.run(_checked, timeout=60)
+
+
+def _compiled() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for mask in ("causal", "none"):
+        given = case(mask, (13, 13))
+
+        def step(q: Any, k: Any, v: Any) -> Any:
+            return F.scaled_dot_product_attention(q, k, v, **given.options).square().sum()
+
+        plain = [x.clone().requires_grad_() for x in given.tensors[:3]]
+        wanted = torch.autograd.grad(step(*plain), plain)
+        laid = [sw.distribute_tensor(x, mesh, [S2]).requires_grad_() for x in given.tensors[:3]]
+        torch._dynamo.reset()
+        with sw.attention(prefer="ring"):
+            total = torch.compile(step, backend="aot_eager", fullgraph=True)(*laid)
+            assert_close(list(torch.autograd.grad(total, laid)), list(wanted))
+
+
+def test_compiled(gloo4: ProcessPool) -> None:
+    gloo4.run(_compiled, timeout=120)
+
+
+def _masks() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    given = case("float", (9, 11))
+    laid = [sw.distribute_tensor(x, mesh, [S2]) for x in given.tensors]
+    for placement in (R, S0, sw.Shard(1)):
+        mask = sw.distribute_tensor(given.mask, mesh, [placement])
+        with sw.attention(prefer="ring"):
+            assert_close(attend(given, laid[:3], mask, laid[3]), on_one_device(given))
+
+
+def test_masks(gloo4: ProcessPool) -> None:
+    gloo4.run(_masks, timeout=60)
