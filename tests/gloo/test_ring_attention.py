@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence on processes: every way against one device, compiled, and under a check of ranks."""
+"""Attention over a sharded sequence on processes: every way against one device, compiled, under a check of ranks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from tests.gloo.processes import ProcessPool
-from tests.sequence_attention import LENGTHS, R, S0, S2, assert_close, attend, case, on_mesh, on_one_device
+from tests.sequence_attention import LENGTHS, S0, S2, R, assert_close, attend, case, on_mesh, on_one_device
 
 MESHES: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (((4,), (S2,)), ((2, 2), (S0, S2)), ((2, 2), (S2, S2)))
 
@@ -44,8 +44,8 @@ def _compiled() -> None:
     for mask in ("causal", "none"):
         given = case(mask, (13, 13))
 
-        def step(q: Any, k: Any, v: Any) -> Any:
-            return F.scaled_dot_product_attention(q, k, v, **given.options).square().sum()
+        def step(q: Any, k: Any, v: Any, causal: bool = given.options["is_causal"]) -> Any:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal).square().sum()
 
         plain = [x.clone().requires_grad_() for x in given.tensors[:3]]
         wanted = torch.autograd.grad(step(*plain), plain)
