@@ -16,6 +16,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.fabric.c10d import c10d
 from shardwise.fabric.pieces import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
@@ -101,7 +102,7 @@ def _distribute_transformed(
     shard_order: Sequence[Any] | None,
 ) -> AnyDTensor:
     """Inside a function that torch.func transforms: with derivatives, each rank from its own tensor."""
-    if src_data_rank is not None and mesh.fabric == "c10d":
+    if src_data_rank is not None and mesh.fabric == c10d.name:
         raise UnsupportedError(
             "distribute_tensor inside a function that torch.func transforms cannot send the values of one rank",
             hint="pass src_data_rank=None, so that every rank takes its own; or make the DTensor outside",

@@ -7,6 +7,9 @@ import sys
 import threading
 from collections.abc import Callable
 
+from shardwise.fabric.base import of_one_rank
+from shardwise.fabric.rank_threads import rank_threads
+
 __all__ = ["Saving", "finish_pending", "start_pending"]
 
 
@@ -15,6 +18,10 @@ class Saving:
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if rank_threads() is not None:  # a thread beside them would speak for whichever rank is running
+            self._run(run)
+            return
         # not a daemon: a program that ends waits for its checkpoint
         self._thread = threading.Thread(target=self._run, args=(run,), name="shardwise-checkpoint")
         self._thread.start()
@@ -28,11 +35,12 @@ class Saving:
     @property
     def done(self) -> bool:
         """Whether it is over, well or not."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for it; raises what went wrong, once."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         error, self._error = self._error, None
         if _pending and _pending[0] is self:
             _pending.clear()
@@ -40,7 +48,7 @@ class Saving:
             raise error
 
 
-_pending: list[Saving] = []
+_pending: list[Saving] = of_one_rank([])
 
 
 def start_pending(run: Callable[[], None]) -> Saving:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.ranges import Replaced
 from shardwise.core import mesh as mesh_module
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError
+from shardwise.fabric.base import of_one_rank
 from shardwise.fabric.c10d import c10d, new_group
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
@@ -144,7 +145,7 @@ class Processes:
         return Processes(made)
 
 
-_apart: dict[tuple[int, ...], Any] = {}  # groups by ranks; under () the world they belong to
+_apart: dict[tuple[int, ...], Any] = of_one_rank({})  # groups by ranks; under () the world they belong to
 
 
 def _portable(error: BaseException | None) -> ShardwiseError | str | None:
@@ -190,7 +191,7 @@ def processes_of(turn: Turn, tensors: Iterable[torch.Tensor], group: Any = None)
     looking.attempt(look, None)
     turn.error = turn.error or looking.error
     surrounding = fabrics.pop() if len(fabrics) == 1 else mesh_module.chosen_fabric()
-    if surrounding != "c10d" or not dist.is_initialized():
+    if surrounding != c10d.name or not dist.is_initialized():
         return Processes()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise UnsupportedError(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from shardwise.cli.command import Command
-from shardwise.cli.scripts import MESHES, add_script_arguments, end_as, run_script
+from shardwise.cli.scripts import MESHES, add_script_arguments, end_as, run_script, run_script_in_threads
 from shardwise.cli.words import parse_count
-from shardwise.errors import LayoutError
 
 __all__ = ["COMMAND"]
 
@@ -15,17 +14,17 @@ __all__ = ["COMMAND"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.add_argument("--mesh", help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
-    parser.add_argument("-n", "--ranks", metavar="N", help="how many ranks: the same as --mesh N")
+    parser.add_argument("-n", "--ranks", metavar="N", help="give each of N ranks a thread, as torchrun gives it a process")
     add_script_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the script, and end as it does."""
-    if arguments.ranks is not None:
-        if arguments.mesh is not None:
-            raise LayoutError("both --mesh and -n are given", hint="give one: --mesh says how many ranks there are")
-        arguments.mesh = str(parse_count(arguments.ranks, "ranks"))
-    end_as(run_script(arguments.script, arguments.args, arguments.mesh))
+    if arguments.ranks is None:
+        end_as(run_script(arguments.script, arguments.args, arguments.mesh))
+    else:
+        ranks = parse_count(arguments.ranks, "ranks")
+        end_as(run_script_in_threads(arguments.script, arguments.args, ranks, arguments.mesh))
 
 
 COMMAND = Command(

@@ -17,9 +17,13 @@ from pathlib import Path
 
 from shardwise.core.notation import parse_axes
 from shardwise.errors import LayoutError
+from shardwise.fabric.c10d import c10d
+from shardwise.fabric import rank_threads
+from shardwise.fabric.rank_threads import RankThreads, torchrun_environment
+from shardwise.fabric.thread_group import thread_groups
 from shardwise.fabric.world import PRESET, virtual
 
-__all__ = ["MESHES", "add_script_arguments", "end_as", "run_script"]
+__all__ = ["MESHES", "add_script_arguments", "end_as", "run_script", "run_script_in_threads"]
 
 SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what torchrun sets alike on all ranks of a machine
 RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")  # and what differs
@@ -35,7 +39,7 @@ torchrun: there SHARDWISE_MESH=dp=2,tp=4 in the environment says the same.
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     """The script, and what it is given."""
-    parser.add_argument("script", help="the script; the meshes that it makes are virtual")
+    parser.add_argument("script", help="the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="what the script is given")
 
 
@@ -47,10 +51,7 @@ def run_script(script: str, args: list[str], mesh: str | None) -> BaseException 
         args: what it is given.
         mesh: the axes of the mesh that it gets where it gives no shape.
     """
-    if not Path(script).is_file():
-        raise LayoutError(f"there is no script {script}")
-    if mesh is not None:
-        parse_axes(mesh)
+    _check_script(script, mesh)
     with _as_started(script, args, mesh), virtual():
         try:
             runpy.run_path(script, run_name="__main__")
@@ -59,6 +60,48 @@ def run_script(script: str, args: list[str], mesh: str | None) -> BaseException 
         except Exception as error:
             return _with_remedy(_without_our_frames(error))
     return None
+
+
+def run_script_in_threads(script: str, args: list[str], ranks: int, mesh: str | None) -> BaseException | None:
+    """Run a script as `torchrun --nproc-per-node ranks script args` would, each rank a thread; how it ended, if not well.
+
+    Args:
+        script: its path.
+        args: what it is given.
+        ranks: how many.
+        mesh: the axes of the mesh that it gets where it gives no shape.
+    """
+    _check_script(script, mesh)
+    if mesh is not None and math.prod(parse_axes(mesh)[0]) != ranks:
+        raise LayoutError(f"--mesh {mesh} has not {ranks} ranks", hint="-n says how many ranks there are")
+
+    def program(rank: int) -> None:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        c10d.end()  # as at the end of a process
+
+    with _as_started(script, args, mesh), thread_groups():
+        roots = [os.path.dirname(os.path.abspath(script)), os.getcwd()]
+        failure = RankThreads(ranks, roots, torchrun_environment(ranks)).run(program)
+    if failure is None:
+        return None
+    rank, error = failure
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, Exception):
+        error = _without_our_frames(error)
+        error.add_note(f"raised by rank {rank} of {ranks}")
+    return error
+
+
+def _check_script(script: str, mesh: str | None) -> None:
+    if not Path(script).is_file():
+        raise LayoutError(f"there is no script {script}")
+    if mesh is not None:
+        parse_axes(mesh)
 
 
 def end_as(failed: BaseException | None) -> None:
@@ -99,8 +142,9 @@ def _with_remedy(error: Exception) -> Exception:
     if asked_environment or "process group has not been initialized" in str(error):
         error.add_note(
             "virtual ranks run in lockstep, so no line has a rank of its own\n"
-            "  hint: what one rank does (printing, saving) goes under `if shardwise.is_main():`; data that differs by "
-            "rank is a RankTensor or a DTensor; torchrun gives each rank a process"
+            "  hint: `shardwise run -n N` gives each rank a thread, and torchrun a process; in lockstep, what one rank "
+            "does (printing, saving) goes under `if shardwise.is_main():`, and data that differs by rank is a "
+            "RankTensor or a DTensor"
         )
     return error
 
@@ -108,6 +152,7 @@ def _with_remedy(error: Exception) -> Exception:
 def _without_our_frames(error: Exception) -> Exception:
     """The error with the script's own lines on top: how it was started is not what went wrong."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    ours = (__file__, rank_threads.__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return error.with_traceback(trace)

@@ -33,6 +33,8 @@ Coordinate = tuple[int, ...]  # of a rank: its index along each axis
 class Host(Protocol):
     """What a mesh must ask of whoever runs it."""
 
+    name: str
+
     def rank(self) -> int:
         """The rank of this process."""
         ...
@@ -145,8 +147,7 @@ class DeviceMesh(Interned):
             raise MeshError(
                 f"the ranks of a mesh count from 0, got {min(flat)}", hint="name each rank by its number in the world"
             )
-        if fabric is None:
-            fabric = chosen_fabric()
+        fabric = chosen_fabric() if fabric is None else _here(fabric)
         axes = tuple((a,) for a in range(ranks.ndim))
         return cls._intern(str(device_type), fabric, ranks.shape, _as_range(flat), names, axes, names)
 
@@ -162,7 +163,9 @@ class DeviceMesh(Interned):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a plain tuple: torch.load(weights_only=True) knows no range
-        return rebuild_mesh, tuple(tuple(v) if isinstance(v := getattr(self, n), range) else v for n in self._fields)
+        values = [tuple(v) if isinstance(v := getattr(self, n), range) else v for n in self._fields]
+        values[self._fields.index("fabric")] = _kind(self.fabric)
+        return rebuild_mesh, tuple(values)
 
     # ---------------------------------------------------------------- looking at parts
 
@@ -502,7 +505,7 @@ class DeviceMesh(Interned):
         )
         ranks = "" if self.grid_ranks == range(self.grid_size) else f", ranks {list(self.grid_ranks)}"
         part = "" if self.size() == self.grid_size else f" of {self.root.size()}"
-        return f"DeviceMesh({self.device_type} {sizes}{part}{ranks}, {self.fabric})"
+        return f"DeviceMesh({self.device_type} {sizes}{part}{ranks}, {_kind(self.fabric)})"
 
 
 # For the mesh over a whole grid, the names that `_flatten` has given to several of its axes. As long as it is alive: a
@@ -551,11 +554,21 @@ def _check_backends(chosen: Mapping[Any, Any]) -> None:
             )
 
 
+def _kind(fabric: str) -> str:
+    """The kind of a fabric: where ranks are threads of one process, the name of each one's has a number after it."""
+    return fabric.partition("/")[0]
+
+
+def _here(fabric: str) -> str:
+    """The name that the fabric of this kind has on the rank that is running."""
+    return hosts[fabric].name if fabric in hosts else fabric
+
+
 def rebuild_mesh(
     device_type: str, fabric: str, grid_shape: tuple[int, ...], grid_ranks: tuple[int, ...], *rest: Any
 ) -> DeviceMesh:
     """The mesh of these fields; what pickle calls."""
-    return DeviceMesh._intern(device_type, fabric, grid_shape, _as_range(grid_ranks), *rest)
+    return DeviceMesh._intern(device_type, _here(fabric), grid_shape, _as_range(grid_ranks), *rest)
 
 
 def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:

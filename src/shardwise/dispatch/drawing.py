@@ -26,7 +26,9 @@ from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.traced_draws import fill_in_graph, mask_in_graph
 from shardwise.errors import AgreementError
-from shardwise.fabric.base import device_of, fabric_of, nothing_of, on_new_world
+from shardwise.fabric.base import device_of, fabric_of, nothing_of, of_one_rank, on_new_world
+from shardwise.fabric.c10d import c10d
+from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
@@ -174,7 +176,7 @@ def fill_parts(
     return _parts_of(spec).draw(op, numbers, generator)
 
 
-_agreed: set[DeviceMesh] = set()
+_agreed: set[DeviceMesh] = of_one_rank(set())
 on_new_world += [_parts_of.cache_clear, _agreed.clear]
 
 
@@ -192,13 +194,14 @@ def agree_once(mesh: DeviceMesh) -> None:
 
 def _check_agreement(mesh: DeviceMesh) -> None:
     """While a program is traced states cannot be changed: a compiler takes them back afterwards."""
-    if not coordinates_here(mesh) or mesh.fabric != "c10d":
+    if not coordinates_here(mesh) or mesh.fabric != c10d.name:
         return
     state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
     # In a thread of its own: in one that traces, torch calls collectives with Python's lock held, and the threads of
-    # gloo wait for that lock with one of theirs held.
+    # gloo wait for that lock with one of theirs held. Ranks that are threads have no such threads.
     with ThreadPoolExecutor(1) as thread:
-        states = thread.submit(lambda: fabric_of(mesh).agree(mesh, state, torch.empty(0))).result()
+        run = (lambda function: function()) if rank_threads() else (lambda function: thread.submit(function).result())
+        states = run(lambda: fabric_of(mesh).agree(mesh, state, torch.empty(0)))
     if len(set(states)) > 1:
         raise AgreementError(
             f"the ranks of {mesh} trace a program that draws random numbers with different random states",
@@ -208,7 +211,7 @@ def _check_agreement(mesh: DeviceMesh) -> None:
 
 def agree_on_state(mesh: DeviceMesh) -> None:
     """Ranks whose generators differ take the state of the first, with a word: replicas would differ otherwise."""
-    if not coordinates_here(mesh) or mesh.fabric != "c10d":
+    if not coordinates_here(mesh) or mesh.fabric != c10d.name:
         return
     generator, nothing = default_generator(device_of(mesh)), torch.empty(0)
     state = generator.get_state().numpy().tobytes()

@@ -28,9 +28,11 @@ __all__ = [
     "fabric_of",
     "fabrics",
     "nothing_of",
+    "of_one_rank",
     "on_found",
     "on_new_world",
     "raise_found",
+    "rank_state",
     "report_found",
     "settle_checks",
     "was_raised",
@@ -176,6 +178,32 @@ def check_source(mesh: DeviceMesh, source: int | None) -> None:
 # Called where the ranks here are of another world than before: forget what was worked out for those of the former one.
 on_new_world: list[Callable[[], object]] = []
 
+# What modules keep for the rank of this process. Where ranks are threads of one process, it is exchanged as they take
+# turns: `exchange(state)` puts the state of one rank in force, None for one that begins, and returns that of the former.
+rank_state: list[Callable[[Any], Any]] = []
+
+Container = TypeVar("Container", bound="dict[Any, Any] | list[Any] | set[Any]")
+
+
+def of_one_rank(container: Container) -> Container:
+    """`container`, whose contents belong to a rank: see `rank_state`.
+
+    Example:
+        >>> pending = of_one_rank([1])
+        >>> rank_state.pop()(None), pending
+        ([1], [])
+    """
+
+    def exchange(state: Container | None) -> Container:
+        former = container.copy()
+        container.clear()
+        if state:
+            (container.extend if isinstance(container, list) else container.update)(state)  # pyright: ignore
+        return former  # pyright: ignore[reportReturnType]
+
+    rank_state.append(exchange)  # pyright: ignore[reportArgumentType]
+    return container
+
 
 def nothing_of(spec: DTensorSpec) -> torch.Tensor:
     """What a rank outside its mesh holds of a tensor: no elements, or one zero in the place of a single number."""
@@ -192,9 +220,9 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 # Errors that a thread of a fabric has found beside the program. `raise_found` raises them; caches that would pass over
 # it are emptied by `report_found`.
-_found: list[ShardwiseError] = []
+_found: list[ShardwiseError] = of_one_rank([])
 on_found: list[Callable[[], object]] = []
-_raised: list[bool] = []
+_raised: list[bool] = of_one_rank([])
 
 
 def report_found(error: ShardwiseError) -> None:

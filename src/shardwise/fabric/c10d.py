@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.errors import AgreementError, MeshError, UnsupportedError
@@ -33,7 +34,9 @@ from shardwise.fabric.base import (
     Fabric,
     check_source,
     on_new_world,
+    fabrics,
     raise_found,
+    rank_state,
     register,
     report_found,
     was_raised,
@@ -53,6 +56,7 @@ from shardwise.fabric.collectives import (
 from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.pieces import empty_block, local_step
+from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.recorded import (
     is_recorded,
     recorded_exchange,
@@ -106,6 +110,20 @@ class C10dFabric(Fabric):
         self._checked = 0  # how often it was begun, on every rank alike
         self._worlds = 0
         self._plain: PlainCheck | None = None
+        self._made: Counter[tuple[int, ...]] = Counter()  # how many groups of these ranks
+
+    def exchange(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """Become the fabric of another rank thread, None: of one that begins. Returns what this was.
+
+        Each has a name of its own, so that its meshes, and all that is kept for them, are not those of another rank.
+        """
+        former = self.__dict__
+        if state is None:
+            state = C10dFabric().__dict__
+            state["name"] = f"{C10dFabric.name}/{next(_numbers)}"
+            fabrics[state["name"]] = mesh_module.hosts[state["name"]] = self
+        self.__dict__ = state
+        return former
 
     # ---------------------------------------------------------------- who am I
 
@@ -214,7 +232,8 @@ class C10dFabric(Fabric):
         if self._check is not None:
             self._check.close()
             self._check = None
-        if self._checks and dist.is_initialized() and dist.get_backend() != "fake":
+        # rank threads are compared by their groups
+        if self._checks and dist.is_initialized() and dist.get_backend() != "fake" and rank_threads() is None:
             self._checked += 1
             store = _own_store(f"shardwise_check_{self._checked}")
             _settle_before_destroying(self)
@@ -230,7 +249,8 @@ class C10dFabric(Fabric):
         def check(op: str, operands: Sequence[tuple[str, torch.Tensor]]) -> None:
             if self._plain is None:
                 store = _own_store(f"shardwise_plain_{self._worlds}")
-                self._plain = PlainCheck(store, self._rank, _PlainReport())
+                threads = rank_threads()
+                self._plain = PlainCheck(store, self._rank, _PlainReport(), threads and threads.let_others_run)
             self._plain.use(ranks, op, operands)
 
         return check
@@ -241,14 +261,19 @@ class C10dFabric(Fabric):
             raise_found()
 
     def end(self) -> None:
-        """The process ends: compare once more. An error that nothing has raised is printed, and the status says so."""
+        """The process ends: compare once more. An error that nothing has raised is printed, and the status says so.
+
+        A rank thread raises it.
+        """
         if self._plain is None:
             return
         failing = getattr(sys, "last_value", None) is not None  # an exception ends the program
         # others must hear of a disagreement before this rank goes, maybe with the store
         self._plain.close(wait=bool(self._plain.verdict) or not failing)
-        if self._plain.verdict:
+        if self._plain.verdict and rank_threads() is None:
             exit_with(1)
+        elif self._plain.verdict and not was_raised():
+            raise_found()
 
     def _leave_groups(self) -> None:
         """Let the process end although collectives are in flight: groups wait for these when they are taken down."""
@@ -578,9 +603,6 @@ def _settle_before_destroying(fabric: C10dFabric) -> None:
     dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group
 
 
-_made: Counter[tuple[int, ...]] = Counter()
-
-
 def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     """A process group made by its members alone, whatever groups each of them has made before.
 
@@ -588,8 +610,8 @@ def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     different numbers of groups they would wait for each other under different names (pytorch/pytorch#173608). So it
     is named here, after its ranks and how many groups of just these have been made, which is the same on all of them.
     """
-    name = "shardwise_" + hashlib.sha1(repr((ranks, _made[ranks])).encode()).hexdigest()
-    _made[ranks] += 1
+    name = "shardwise_" + hashlib.sha1(repr((ranks, c10d._made[ranks])).encode()).hexdigest()
+    c10d._made[ranks] += 1
     original = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda *_: name
     try:
@@ -619,6 +641,8 @@ def _of_this_world(
     return run
 
 
+_numbers = itertools.count()
 c10d = register(C10dFabric())
+rank_state.append(c10d.exchange)
 os.register_at_fork(after_in_child=c10d.after_fork)
 atexit.register(c10d.end)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -146,9 +146,13 @@ class PlainCheck:
         store: where ranks post; used by the thread of this object alone.
         rank: of this process.
         report: who is told of a disagreement, by the thread of this object.
+        let_others_run: where ranks are threads that take turns, gives the others theirs. Then this object has no thread:
+            it compares where a tensor is used.
     """
 
-    def __init__(self, store: Any, rank: int, report: Report) -> None:
+    def __init__(
+        self, store: Any, rank: int, report: Report, let_others_run: Callable[[], object] | None = None
+    ) -> None:
         self.rank, self.verdict = rank, ""
         self._store, self._report, self._process = store, report, os.getpid()
         self._counts: dict[tuple[Any, ...], itertools.count[int]] = {}
@@ -157,9 +161,14 @@ class PlainCheck:
         self._marks = 0
         self._wake, self._turn, self._ended = threading.Event(), threading.Condition(), False
         self._asked = 0
-        self._main = threading.main_thread().ident
-        self._thread = threading.Thread(target=self._work, name="shardwise-plain-tensors", daemon=True)
-        self._thread.start()
+        self._let_others_run = let_others_run
+        self._main = threading.main_thread().ident if let_others_run is None else threading.get_ident()
+        self._thread: threading.Thread | None = None
+        if let_others_run is None:
+            self._thread = threading.Thread(target=self._work, name="shardwise-plain-tensors", daemon=True)
+            self._thread.start()
+        else:
+            self._begin()
 
     # ---------------------------------------------------------------- the program's side
 
@@ -189,7 +198,10 @@ class PlainCheck:
         # paths may differ from host to host
         site = f"{op} {os.path.basename(place[0])}:{place[1]} {self._thread_name()}"
         self._posted.append(Use(ranks, site, number, line, digests))  # pyright: ignore[reportArgumentType]
-        self._wake.set()
+        if self._thread is None:
+            self._look()
+        else:
+            self._wake.set()
 
     def _thread_name(self) -> str:
         """The thread as all ranks call it. Those of autograd have no name of their own."""
@@ -200,17 +212,28 @@ class PlainCheck:
 
     def settle(self, patience: float = PATIENCE) -> None:
         """Compare what has been posted so far: waits until the neighbours have posted as much."""
+        deadline = time.monotonic() + patience
+        if self._thread is None:
+            self._asked += 1
+            while self._marks < self._asked and not self.verdict and time.monotonic() < deadline:
+                self._look()
+                self._pause()
+            return
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         with self._turn:
             self._asked += 1
-            wanted, deadline = self._asked, time.monotonic() + patience
+            wanted = self._asked
             self._wake.set()
             while self._marks < wanted and self._thread.is_alive() and time.monotonic() < deadline:
                 self._turn.wait(0.1)
 
     def close(self, wait: bool) -> None:
         """The program ends. `wait` for the last comparisons, and that every rank has heard of a disagreement."""
+        if self._thread is None:
+            if wait and not self.verdict:
+                self._finish()
+            return
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         self._ended = True
@@ -219,10 +242,19 @@ class PlainCheck:
 
     # ---------------------------------------------------------------- the thread
 
+    def _begin(self) -> None:
+        self._store.add("begun", 1)
+        self._store.set(f"mark{self.rank}", "0")
+
+    def _pause(self) -> None:
+        if self._let_others_run is None:
+            time.sleep(BUSY)
+        else:
+            self._let_others_run()
+
     def _work(self) -> None:
         try:
-            self._store.add("begun", 1)
-            self._store.set(f"mark{self.rank}", "0")
+            self._begin()
             pause = BUSY
             while not self._ended and not self.verdict:
                 self._wake.wait(pause)
@@ -308,18 +340,18 @@ class PlainCheck:
             late = any(mark < 0 for mark in marks) and time.monotonic() < start + GRACE
             if not late and all(mark < 0 or mark == 1 << 62 for mark in marks):
                 break
-            time.sleep(BUSY)
+            self._pause()
         self._store.add("done", 1)
         while not self.verdict and time.monotonic() < start + PATIENCE:
             every = self._counted("done") >= self._counted("begun")
             self._hear()
             if every:
                 break
-            time.sleep(BUSY)
+            self._pause()
         while self.verdict and time.monotonic() < start + PATIENCE:  # one of us holds the store
             if self._counted("heard") >= self._counted("begun"):
                 break
-            time.sleep(BUSY)
+            self._pause()
 
     def _counted(self, key: str) -> int:
         return int(self._store.get(key))

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.together import alike
+from shardwise.fabric.base import of_one_rank
 from shardwise.parallel.together import redistributed_together
 from shardwise.tensor import DTensor
 
@@ -26,7 +27,7 @@ __all__ = ["add_up", "add_up_after_backward", "users_hooks"]
 
 _WATCHED = "_shardwise_added_up"  # on a parameter whose gradient is added up
 _lock = threading.Lock()
-_waiting: dict[int, nn.Parameter] = {}  # parameters that this backward has reached
+_waiting: dict[int, nn.Parameter] = of_one_rank({})  # parameters that this backward has reached
 
 
 def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
