@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import shardwise as sw
 from shardwise.cli import main
@@ -119,14 +125,9 @@ def test_a_dry_run_takes_the_preset_too(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_sizes_of_the_world_are_set(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     script = write("import os\nprint(os.environ['WORLD_SIZE'], os.environ['LOCAL_WORLD_SIZE'], sw.is_main())")
-    for given, expected in ((["-n", "8"], "8 8 True"), (["--mesh", "dp=2,tp=3"], "6 6 True")):
-        assert main(["run", *given, script]) == 0
-        assert capsys.readouterr().out.strip() == expected
+    assert main(["run", "--mesh", "dp=2,tp=3", script]) == 0
+    assert capsys.readouterr().out.strip() == "6 6 True"
     assert "WORLD_SIZE" not in os.environ
-    assert main(["run", "-n", "4", write("print(sw.init_device_mesh('cpu'))")]) == 0
-    assert capsys.readouterr().out.strip() == "DeviceMesh(cpu 4, virtual)"
-    assert main(["run", "-n", "4", "--mesh", "4", script]) != 0
-    assert "both --mesh and -n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,365 @@ def test_a_line_that_asks_for_its_rank_is_shown_with_what_to_write(
 ) -> None:
     monkeypatch.setenv("RANK", "3")  # of whoever started us
     with pytest.raises(SystemExit) as ended:
-        main(["run", "-n", "4", write(line)])
+        main(["run", "--mesh", "4", write(line)])
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert line in said
     assert "script.py" in said
     assert "shardwise.is_main()" in said
+    assert "shardwise run -n" in said
     assert os.environ["RANK"] == "3"
+
+
+# ---------------------------------------------------------------- ranks as threads
+
+
+class Ran(NamedTuple):
+    """How a script ended, and what it said."""
+
+    status: object
+    out: list[str]
+    err: str
+
+
+RunRanks = Callable[..., Ran]
+
+
+@pytest.fixture
+def run_ranks(write: Write, capsys: pytest.CaptureFixture[str]) -> RunRanks:
+    """Run a script with a thread for each rank. The process is left as it was."""
+
+    def run(text: str, ranks: int = 4, *options: str) -> Ran:
+        script = write(f"import os\nimport torch\nimport torch.distributed as dist\n{textwrap.dedent(text)}")
+        before = [dict(os.environ), sys.argv, sys.stdout, sys.excepthook, print, sys.modules["__main__"]]
+        world, modules, states = dist.distributed_c10d._world, set(sys.modules), torch.get_rng_state()
+        status: object = None
+        try:
+            status = main(["run", "-n", str(ranks), *options, script])
+        except SystemExit as end:
+            status = end.code
+        assert before == [dict(os.environ), sys.argv, sys.stdout, sys.excepthook, print, sys.modules["__main__"]]
+        assert dist.distributed_c10d._world is world
+        assert torch.equal(torch.get_rng_state(), states)
+        assert not dist.is_initialized()
+        assert threading.active_count() == 1
+        assert not {name for name in set(sys.modules) - modules if name.startswith("of_this_program")}
+        said = capsys.readouterr()
+        return Ran(status, said.out.splitlines(), said.err)
+
+    return run
+
+
+def test_ranks_find_what_torchrun_sets(run_ranks: RunRanks) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    ran = run_ranks(f"print(*[os.environ[name] for name in {names}], sw.is_main(), dist.is_torchelastic_launched())", 3)
+    assert ran.status == 0
+    assert ran.out == [f"{rank} {rank} 3 3 0 127.0.0.1 29500 {rank == 0} True" for rank in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["'gloo'", "'nccl'", "'cpu:gloo,cuda:nccl'", "", "'gloo', rank=RANK, world_size=4"])
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout", "ignore:.*is deprecated:FutureWarning")
+def test_collectives_of_scripts(backend: str, run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        f"""
+        RANK = int(os.environ["RANK"])
+        dist.init_process_group({backend})
+        rank, size = dist.get_rank(), dist.get_world_size()
+        assert (rank, size) == (RANK, 4)
+        dist.barrier()
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        work = dist.all_reduce(mean := torch.tensor([float(rank)]), op=dist.ReduceOp.AVG, async_op=True)
+        work.wait()
+        most = torch.tensor(rank)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        parts = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(parts, torch.full((2,), float(rank)))
+        whole = torch.empty(4)
+        dist.all_gather_into_tensor(whole, torch.tensor([float(rank)]))
+        mine = torch.empty(2)
+        dist.reduce_scatter_tensor(mine, torch.arange(8.0))
+        swapped = torch.empty(4)
+        dist.all_to_all_single(swapped, torch.arange(4.0) + 10 * rank)
+        rows = torch.empty(4 * rank)
+        dist.all_to_all_single(rows, torch.ones(6) * rank, [rank] * 4, [0, 1, 2, 3])
+        told = torch.tensor([rank])
+        dist.broadcast(told, src=2)
+        objects, sent = [None] * size, [rank, "from"]
+        dist.all_gather_object(objects, {{"rank": rank}})
+        dist.broadcast_object_list(sent, src=3)
+        got = [None] * size if rank == 1 else None
+        dist.gather_object(rank, got, dst=1)
+        scattered = torch.empty(1)
+        dist.scatter(scattered, [torch.tensor([i * 1.0]) for i in range(4)] if rank == 0 else None, src=0)
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        half = torch.tensor([float(rank)])
+        dist.all_reduce(half, group=halves[rank // 2])
+        next_, former = torch.empty(1), torch.tensor([float(rank)])
+        sending = dist.isend(former, (rank + 1) % 4)
+        dist.recv(next_, (rank - 1) % 4)
+        sending.wait()
+        print(rank, total.item(), mean.item(), most.item(), torch.cat(parts).tolist(), whole.tolist(), mine.tolist())
+        print(swapped.tolist(), rows.tolist(), told.item(), objects, sent, got, scattered.item(), half.item(), end=" ")
+        print(next_.item())
+        dist.destroy_process_group()
+        """
+    )
+    assert ran.status == 0, ran.err
+    lines = set(ran.out)
+    for rank in range(4):
+        mine = [4.0 * (2 * rank), 4.0 * (2 * rank + 1)]
+        assert f"{rank} 10.0 1.5 3 [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0] [0.0, 1.0, 2.0, 3.0] {mine}" in lines
+        swapped = [10.0 * other + rank for other in range(4)]
+        rows = [float(other) for other in range(4) for _ in range(rank)]
+        objects, got = [{"rank": other} for other in range(4)], [0, 1, 2, 3] if rank == 1 else None
+        assert (
+            f"{swapped} {rows} 2 {objects} [3, 'from'] {got} {float(rank)} {1.0 if rank < 2 else 5.0} "
+            f"{float((rank - 1) % 4)}"
+        ) in lines
+
+
+def test_a_training_script_as_scripts_are_written(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (tmp_path / "of_this_program.py").write_text(
+        "import os\nimport logging\nRANK = int(os.environ['RANK'])\nlogger = logging.getLogger(__name__)\n"
+        "if RANK: logger.setLevel(logging.ERROR)\n"
+    )
+    ran = run_ranks(
+        f"""
+        import builtins, logging, random
+        import of_this_program
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        assert of_this_program.RANK == rank
+        if rank:
+            builtins.print = lambda *args: None
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(18, 4), torch.randint(0, 2, (18,)))
+        sampler = DistributedSampler(data, shuffle=True)
+        layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            metrics = torch.zeros(2)
+            for x, y in DataLoader(data, batch_size=3, sampler=sampler):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                metrics += torch.tensor([loss.item() * len(x), len(x)])
+            dist.all_reduce(metrics)
+            print(f"epoch {{epoch}}: {{metrics[0] / metrics[1]:.4f}} of {{int(metrics[1])}}")
+        of_this_program.logger.info("trained by %d", rank)
+        path = {str(tmp_path / "model.pt")!r}
+        if rank == 0:
+            torch.save(model.module.state_dict(), path)
+        dist.barrier()
+        saved = torch.load(path)
+        assert all(torch.equal(value, saved[name]) for name, value in model.module.state_dict().items())
+        numbers = [None, None]
+        dist.all_gather_object(numbers, (torch.rand(()).item(), random.random()))
+        assert numbers[0][0] != numbers[1][0] and numbers[0][1] != numbers[1][1]
+        dist.destroy_process_group()
+        """,
+        2,
+    )
+    assert ran.status == 0, ran.err
+    model, expected = _train_on_one_device()
+    assert ran.out == [*expected, "trained by 0"]
+    saved = torch.load(tmp_path / "model.pt")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(saved[name], value)
+
+
+def _train_on_one_device() -> tuple[torch.nn.Module, list[str]]:
+    """The same training in one process: a batch holds those of both ranks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(18, 4), torch.randint(0, 2, (18,)))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer, said = torch.optim.SGD(model.parameters(), lr=0.1), []
+    samplers = [DistributedSampler(data, num_replicas=2, rank=rank) for rank in range(2)]
+    for epoch in range(2):
+        total = 0.0
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        batches = [list(sampler) for sampler in samplers]
+        for at in range(0, 9, 3):
+            x, y = data[[i for each in batches for i in each[at : at + 3]]]
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * 6
+        said.append(f"epoch {epoch}: {total / 18:.4f} of 18")
+    return model, said
+
+
+DTENSORS = """
+mesh = sw.init_device_mesh("cpu", mesh_dim_names=("dp", "tp"))
+rank, dp = mesh.get_rank(), mesh.get_local_rank("dp")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 8))
+plan = {"0": sw.parallel.ColwiseParallel(), "2": sw.parallel.RowwiseParallel()}
+sw.parallel.parallelize_module(model, mesh["tp"], plan)
+sw.parallel.fully_shard(model, mesh=mesh["dp"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for step in range(3):
+    with sw.debug.CommDebugMode() as comm:
+        torch.manual_seed(10 * step + dp)
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.SUM)
+    if rank == 0:
+        print(f"{mean.item() / mesh.size():.5f} {comm.get_total_counts()}")
+"""
+
+
+def test_dtensors_of_rank_threads_train_as_one_device(run_ranks: RunRanks) -> None:
+    ran = run_ranks(DTENSORS, 6, "--mesh", "dp=2,tp=3")
+    assert ran.status == 0, ran.err
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 8))
+        optimizer, expected = torch.optim.AdamW(model.parameters(), lr=0.1), []
+        for step in range(3):
+            batch = []
+            for dp in range(2):
+                torch.manual_seed(10 * step + dp)
+                batch.append(torch.randn(4, 8))
+            loss = model(torch.cat(batch)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(f"{loss.item():.5f}")
+    assert [line.split()[0] for line in ran.out] == expected
+    assert {line.split()[1] for line in ran.out} == {ran.out[0].split()[1]} != {"0"}
+
+
+@pytest.mark.filterwarnings("ignore:what is pickled of")
+def test_a_checkpoint_and_a_pickle_of_rank_threads(run_ranks: RunRanks, tmp_path: Path) -> None:
+    ran = run_ranks(
+        f"""
+        mesh = sw.init_device_mesh("cpu", (4,))
+        x = sw.distribute_tensor(torch.arange(10.0), mesh, [sw.Shard(0)])
+        sw.checkpoint.save({{"x": x}}, {str(tmp_path / "saved")!r})
+        sw.checkpoint.async_save({{"x": x * 2}}, {str(tmp_path / "saved later")!r}).wait()
+        y = sw.zeros(10, device_mesh=mesh, placements=[sw.Shard(0)])
+        sw.checkpoint.load({{"x": y}}, {str(tmp_path / "saved later")!r})
+        told = [mesh]
+        dist.broadcast_object_list(told, src=3)
+        assert told[0] is mesh
+        path = {str(tmp_path)!r} + f"/rank{{mesh.get_rank()}}.pt"
+        torch.save(x, path)
+        again = torch.load(path, weights_only=False)
+        assert again.device_mesh is mesh and torch.equal(again.to_local(), x.to_local())
+        print(mesh, y.full_tensor().tolist(), y.to_local().tolist())
+        """
+    )
+    assert ran.status == 0, ran.err
+    locals_ = [torch.arange(10.0)[3 * rank : 3 * rank + 3] * 2 for rank in range(4)]
+    whole = (torch.arange(10.0) * 2).tolist()
+    assert sorted(ran.out) == sorted(f"DeviceMesh(cpu 4, c10d) {whole} {local.tolist()}" for local in locals_)
+    with sw.virtual():
+        x = sw.zeros(10, device_mesh=sw.init_device_mesh("cpu", (3,)), placements=[sw.Shard(0)])
+    sw.checkpoint.load({"x": x}, str(tmp_path / "saved"))
+    assert torch.equal(x.full_tensor(), torch.arange(10.0))
+
+
+ONES = "x = sw.ones(4, device_mesh=sw.init_device_mesh('cpu', (4,)), placements=[sw.Shard(0)])\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "expected"),
+    [
+        ("if rank == 2: raise ValueError('of rank 2')\ndist.barrier()", 1, ["ValueError: of rank 2", "by rank 2 of 4"]),
+        ("if rank == 1: sys.exit(7)\ndist.barrier()", 7, []),
+        (
+            "if rank != 2:\n    dist.all_reduce(torch.ones(1))",
+            1,
+            ["rank 0 waits for all_reduce, collective number 1 of ranks 0-3, at", "script.py:10", "rank 2 has ended"],
+        ),
+        (
+            "x = torch.ones(3)\nif rank == 3:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)",
+            1,
+            [
+                "ranks 0 and 3 differ in collective number 1 of ranks 0-3",
+                "script.py:13; broadcast from 0 float32[3] at",
+            ],
+        ),
+        (
+            "dist.all_reduce(torch.ones(2 + rank // 3))",
+            1,
+            ["all_reduce SUM float32[2] at", "all_reduce SUM float32[3] at"],
+        ),
+        ("dist.recv(torch.ones(1), (rank + 1) % 4)", 1, ["rank 0 waits for recv from rank 1 at", "rank 3 waits for"]),
+        (
+            f"{ONES}if rank != 1:\n    x.full_tensor()",
+            1,
+            ["rank 0 waits for all_gather", "rank 1 has ended"],
+        ),
+        (
+            f"{ONES}x + torch.full((4,), float(rank == 1))",
+            1,
+            ["AgreementError: aten.add.Tensor", "do not have the same"],
+        ),
+        ("import of_this_program_too", 1, ["the module of_this_program_too communicates while it is imported"]),
+    ],
+)
+def test_ranks_that_part_or_fail_end_all(
+    text: str, status: int, expected: list[str], run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    (tmp_path / "of_this_program_too.py").write_text("import torch.distributed as dist\ndist.barrier()")
+    ran = run_ranks(f"dist.init_process_group('gloo')\nrank = dist.get_rank()\n\n{text}")
+    assert ran.status == status
+    for words in expected:
+        assert words in ran.err, ran.err
+    assert run_ranks("dist.init_process_group('gloo')\ndist.barrier()", 2).status == 0  # nothing is left behind
+
+
+def test_an_interrupt_ends_the_rank_that_runs(run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        """
+        import signal, time
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                time.sleep(0.01)
+        dist.barrier()
+        """
+    )
+    assert ran.status == 130
+
+
+def test_a_world_can_be_left_and_entered_again(run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        """
+        for world in range(3):
+            dist.init_process_group("gloo")
+            sw.manual_seed(world)
+            mesh = sw.init_device_mesh("cpu", (2, 2))
+            x = sw.rand(4, 4, device_mesh=mesh, placements=[sw.Shard(0), sw.Shard(1)])
+            print((x * 0 + 1).sum().item())
+            dist.destroy_process_group()
+        """
+    )
+    assert (ran.status, ran.out) == (0, ["16.0"] * 12), ran.err
+
+
+def test_the_mesh_must_have_as_many_ranks(run_ranks: RunRanks) -> None:
+    ran = run_ranks("print(1)", 4, "--mesh", "dp=2,tp=3")
+    assert ran.status != 0
+    assert "--mesh dp=2,tp=3 has not 4 ranks" in ran.err
+    assert run_ranks("sw.init_device_mesh('cpu', (3,))").status == 1
+    assert run_ranks("print(sw.init_device_mesh('cpu', (2, 2)))").out == ["DeviceMesh(cpu 2 2, c10d)"] * 4

@@ -14,7 +14,9 @@ __all__ = ["COMMAND"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     parser.add_argument("--mesh", help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
-    parser.add_argument("-n", "--ranks", metavar="N", help="give each of N ranks a thread, as torchrun gives it a process")
+    parser.add_argument(
+        "-n", "--ranks", metavar="N", help="give each of N ranks a thread, as torchrun gives it a process"
+    )
     add_script_arguments(parser)
 
 

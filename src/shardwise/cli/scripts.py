@@ -17,10 +17,10 @@ from pathlib import Path
 
 from shardwise.core.notation import parse_axes
 from shardwise.errors import LayoutError
-from shardwise.fabric.c10d import c10d
 from shardwise.fabric import rank_threads
+from shardwise.fabric.c10d import c10d
 from shardwise.fabric.rank_threads import RankThreads, torchrun_environment
-from shardwise.fabric.thread_group import thread_groups
+from shardwise.fabric.thread_group import forget_groups, thread_groups
 from shardwise.fabric.world import PRESET, virtual
 
 __all__ = ["MESHES", "add_script_arguments", "end_as", "run_script", "run_script_in_threads"]
@@ -63,7 +63,7 @@ def run_script(script: str, args: list[str], mesh: str | None) -> BaseException 
 
 
 def run_script_in_threads(script: str, args: list[str], ranks: int, mesh: str | None) -> BaseException | None:
-    """Run a script as `torchrun --nproc-per-node ranks script args` would, each rank a thread; how it ended, if not well.
+    """Run a script as `torchrun --nproc-per-node ranks script args` would, each rank a thread; how it ended, if badly.
 
     Args:
         script: its path.
@@ -77,11 +77,14 @@ def run_script_in_threads(script: str, args: list[str], ranks: int, mesh: str | 
 
     def program(rank: int) -> None:
         try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
-        c10d.end()  # as at the end of a process
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as end:
+                if end.code:
+                    raise
+            c10d.end()  # as at the end of a process
+        finally:
+            forget_groups()
 
     with _as_started(script, args, mesh), thread_groups():
         roots = [os.path.dirname(os.path.abspath(script)), os.getcwd()]

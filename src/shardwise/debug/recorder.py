@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from shardwise.debug.records import NOWHERE, Move, Operand, Record, Where, moves
 from shardwise.debug.where import standing
 from shardwise.dispatch.decision import Decision
 from shardwise.fabric import routes
+from shardwise.fabric.base import rank_state
+from shardwise.fabric.rank_threads import rank_threads
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route
 from shardwise.schema import op_info, tensor_slots
@@ -84,6 +86,8 @@ def listening(listener: Listener) -> Iterator[None]:
     with _lock:
         if not _listeners.values_anywhere():
             _switch_on()
+        elif rank_threads() is not None and not _listeners.values():
+            _exchange_state(None)
         entry = _listeners.enter(listener)
     try:
         yield
@@ -108,8 +112,23 @@ def _switch_on() -> None:
     modules.start(_module_entered)
 
 
+def _told() -> Iterable[Listener]:
+    """Who is told, each once: those of all threads, or of the rank whose thread this is."""
+    return dict.fromkeys(_listeners.values_anywhere() if rank_threads() is None else _listeners.values())
+
+
+def _exchange_state(state: _State | None) -> _State:
+    """Record into this state, None: a new one. Returns the former."""
+    global _state
+    former, _state = _state, state or _State()
+    return former
+
+
+rank_state.append(_exchange_state)
+
+
 def _module_entered(module: nn.Module, path: str) -> None:
-    for listener in dict.fromkeys(_listeners.values_anywhere()):  # each once
+    for listener in _told():
         listener.module(module, path)
 
 
@@ -209,7 +228,7 @@ def _begin(
     )
     if outer is not None:
         outer.children.append(index)
-    for listener in dict.fromkeys(_listeners.values_anywhere()):  # each once
+    for listener in _told():
         listener.begin(record)
     return record
 
@@ -290,7 +309,7 @@ def _moved(moves: tuple[Move, ...], name: str, source: DTensorSpec | None, targe
         record = _begin(state, name, "explicit", operands, None)
         record.outputs, record.ended = (target,), record.started
     for move in moves:
-        for listener in dict.fromkeys(_listeners.values_anywhere()):  # each once
+        for listener in _told():
             listener.move(record, move)
         record.moves.append(move)
         for outer in running[:-1]:

@@ -28,8 +28,8 @@ from shardwise.dispatch.traced_draws import fill_in_graph, mask_in_graph
 from shardwise.errors import AgreementError
 from shardwise.fabric.base import device_of, fabric_of, nothing_of, of_one_rank, on_new_world
 from shardwise.fabric.c10d import c10d
-from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.dry import dry
+from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
 from shardwise.plan.propagate import meta_tensor, replicated_spec

@@ -179,7 +179,7 @@ def check_source(mesh: DeviceMesh, source: int | None) -> None:
 on_new_world: list[Callable[[], object]] = []
 
 # What modules keep for the rank of this process. Where ranks are threads of one process, it is exchanged as they take
-# turns: `exchange(state)` puts the state of one rank in force, None for one that begins, and returns that of the former.
+# turns: `exchange(state)` puts that of one rank in force, None for one that begins, and returns that of the former.
 rank_state: list[Callable[[Any], Any]] = []
 
 Container = TypeVar("Container", bound="dict[Any, Any] | list[Any] | set[Any]")
@@ -194,14 +194,16 @@ def of_one_rank(container: Container) -> Container:
         ([1], [])
     """
 
-    def exchange(state: Container | None) -> Container:
+    def exchange(state: Any) -> Any:
         former = container.copy()
         container.clear()
-        if state:
-            (container.extend if isinstance(container, list) else container.update)(state)  # pyright: ignore
-        return former  # pyright: ignore[reportReturnType]
+        if isinstance(container, list):
+            container.extend(state or ())
+        else:
+            container.update(state or ())
+        return former
 
-    rank_state.append(exchange)  # pyright: ignore[reportArgumentType]
+    rank_state.append(exchange)
     return container
 
 

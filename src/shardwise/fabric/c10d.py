@@ -33,8 +33,8 @@ from shardwise.fabric.base import (
     BoundStep,
     Fabric,
     check_source,
-    on_new_world,
     fabrics,
+    on_new_world,
     raise_found,
     rank_state,
     register,
@@ -117,12 +117,12 @@ class C10dFabric(Fabric):
 
         Each has a name of its own, so that its meshes, and all that is kept for them, are not those of another rank.
         """
-        former = self.__dict__
+        former = vars(self)
         if state is None:
-            state = C10dFabric().__dict__
-            state["name"] = f"{C10dFabric.name}/{next(_numbers)}"
-            fabrics[state["name"]] = mesh_module.hosts[state["name"]] = self
-        self.__dict__ = state
+            state = vars(C10dFabric())
+            name = state["name"] = f"{C10dFabric.name}/{next(_numbers)}"
+            fabrics[name] = mesh_module.hosts[name] = self
+        object.__setattr__(self, "__dict__", state)
         return former
 
     # ---------------------------------------------------------------- who am I

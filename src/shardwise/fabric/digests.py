@@ -146,8 +146,8 @@ class PlainCheck:
         store: where ranks post; used by the thread of this object alone.
         rank: of this process.
         report: who is told of a disagreement, by the thread of this object.
-        let_others_run: where ranks are threads that take turns, gives the others theirs. Then this object has no thread:
-            it compares where a tensor is used.
+        let_others_run: where ranks are threads that take turns, gives the others theirs. Then this object has no
+            thread: it compares where a tensor is used.
     """
 
     def __init__(

@@ -219,7 +219,7 @@ class RankThreads:
             if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
                 raise UnsupportedError(
                     f"the module {frame.f_locals.get('name')} communicates while it is imported, at {caller()}",
-                    hint="ranks that are threads of one process cannot wait there: do it in a function, or use torchrun",
+                    hint="ranks that are threads of one process cannot wait there: do it in a function",
                 )
             frame = frame.f_back
 
@@ -299,9 +299,11 @@ def _of_processes(modules: _RankModules) -> list[Exchange]:
         modules.exchange,
         *(_attribute(made, name, make) for name, make in fresh.items()),
         *(_attribute(owner, name, _always(getattr(owner, name))) for owner, name in attributes),
-        _attribute(logging.Logger.manager, "loggerDict", lambda known=dict(logging.Logger.manager.loggerDict): {**known}),
+        _attribute(
+            logging.Logger.manager, "loggerDict", lambda known=dict(logging.Logger.manager.loggerDict): {**known}
+        ),
         _logging_of(logging.root),
-        _random_states(torch.get_rng_state(), torch.get_default_dtype()),
+        _random_states(torch.get_default_dtype()),
     ]
 
 
@@ -341,8 +343,8 @@ def _logging_of(root: logging.Logger) -> Exchange:
     return exchange
 
 
-def _random_states(first: torch.Tensor, dtype: torch.dtype) -> Exchange:
-    """torch starts with one seed in every process, Python and numpy with another one in each."""
+def _random_states(dtype: torch.dtype) -> Exchange:
+    """Generators of the CPU start with another seed in every process, torch's for CUDA with the same."""
 
     def exchange(state: Any) -> Any:
         numpy: Any = sys.modules.get("numpy.random")
@@ -355,14 +357,13 @@ def _random_states(first: torch.Tensor, dtype: torch.dtype) -> Exchange:
             cuda,
         )
         if state is None:
-            random.seed()
-            if numpy is not None:
-                numpy.seed()
-            state = first, dtype, None, None, None
+            torch.set_default_dtype(dtype)
+            for seed in (torch.default_generator.seed, random.seed, *([numpy.seed] if numpy else ())):
+                seed()
+            return former
         torch.set_rng_state(state[0])
         torch.set_default_dtype(state[1])
-        if state[2] is not None:
-            random.setstate(state[2])
+        random.setstate(state[2])
         if state[3] is not None:
             numpy.set_state(state[3])
         if state[4] is not None:

@@ -22,11 +22,17 @@ from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.rank_threads import RankThreads, rank_threads
 from shardwise.fabric.sequence import caller, ranks_name
 
-__all__ = ["ThreadGroup", "thread_groups"]
+__all__ = ["ThreadGroup", "forget_groups", "thread_groups"]
 
 BACKEND = "shardwise_threads"  # what torch calls these groups; a script sees the backend that it asked for
 
 Tensors = Sequence[torch.Tensor]
+
+_c10d: Any = distributed_c10d  # with names that are not public
+_cpp: Any = getattr(torch._C, "_distributed_c10d")  # noqa: B009
+_AnyWork: Any = dist.Work  # classes of C++: what they declare differs from version to version
+_AnyGroup: Any = dist.ProcessGroup
+_AnyStore: Any = dist.Store
 
 _IN_PLACE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     dist.ReduceOp.SUM: torch.Tensor.add_,
@@ -46,11 +52,13 @@ class _Meeting:
     __slots__ = ("calls", "done")
 
     def __init__(self) -> None:
-        self.calls: dict[int, tuple[Any, str, Any]] = {}  # by rank of the group: what must agree, the line, what is given
+        self.calls: dict[
+            int, tuple[Any, str, Any]
+        ] = {}  # by rank of the group: what must agree, the line, what is given
         self.done = False
 
 
-class _Work(dist.Work):
+class _Work(_AnyWork):
     """A collective that may not be done yet."""
 
     def __init__(self, threads: RankThreads, is_done: Callable[[], bool], text: str, result: Any = None) -> None:
@@ -85,7 +93,7 @@ class _Work(dist.Work):
         return future
 
 
-class ThreadGroup(dist.ProcessGroup):
+class ThreadGroup(_AnyGroup):
     """A process group of rank threads, as one of them has it.
 
     Args:
@@ -103,7 +111,7 @@ class ThreadGroup(dist.ProcessGroup):
         self._count = 0
         self._coalesced: list[_Work] | None = None
 
-    def getBackendName(self) -> str:  # noqa: N802  # as torch's C++ calls it
+    def getBackendName(self) -> str:  # as torch's C++ calls it
         return BACKEND
 
     @property
@@ -207,8 +215,8 @@ class ThreadGroup(dist.ProcessGroup):
         """The same with the parts of each tensor in one, one after the other."""
         return self.reduce_scatter(outputs, [self._split(tensor) for tensor in inputs], opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Work:
-        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
+        return self.reduce_scatter_tensor_coalesced([output], [source], opts)
 
     # ---------------------------------------------------------------- copies
 
@@ -244,8 +252,8 @@ class ThreadGroup(dist.ProcessGroup):
         """The same, into parts of one tensor each."""
         return self.allgather([self._split(tensor) for tensor in outputs], inputs, opts)
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Work:
-        return self.allgather_into_tensor_coalesced([output], [input], opts)
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
+        return self.allgather_into_tensor_coalesced([output], [source], opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
         """The root gets what all ranks give."""
@@ -280,12 +288,17 @@ class ThreadGroup(dist.ProcessGroup):
         return self._meet("all_to_all", (), (outputs, inputs), carry_out, outputs)
 
     def alltoall_base(
-        self, output: torch.Tensor, input: torch.Tensor, got: Sequence[int] = (), sent: Sequence[int] = (), opts: Any = None
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        got: Sequence[int] = (),
+        sent: Sequence[int] = (),
+        opts: Any = None,
     ) -> _Work:
         """The same with the parts of one tensor, of the given numbers of rows or of equal ones."""
         parts = [
             tensor.data.split(list(sizes)) if sizes else self._split(tensor)
-            for tensor, sizes in ((output, got), (input, sent))
+            for tensor, sizes in ((output, got), (source, sent))
         ]
         return self.alltoall(*parts)
 
@@ -306,7 +319,7 @@ class ThreadGroup(dist.ProcessGroup):
         """A tensor of n equal parts, one after the other in memory."""
         if tensor.numel() % len(self._ranks):
             raise AgreementError(
-                f"a tensor of shape {list(tensor.shape)} cannot be split into {len(self._ranks)} equal parts, at {caller()}",
+                f"a tensor of shape {list(tensor.shape)} has no {len(self._ranks)} equal parts, at {caller()}",
                 hint="one part for each rank of the group",
             )
         return list(tensor.data.view(len(self._ranks), -1).unbind())
@@ -355,10 +368,12 @@ def _plainly() -> Iterator[None]:
 
 def _metas(tensors: Tensors) -> str:
     """The dtypes and shapes, as they are compared and shown."""
-    for tensor in tensors:
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    plain: Any = torch.Tensor
+    kinds: set[Any] = {type(tensor) for tensor in tensors}
+    for kind in kinds:
+        if kind.__torch_dispatch__ is not plain.__torch_dispatch__:
             raise UnsupportedError(
-                f"a collective of a process group was called with a {type(tensor).__name__}",
+                f"a collective of a process group was called with a {kind.__name__}",
                 hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives what a collective can take",
             )
     return ", ".join(f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.") for tensor in tensors)
@@ -382,7 +397,9 @@ def _reduced(tensors: Tensors, op: Any) -> torch.Tensor:
     for tensor in tensors[1:]:
         _IN_PLACE[op](total, tensor.data)
     if op == dist.ReduceOp.AVG:
-        total = total.div_(len(tensors)) if total.is_floating_point() else total.div_(len(tensors), rounding_mode="trunc")
+        total = (
+            total.div_(len(tensors)) if total.is_floating_point() else total.div_(len(tensors), rounding_mode="trunc")
+        )
     return total
 
 
@@ -398,12 +415,12 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
 # ---------------------------------------------------------------- how torch comes to these groups
 
 
-class _Store(dist.Store):
+class _Store(_AnyStore):
     """What torch's stores do, for threads: where a key is not there yet, other ranks run."""
 
     def __init__(self, threads: RankThreads) -> None:
         super().__init__()
-        self._threads, self._values = threads, threads.shared.setdefault("store", {})
+        self._threads, self._values = threads, {}
 
     def set(self, key: str, value: Any) -> None:
         self._values[key] = value if isinstance(value, bytes) else str(value).encode()
@@ -455,7 +472,7 @@ class _Store(dist.Store):
         return self
 
     # as torch's C++ calls them
-    deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set  # noqa: N815
+    deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set
 
 
 def _make_group(options: Any, _: Any) -> ThreadGroup:
@@ -469,12 +486,17 @@ def _make_group(options: Any, _: Any) -> ThreadGroup:
     return ThreadGroup(threads, options.group_rank, ranks, (options.group_id, made[me, options.group_id]))
 
 
+def forget_groups() -> None:
+    """The rank of this thread ends: its groups are no longer looked up by name."""
+    _cpp._unregister_all_process_groups()
+
+
 @contextlib.contextmanager
 def thread_groups() -> Iterator[None]:
     """Inside, the process groups that rank threads make are of these threads, whatever backend they ask for."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
-    helper, rendezvous = distributed_c10d._new_process_group_helper, distributed_c10d.rendezvous
+    helper, rendezvous = _c10d._new_process_group_helper, _c10d.rendezvous
     signature = inspect.signature(helper)
 
     @functools.wraps(helper)
@@ -488,7 +510,7 @@ def thread_groups() -> Iterator[None]:
         if isinstance(group, ThreadGroup):
             # torch asks NCCL for its version where a group is of it
             shown = "gloo" if str(asked) == "nccl" and not dist.is_nccl_available() else asked
-            distributed_c10d._world.pg_map[group] = shown, store
+            _c10d._world.pg_map[group] = shown, store
         return group, store
 
     def meet_in_process(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
@@ -500,13 +522,14 @@ def thread_groups() -> Iterator[None]:
                 f"a process group of {size} ranks in a world of {threads.size}, at {caller()}",
                 hint=f"shardwise run -n {size} gives the script {size} ranks",
             )
-        yield _Store(threads), rank, size
+        # one for all, which is kept: C++ does not hold what Python has of it
+        yield threads.shared.get("store") or threads.shared.setdefault("store", _Store(threads)), rank, size
 
-    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode
-    distributed_c10d._new_process_group_helper, distributed_c10d.rendezvous = in_threads, meet_in_process
+    isolate = _cpp._set_thread_isolation_mode
+    _c10d._new_process_group_helper, _c10d.rendezvous = in_threads, meet_in_process
     isolate(True)  # groups are looked up by name in C++: each thread has its own
     try:
         yield
     finally:
         isolate(False)
-        distributed_c10d._new_process_group_helper, distributed_c10d.rendezvous = helper, rendezvous
+        _c10d._new_process_group_helper, _c10d.rendezvous = helper, rendezvous

@@ -359,7 +359,8 @@ class VirtualFabric(Fabric):
         raise UnsupportedError(
             "on the virtual fabric all ranks run in lockstep inside this process, so there is no 'my rank'",
             hint="what one rank does (printing, saving) goes under `if shardwise.is_main():`; data that differs "
-            "by rank is a RankTensor or a DTensor; coordinate_of(rank) is where a rank is",
+            "by rank is a RankTensor or a DTensor; coordinate_of(rank) is where a rank is; "
+            "`shardwise run -n N` gives each rank a thread",
         )
 
     def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
