@@ -30,13 +30,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "run a script on virtual ranks in this process, with the mesh preset",
+    "run a script on ranks in this process: in lockstep, or a thread for each",
     add_arguments,
     run,
     MESHES
     + """
-The ranks run in lockstep: WORLD_SIZE and LOCAL_WORLD_SIZE are set as torchrun
-sets them, and a line that asks for a rank of its own (RANK, LOCAL_RANK,
+With -n each rank is a thread of this process, and the script runs as under
+torchrun: it finds RANK, LOCAL_RANK and the others in its environment, and
+torch.distributed as it is, with process groups inside the process. One rank
+runs at a time. Ranks that wait for ever get an error that says where.
+
+Without -n the script runs once, for all ranks in lockstep. WORLD_SIZE and
+LOCAL_WORLD_SIZE are set, and a line that asks for a rank of its own (RANK,
 torch.distributed.get_rank(), mesh.get_rank()) is refused. What one rank does
 goes under `if shardwise.is_main():`, which holds under torchrun too.
 
