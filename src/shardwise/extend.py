@@ -180,6 +180,7 @@ def local_map(
         func: gets each rank's local tensors, and returns tensors of each rank. Left out, this is a decorator.
         out_placements: the placements of each result; one list for a single result, None for what is no tensor.
         in_placements: the placements that each argument must have, None for what is no DTensor; not checked if absent.
+            Keyword arguments may be left out where none of them is a DTensor.
         in_grad_placements: for each argument how the gradient that comes back from its local lies.
         device_mesh: the mesh, where no argument is a DTensor.
         redistribute_inputs: bring arguments into `in_placements` instead of refusing others.
@@ -206,8 +207,10 @@ def local_map(
         leaves, tree = tree_flatten((args, kwargs))
         mesh = next((leaf.device_mesh for leaf in leaves if is_dtensor(leaf)), None)
         mesh = mesh or (as_mesh(device_mesh) if device_mesh is not None else None)
+        named = tree_leaves(kwargs)
+        ignored = 0 if any(map(is_dtensor, named)) else len(named)
         new_args, new_kwargs = tree_unflatten(
-            _locals_of(leaves, in_placements, in_grad_placements, redistribute_inputs), tree
+            _locals_of(leaves, in_placements, in_grad_placements, redistribute_inputs, ignored), tree
         )
         result = func(*new_args, **new_kwargs)
         if mesh is None:
@@ -218,10 +221,19 @@ def local_map(
     return mapped
 
 
-def _locals_of(leaves: Sequence[Any], in_placements: Any, in_grad_placements: Any, redistribute_inputs: bool) -> Any:
-    """The arguments of a mapped function: of each DTensor, brought to the placements wanted, the local."""
-    wanted = list(in_placements) if in_placements is not None else [None] * len(leaves)
-    gradients = list(in_grad_placements) if in_grad_placements is not None else [None] * len(leaves)
+def _locals_of(
+    leaves: Sequence[Any], in_placements: Any, in_grad_placements: Any, redistribute_inputs: bool, ignored: int
+) -> Any:
+    """The arguments of a mapped function: of each DTensor, brought to the placements wanted, the local.
+
+    The last `ignored` of them need no placements.
+    """
+
+    def for_all(given: Any) -> list[Any]:
+        each = [None] * len(leaves) if given is None else list(given)
+        return each + [None] * ignored if len(each) == len(leaves) - ignored else each
+
+    wanted, gradients = for_all(in_placements), for_all(in_grad_placements)
     if len(wanted) != len(leaves) or len(gradients) != len(leaves):
         raise LayoutError(
             f"local_map: {len(leaves)} arguments, {len(wanted)} in_placements, {len(gradients)} in_grad_placements",

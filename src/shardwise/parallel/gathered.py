@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.parallel.managed import ManagedParameter
@@ -68,6 +69,11 @@ class Group(Protocol):
         ...
 
 
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """Operators inside are not the program's: selective checkpointing counts those that it sees."""
+    return contextlib.nullcontext() if is_tracing() else unrecorded()
+
+
 class _Leaves(NamedTuple):
     tensors: list[Any]
     versions: list[int]
@@ -113,7 +119,7 @@ class Gathered:
                 "sharded parameter was written to between forward and backward, and has to be gathered again"
             )
         self.versions = self.source.versions()
-        with outside_transforms():
+        with outside_transforms(), _unseen():
             self._pending, self._started = self.group.launch(self.source), True
 
     def finish(self) -> None:
@@ -121,7 +127,7 @@ class Gathered:
         if self.tensors is not None:
             return
         self.start()
-        with torch.inference_mode(False), torch.no_grad(), outside_transforms():
+        with torch.inference_mode(False), torch.no_grad(), outside_transforms(), _unseen():
             self.tensors = self.group.fill(self.source, self._pending)
         self._pending, self._started = None, False
         self._bases = [0] * len(self.tensors)
