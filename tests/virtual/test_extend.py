@@ -38,6 +38,14 @@ def test_several_results_and_what_is_no_tensor(mesh: sw.DeviceMesh) -> None:
     assert word == "done"
 
 
+def test_keyword_arguments_need_no_placements(mesh: sw.DeviceMesh) -> None:
+    x = sw.distribute_tensor(torch.arange(8.0), mesh, [S0])
+    scaled = sw.local_map(lambda t, *, factor, more: t * factor + more[0], out_placements=[S0], in_placements=([S0],))
+    assert torch.equal(scaled(x, factor=2.0, more=[1.0]).full_tensor(), torch.arange(8.0) * 2 + 1)
+    with pytest.raises(sw.LayoutError, match="3 arguments, 1 in_placements"):
+        scaled(x, factor=x, more=[1.0])
+
+
 def test_arguments_are_brought_or_refused(mesh: sw.DeviceMesh) -> None:
     whole, x = laid_out(mesh, S1)
     rows = {"out_placements": [S0], "in_placements": ([S0],)}

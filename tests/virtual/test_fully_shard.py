@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardwise as sw
 from shardwise import Replicate, Shard
@@ -417,6 +417,14 @@ def calling_itself(model: Any, x: Any) -> Any:
         model.is_inside = False
 
 
+def keeping_products(function: Callable[..., Any], x: Any) -> Any:
+    """A checkpoint that keeps what matrix products gave."""
+    kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+    return checkpoint(
+        function, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(kept)
+    )  # fmt: skip
+
+
 RUNS: dict[str, Callable[[Any, Any], Any]] = {
     "one after the other": lambda m, x: m.second(m.first(x).tanh()),
     "one is unused": lambda m, x: m.first(x),
@@ -431,6 +439,8 @@ RUNS: dict[str, Callable[[Any, Any], Any]] = {
     "checkpointed layers, reentrant": lambda m, x: checkpoint(
         m.second, checkpoint(m.first, x, use_reentrant=True).tanh(), use_reentrant=True
     ),
+    "selective checkpoint inside": lambda m, x: keeping_products(lambda y: m.second(m.first(y).tanh()), x),
+    "selectively checkpointed layers": lambda m, x: keeping_products(m.second, keeping_products(m.first, x).tanh()),
     "outputs in a dict": lambda m, x: {"out": m.second(m.first(x)), "more": [m.first(x)]},
     "it calls itself": lambda m, x: calling_itself(m, x),
     "a result without gradient": lambda m, x: m.second(m.first(x).detach()),
