@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise import dlpack, loading, optimizer_hook
+from shardwise import dlpack, jiterator, loading, optimizer_hook
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh, on_first_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
@@ -171,5 +171,6 @@ def _wrap_torch_state_dict(module: Any) -> None:
 # There are no DTensors before there is a mesh, and until then torch is left as it is.
 on_first_mesh.append(loading.wrap_load_state_dict)
 on_first_mesh.append(dlpack.wrap_to_dlpack)
+on_first_mesh.append(jiterator.wrap_jiterator)
 on_first_mesh.append(optimizer_hook.install)
 on_first_mesh.append(lambda: when_imported("torch.distributed.checkpoint.state_dict", _wrap_torch_state_dict))

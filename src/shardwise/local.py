@@ -16,6 +16,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
+from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.shared_writes import written_arguments
 from shardwise.fabric.virtual import RankTensor, parts_of, run_rows, together, virtual
 from shardwise.schema import OpInfo, Slot
@@ -53,7 +54,7 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op`, which is not called on this rank's part where everything that it gives is empty.
+    """`op` on one rank's tensors, which is not called where everything that it gives is empty.
 
     The shapes are found on meta tensors. What is written to is given back as it is.
     """
@@ -72,7 +73,7 @@ def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
         meta_args, meta_kwargs = tree_map(_on_meta, (args, kwargs))
         try:
             results = op(*meta_args, **meta_kwargs)
-        except (NotImplementedError, RuntimeError):  # it looks at values, or has no function for meta tensors
+        except (NotImplementedError, RuntimeError, TypeError):  # it looks at values, or cannot run on meta tensors
             return op(*args, **kwargs)
         if any(tensor.numel() for tensor in _tensors(results)):
             return op(*args, **kwargs)
@@ -200,7 +201,8 @@ class _Runner:
             new_args, new_kwargs = self.arguments(args, kwargs, row[:-1], row[-1])
             return op(*new_args, **new_kwargs)
 
-        return together(run_rows(op, rows, call, self.written), lambda values: values[0])
+        func = self.info.op if is_nondeterministic(self.info.op) else op  # `op` may be a function around it
+        return together(run_rows(func, rows, call, self.written), lambda values: values[0])
 
     def run_once(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         """Random numbers are drawn once, on operands that all virtual ranks hold alike, and given to every rank."""

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("tensor",),
     ("api", "random", "interop"),
-    ("factories", "loading", "dlpack", "optimizer_hook"),
+    ("factories", "loading", "dlpack", "jiterator", "optimizer_hook"),
     ("extend",),
     ("parallel", "checkpoint", "debug"),
     ("__init__",),

@@ -54,6 +54,8 @@ SECONDS_PER_CASE = 20.0
 
 # Operators that leave their result uninitialized: only shape, dtype and layout are compared.
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# Results that are uninitialized, or the state of a generator, by their positions.
+UNREAD = {"torch.ops.aten._flash_attention_forward": (2, 3), "torch.ops.aten._efficient_attention_forward": (2, 3)}
 # Operators whose last bits depend on where in memory torch finds its operands: replicas agree up to rounding.
 INEXACT = {"linalg.lstsq", "linalg.lstsq.grad_oriented"}
 
@@ -188,6 +190,33 @@ class Sample:
         changed = tuple(not same_bits(t.detach(), b) for t, b in zip(plain, before, strict=True))
         return Wanted(tree_map(_detached, result), grads, drawn, changed)
 
+    def rounding(self, what: str, position: int) -> float:
+        """The largest rounding error of one device in a result or gradient, at this sample and close to it.
+
+        Found by computing in double precision too; 0 where that cannot be done, and where the values have nothing to
+        do with each other: a comparison of rounded numbers went the other way.
+        """
+        generator, largest = torch.Generator().manual_seed(0), 0.0
+        for _ in range(4):
+            near = [_neighbour(t.detach(), generator).requires_grad_(t.requires_grad) for t in self.tensors]
+            exact = [_in_double(t.detach()).requires_grad_(t.requires_grad) for t in near]
+            try:
+                rounded, precise = (self._values(tensors, what)[position] for tensors in (near, exact))
+            except Exception:
+                return 0.0
+            scale = max(1.0, float(precise.abs().max())) if precise.numel() else 1.0
+            error = float((_in_double(rounded) - precise).abs().max()) if precise.numel() else 0.0
+            if not error < 0.05 * scale:
+                return 0.0
+            largest = max(largest, error)
+        return largest
+
+    def _values(self, tensors: Sequence[torch.Tensor], what: str) -> list[Any]:
+        torch.manual_seed(0)
+        result = self.call(tensors)
+        values = gradients_of(self.process(result), tensors) if what == "gradient" else tree_flatten(result)[0]
+        return [_detached(value) for value in values]
+
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
@@ -197,6 +226,20 @@ class Wanted:
     grads: list[Any] | None
     drawn: bool
     changed: tuple[bool, ...]
+
+
+def _neighbour(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A tensor whose floating-point values are off by about one rounding error."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
+        return tensor.clone()
+    signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device)
+    return (tensor * (1 + torch.finfo(tensor.dtype).eps * signs)).to(tensor.dtype)
+
+
+def _in_double(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _detached(value: Any) -> Any:
@@ -376,17 +419,17 @@ def _compare(
     for i, (one, kept) in enumerate(zip(given, before, strict=True)):
         same = all(same_bits(a, b) for a, b in zip(one._local_tensor.tensors, kept, strict=True))
         if not same and not wanted.changed[i]:  # the parts of a Partial may change where their sum does not
-            _check("", f"input {i} after the call", one, sample.tensors[i].detach())
-    _check(name, "result", result, wanted.result)
+            _check("", f"input {i} after the call", one, sample.tensors[i].detach(), lambda *_: 0.0)
+    _check(name, "result", result, wanted.result, sample.rounding)
     if wanted.grads is None:
         return forward.kind, ""
     with watching() as backward:
         grads = gradients_of(sample.process(result), given)
-    _check(name, "gradient", grads, wanted.grads)
+    _check(name, "gradient", grads, wanted.grads, sample.rounding)
     return forward.kind, backward.kind if grads else ""
 
 
-def _check(name: str, what: str, got: Any, wanted: Any) -> None:
+def _check(name: str, what: str, got: Any, wanted: Any, rounding: Callable[[str, int], float]) -> None:
     """Equal structure, kind of tensor, shape, dtype and, up to the rounding of reordered sums, values."""
     mine, theirs = tree_flatten(got)[0], tree_flatten(wanted)[0]
     assert len(mine) == len(theirs), f"{what}: {len(mine)} values instead of {len(theirs)}"
@@ -403,13 +446,32 @@ def _check(name: str, what: str, got: Any, wanted: Any) -> None:
         assert a.dtype == b.dtype, f"{at}: {a.dtype} is not {b.dtype}"
         assert a.shape == b.shape, f"{at}: {tuple(a.shape)} is not {tuple(b.shape)}"
         assert a.layout == b.layout, f"{at}: {a.layout} is not {b.layout}"
-        if name in UNINITIALIZED:
-            check_locals(a)
-        else:
-            _close(whole(a, exact=name not in INEXACT), b, f"{at} ({getattr(a, 'spec', 'plain')})")
+        if name in UNINITIALIZED or (what == "result" and i in UNREAD.get(name, ())):
+            if isinstance(a, sw.DTensor):  # plain on another device
+                check_locals(a)
+            continue
+        at = f"{at} ({getattr(a, 'spec', 'plain')})"
+        a = whole(a, exact=name not in INEXACT)
+        try:
+            _close(a, b, at)
+        except AssertionError:
+            own = rounding(what, i)
+            if not own:
+                raise
+            _close(a, b, at, SUMMANDS * own)
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, at: str) -> None:
+# Of the value of a Partial on 2x3 ranks the ranks hold (2 + 1) * (2 + 2 + 1) times as much, without signs (`SHARES`).
+SUMMANDS = 15
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, at: str, more: float = 0.0) -> None:
+    """Equal, floating-point numbers up to rounding and `more`.
+
+    Every summand of a Partial is rounded, and so is every sum of some: about 2 * SUMMANDS errors of half a unit in the
+    last place of the value, of random signs, so their sum is about the square root of that many. Numbers of 32 bits
+    and more may have sums of many elements behind them, which one device rounds too.
+    """
     if b.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
     if b.dtype.itemsize == 1 and b.is_floating_point():
@@ -419,10 +481,12 @@ def _close(a: torch.Tensor, b: torch.Tensor, at: str) -> None:
         return
     finite = b.detach().abs()[b.isfinite()]
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
-    # summands of a Partial are up to four times the value, and each is rounded
-    halves = b.dtype in (torch.bfloat16, torch.float16)
-    rounding, absolute = (2e-2, 2e-2) if halves else (1e-3, 1e-4)
-    torch.testing.assert_close(a, b, rtol=rounding, atol=absolute * scale, equal_nan=True, msg=lambda m: f"{at}: {m}")
+    eps = torch.finfo(b.dtype).eps
+    halves = (2 * SUMMANDS) ** 0.5 * eps / 2
+    relative, absolute = (halves, halves) if eps > 1e-4 else (1e-3, 1e-4)
+    torch.testing.assert_close(
+        a, b, rtol=relative, atol=absolute * scale + more, equal_nan=True, msg=lambda m: f"{at}: {m}"
+    )
 
 
 # ---------------------------------------------------------------- one operator, and all
@@ -489,7 +553,7 @@ def check_all(names: Sequence[str], budget: Budget, jobs: int, told: Callable[[R
     todo, size = list(names), jobs
     while todo:
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(size, mp_context=context, initializer=_one_thread) as pool:
+        with concurrent.futures.ProcessPoolExecutor(size, mp_context=context, initializer=_settings) as pool:
             futures = {pool.submit(check_operator, name, budget): name for name in todo}
             try:
                 for future in concurrent.futures.as_completed(futures):
@@ -508,8 +572,10 @@ def check_all(names: Sequence[str], budget: Budget, jobs: int, told: Callable[[R
     return [done[name] for name in names]
 
 
-def _one_thread() -> None:
+def _settings() -> None:
+    """One thread; convolutions of CUDA in float32, not in TF32."""
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
 
 
 # ---------------------------------------------------------------- telling
@@ -592,7 +658,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="write the table of operators here")
     parser.add_argument("--json", type=Path, help="write every count and failure here")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    _settings()
     budget = FULL if options.sample is None else sampled(options.sample)
     budget = dataclasses.replace(budget, device=options.device, dtypes=tuple(options.dtypes))
     if options.cases is not None:

@@ -20,6 +20,7 @@ from shardwise.dispatch.row_exchanges import exchanging_halos, exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
 from shardwise.fabric.dry import dry
+from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.routes import BoundRoute
 from shardwise.fabric.virtual import RankTensor, parts_of, virtual
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates, sparing_empty
@@ -56,8 +57,10 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     patches = _patches(runs_as, signature.mesh)
     if any_complex(specs, sharding.outputs):
         local_op = seeing_conjugates(local_op or info.op)
+    lockstep = signature.mesh.fabric == virtual.name
+    rank_by_rank = lockstep and is_nondeterministic(info.op)  # so that equal operands share a result
     if _may_be_refused_when_empty(signature, sharding):
-        local_op = sparing_empty(info, local_op or info.op)
+        local_op, rank_by_rank = sparing_empty(info, local_op or info.op), lockstep
     # zeros on the ranks that hold nothing of a slice are no part of its base
     copies = info.is_view and (
         any(routes)
@@ -65,7 +68,7 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         or info.op in COPYING_VIEWS
         or any(set(out.partial_axes) - set(specs[0].partial_axes) for out in sharding.outputs)
     )
-    if not any(routes) and not copies and info.returns == ("Tensor",):
+    if not any(routes) and not copies and not rank_by_rank and info.returns == ("Tensor",):
         simple = _simple_executor(signature, sharding.outputs[0], patches, local_op)
         if simple is not None:
             return simple

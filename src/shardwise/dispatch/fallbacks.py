@@ -96,7 +96,7 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     info, specs, mesh = signature.info, signature.specs, signature.mesh
     routes = routes_between(specs, signature.with_whole_operands())
     outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
-    local_op = _in_memory_order(info.op, specs) if info.op.name() in BY_MEMORY else None
+    local_op = _in_memory_order(signature) if _goes_by_memory(info.op) else None
     if any_complex(specs, outputs or ()):
         local_op = seeing_conjugates(local_op or info.op)
     copies = info.is_view and (any(routes) or info.op in COPYING_VIEWS)
@@ -113,13 +113,19 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     return run_and_warn
 
 
-def _in_memory_order(op: OpOverload, specs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """`op` on operands that lie in memory as on one device; what was moved may lie otherwise."""
+def _goes_by_memory(op: OpOverload) -> bool:
+    return op.name() in BY_MEMORY or torch.Tag.needs_exact_strides in op.tags
+
+
+def _in_memory_order(signature: Signature) -> Callable[..., Any]:
+    """The operator on operands that lie in memory as on one device; what was moved may lie otherwise."""
+    op, slots, specs = signature.info.op, signature.slots, signature.specs
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        strides = iter([spec.tensor_meta.stride for spec in specs])
-        laid_out = [_with_strides(arg, next(strides)) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        return op(*laid_out, **kwargs)
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, spec in zip(slots, specs, strict=True):
+            slot.put(new_args, new_kwargs, _with_strides(slot.get(args, kwargs), spec.tensor_meta.stride))
+        return op(*new_args, **new_kwargs)
 
     return run
 

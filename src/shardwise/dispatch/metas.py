@@ -77,6 +77,10 @@ def _by_running(
         return None if info.returns else ()
     except ZeroDivisionError:  # some of torch's functions on meta tensors divide by sizes that are zero
         return None
+    except TypeError as error:
+        if "got multiple values for argument" in str(error):  # some of them do not have the operator's arguments
+            return None
+        raise
     except RuntimeError as error:
         if "called on meta tensors" in str(error):  # item(): the operator looks at values
             return None

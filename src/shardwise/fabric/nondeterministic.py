@@ -32,7 +32,9 @@ _NAMES = frozenset({
     "_upsample_bicubic2d_aa_backward", "upsample_trilinear3d_backward", "reflection_pad1d_backward",
     "reflection_pad2d_backward", "reflection_pad3d_backward", "replication_pad1d_backward",
     "replication_pad2d_backward", "replication_pad3d_backward", "nll_loss2d_forward", "_ctc_loss_backward",
-    "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward", "max_pool2d_with_indices_backward",
+    "adaptive_max_pool3d_backward", "index_reduce", "kthvalue", "_flash_attention_backward",
+    "_efficient_attention_backward", "_cudnn_rnn", "_cudnn_rnn_backward",
 })  # fmt: skip
 
 

@@ -6,7 +6,8 @@ or makes a sparse tensor, is replaced at the one dispatch key above autograd tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +49,44 @@ def _embedding_sparse_backward(
     return aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
-def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *options: Any) -> Any:
-    """torch copies the lengths to the CPU; their values are asked for here."""
-    return aten.ctc_loss.IntList(log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), *options)
+def _ctc_loss_by_lengths(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:
+    """torch reads lengths in memory; their values are asked for here."""
+    lengths = input_lengths.reshape(-1).tolist(), target_lengths.reshape(-1).tolist()
+    return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+
+
+def _ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:
+    """torch copies the targets of CUDA to the CPU, to ask whether a library would compute the loss."""
+    batched = log_probs.dim() == 3
+    log_probs = log_probs if batched else log_probs.unsqueeze(1)
+    targets = targets.to(log_probs.device, torch.int64)
+    loss = aten._ctc_loss.default(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    if zero_infinity:
+        loss = loss.masked_fill(loss == math.inf, 0.0)
+    match reduction:
+        case 1:  # mean
+            lengths = torch.tensor(target_lengths, dtype=loss.dtype, device=loss.device)
+            return (loss / lengths.clamp_min(1)).mean()
+        case 2:
+            return loss.sum()
+        case _:
+            return loss if batched else loss.squeeze(0)
 
 
 def _pack_padded_sequence(sequences: Any, lengths: Any, batch_first: bool) -> Any:
@@ -134,7 +170,8 @@ def _pad_circular(self: Any, pad: Any) -> Any:
 
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
-    aten.ctc_loss.Tensor: _ctc_loss,
+    aten.ctc_loss.Tensor: _ctc_loss_by_lengths,
+    aten.ctc_loss.IntList: _ctc_loss,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     aten._pad_packed_sequence.default: _pad_packed_sequence,
     aten._convolution_double_backward.default: _convolution_double_backward,
