@@ -1,7 +1,7 @@
 """`torch.cuda.jiterator` functions refuse DTensors and RankTensors.
 
-They are launched by C++ that asks no Python class. Such a tensor has no memory of its own, so that the kernel would read
-address 0, after which the process cannot use its GPU. They are wrapped when the first mesh is made.
+They are launched by C++ that asks no Python class. Such a tensor has no memory of its own, so that the kernel would
+read address 0, after which the process cannot use its GPU. They are wrapped when the first mesh is made.
 """
 
 from __future__ import annotations

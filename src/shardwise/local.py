@@ -146,7 +146,7 @@ def local_runner(
 class _Runner:
     """An operator with the places of its locals, for the ranks at the coordinates here."""
 
-    __slots__ = ("coordinates", "info", "patches", "slots", "written")
+    __slots__ = ("info", "own", "slots", "written")
 
     def __init__(
         self,
@@ -155,17 +155,18 @@ class _Runner:
         patches: Mapping[Coordinate, Mapping[str, Any]] | None,
         coordinates: list[Coordinate],
     ) -> None:
-        self.info, self.slots, self.patches, self.coordinates = info, slots, patches, coordinates
+        self.info, self.slots = info, slots
+        self.own = [{} if patches is None else patches[at] for at in coordinates]  # each rank's plain arguments
         self.written = [(i, slot.name) for i, slot in enumerate(slots) if slot.name in written_arguments(info.op)]
 
     def arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], coordinate: Coordinate
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """What the operator is called with on the rank at `coordinate`."""
+        """What the operator is called with on a rank: its locals, and the plain arguments that are its own."""
         names, new_args, new_kwargs = self.info.names, list(args), dict(kwargs)
         for slot, local in zip(self.slots, locals_, strict=True):
             slot.put(new_args, new_kwargs, local)
-        for name, value in self.patches[coordinate].items() if self.patches is not None else ():
+        for name, value in own.items():
             index = names.index(name) if name in names else len(new_args)
             if index < len(new_args):
                 new_args[index] = value
@@ -175,12 +176,12 @@ class _Runner:
 
     def run_here(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         """On the one rank of this process."""
-        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.coordinates[0])
+        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.own[0])
         return op(*new_args, **new_kwargs)
 
     def run_dry(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         """On meta tensors, which are counted."""
-        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.coordinates[0])
+        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.own[0])
         if "device" in new_kwargs:
             new_kwargs["device"] = torch.device("meta")
         results = op(*new_args, **new_kwargs)
@@ -194,8 +195,7 @@ class _Runner:
     ) -> Any:
         """On one virtual rank after the other."""
         columns = _columns(locals_)
-        own = self.patches is not None  # else a rank's coordinate makes no difference
-        rows = [[*_row(locals_, columns, i), at if own else ()] for i, at in enumerate(self.coordinates)]
+        rows = [[*_row(locals_, columns, i), own] for i, own in enumerate(self.own)]
 
         def call(row: Sequence[Any]) -> Any:
             new_args, new_kwargs = self.arguments(args, kwargs, row[:-1], row[-1])
@@ -207,13 +207,13 @@ class _Runner:
     def run_once(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         """Random numbers are drawn once, on operands that all virtual ranks hold alike, and given to every rank."""
         columns = _columns(locals_)
-        new_args, new_kwargs = self.arguments(args, kwargs, _row(locals_, columns, 0), self.coordinates[0])
+        new_args, new_kwargs = self.arguments(args, kwargs, _row(locals_, columns, 0), self.own[0])
         result = op(*new_args, **new_kwargs)
         for slot, column in zip(self.slots, columns, strict=True):
             if slot.name in self.info.writes and column is not None:
                 for other in column[1:]:
                     other.copy_(column[0])
-        copies = [tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result) for _ in self.coordinates]
+        copies = [tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result) for _ in self.own]
         return together(copies, lambda values: values[0])
 
 

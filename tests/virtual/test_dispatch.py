@@ -635,6 +635,21 @@ def test_reductions_of_nothing_and_writes_to_nothing_with_such_kernels() -> None
         torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
 
 
+@pytest.mark.usefixtures("refusing_empty")
+def test_short_calls_with_such_kernels_see_one_rank_at_a_time() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x, plain = torch.arange(9.0), torch.arange(9.0)[None]
+    given = sw.distribute_tensor(x, mesh, [sw.Shard(0)])
+    torch.testing.assert_close(given.clone().zero_().full_tensor(), torch.zeros(9))
+    torch.testing.assert_close(torch.maximum(given, 9 - given).full_tensor(), torch.maximum(x, 9 - x))
+    torch.testing.assert_close((given.norm() + given.std()).full_tensor(), x.norm() + x.std())
+    rows = sw.distribute_tensor(plain.T.contiguous(), mesh, [sw.Shard(0)])
+    torch.testing.assert_close((rows @ plain).full_tensor(), plain.T @ plain)
+    torch.testing.assert_close(
+        F.interpolate(rows[..., None], scale_factor=2).full_tensor(), F.interpolate(plain.T[..., None], scale_factor=2)
+    )
+
+
 def test_new_tensors_on_another_device_are_plain_and_global(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(torch.ones(6, 3), mesh, [sw.Shard(0)])

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import AgreementError, UnsupportedError
+from shardwise.fabric import virtual
 from shardwise.fabric.nondeterministic import share_results
 from shardwise.fabric.shared_writes import agree, written_arguments
 
@@ -458,6 +460,30 @@ def test_ranks_with_equal_operands_share_the_result_of_a_nondeterministic_operat
         assert torch.equal(target, value * value)  # 1 on the first call, 2 * 2 on the second
         assert counted.numel() == value[0]
     assert len({result[1].data_ptr() for result in results}) == len(rows)
+
+
+@pytest.mark.parametrize("run", [
+    lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),  # one operand in front
+    lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),  # two
+    lambda x: F.conv2d(x, x[:1]),
+    lambda x: x.cummax(-1).values,  # whose rule gives each rank arguments of its own
+])  # fmt: skip
+def test_replicas_share_the_results_of_short_calls_too(
+    run: Callable[[Any], Any], mesh: sw.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[int] = []
+
+    def noting(rows: Any, call: Any, written: Any) -> Any:
+        calls: list[int] = []
+        results = share_results(rows, lambda row: (calls.append(1), call(row))[1], written)
+        shared.append(len(calls))
+        return results
+
+    monkeypatch.setattr(virtual, "share_results", noting)
+    x = sw.distribute_tensor(torch.randn(2, 3, 4, 4), mesh, [sw.Replicate()] * mesh.ndim).requires_grad_()
+    run(x).sin().sum().backward()
+    assert shared, "no operator on the way is known as nondeterministic"
+    assert set(shared) == {1}, "equal operands are computed with once"
 
 
 @pytest.mark.filterwarnings("ignore::shardwise.modes.ReplicationWarning")

@@ -182,3 +182,12 @@ def test_items_that_are_dtensors() -> None:
         list(DataLoader(Rows(False), 7, num_workers=1, multiprocessing_context="fork"))
     uncollated = DataLoader(Rows(False), None, num_workers=1, multiprocessing_context="fork")
     assert torch.equal(torch.stack([row.full_tensor() for row in uncollated]), values())
+
+
+def test_compiled_cuda_functions_refuse_tensors_without_memory() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    copy = torch.cuda.jiterator._create_jit_fn("template <typename T> T copy(T x) { return x; }")
+    x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
+    for given in (x, x.to_local()):
+        with pytest.raises(sw.UnsupportedError, match="jiterator cannot run on"):
+            copy(given)

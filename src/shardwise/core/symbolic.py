@@ -125,8 +125,8 @@ class _KnownSizes(dict[Any, Any]):
     """What a tracer knows of symbolic integers: from an expression to where the graph has it.
 
     A symbol stays what it was first, an input. torch would take the latest integer that comes to it (`2 * s - s`); its
-    parts may be known by the same name alone, so that it would be computed from itself. And powers, which torch does
-    not take apart, are products.
+    parts may be known by the same name alone, so that it would be computed from itself. And powers, maxima and minima,
+    which torch does not take apart, are computed from their parts.
     """
 
     def __init__(self, tracer: Any) -> None:
@@ -137,22 +137,27 @@ class _KnownSizes(dict[Any, Any]):
         self.setdefault(expression, where)
 
     def get(self, expression: Any, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if expression not in self and getattr(expression, "is_Pow", False) and expression.exp.is_Integer:
-            self._multiply_out(expression)
+        if expression not in self:
+            if getattr(expression, "is_Pow", False):
+                if expression.exp.is_Integer and expression.exp >= 2:
+                    self._compute(expression, operator.mul, [expression.base] * int(expression.exp))
+            elif (compute := _EXTREMES.get(type(expression).__name__)) is not None:
+                self._compute(expression, compute, expression.args)
         return super().get(expression, default)
 
-    def _multiply_out(self, power: Any) -> None:
+    def _compute(self, expression: Any, compute: Any, parts: Sequence[Any]) -> None:
+        """Record an expression that is `compute` of its parts, two at a time."""
         proxies, tracer = importlib.import_module("torch.fx.experimental.proxy_tensor"), self.tracer()
-        base = proxies._build_proxy_for_sym_expr(tracer, power.base)
-        if base is None or power.exp < 2:
+        result, *others = [proxies._build_proxy_for_sym_expr(tracer, part) for part in parts]
+        if result is None or None in others:
             return
-        product = base
-        for _ in range(int(power.exp) - 1):
-            factors, product = (product, base), product * base
-            proxies._sym_register(tracer, operator.mul, factors, product)
-        self[power] = proxies._SympyExprTrackerValue(proxies.get_proxy_slot(product, tracer), product)
+        for other in others:
+            operands, result = (result, other), compute(result, other)
+            proxies._sym_register(tracer, compute, operands, result)
+        self[expression] = proxies._SympyExprTrackerValue(proxies.get_proxy_slot(result, tracer), result)
 
 
+_EXTREMES = {"Max": torch.sym_max, "Min": torch.sym_min}
 _MODES = torch._C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.FUNCTIONAL, _MODES.PROXY)
 

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise import modes
-from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.spec import TensorMeta
 from shardwise.dispatch.executors import general_executor
 from shardwise.dispatch.signature import Executor, Signature, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, mark_views

@@ -70,7 +70,15 @@ def share_results(
 
 
 def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return all(agree(x, y) if isinstance(x, torch.Tensor) else x is y or x == y for x, y in zip(a, b, strict=True))
+    return all(_same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return agree(a, b)
+    if isinstance(a, dict):
+        return a is b or (a.keys() == b.keys() and all(_same(value, b[name]) for name, value in a.items()))
+    return a is b or a == b
 
 
 def _repeat(row: Sequence[Any], first: Sequence[Any], result: Any, written: Sequence[tuple[int, str]]) -> Any:

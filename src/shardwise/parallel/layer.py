@@ -107,7 +107,8 @@ class Layer:
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
         """The result in the layout that was asked for. Called after an error too, without a result."""
-        running = module.__dict__.pop(_RUNNING, None)
+        # while compiling nothing runs on locals, and Dynamo of torch 2.11 does not know this dict
+        running = None if torch.compiler.is_compiling() else module.__dict__.pop(_RUNNING, None)
         if running is not None:
             program, own, elsewhere = running
             module._parameters.update(own)

@@ -192,10 +192,14 @@ def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
             parameter.to_local(), larger, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride
         )
     if own:
-        module.__dict__[_OWN] = own
+        setattr(module, _OWN, own)  # not through its dict, which Dynamo of torch 2.11 does not know
 
 
 def unsee(module: nn.Module) -> None:
     """The parameters are the module's own again."""
-    for owner, name, parameter in module.__dict__.pop(_OWN, ()):
+    own = getattr(module, _OWN, None)
+    if own is None:
+        return
+    for owner, name, parameter in own:
         owner._parameters[name] = parameter
+    delattr(module, _OWN)

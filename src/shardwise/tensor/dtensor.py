@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
-from shardwise.core.symbolic import introduce_sizes, is_tracing
+from shardwise.core.symbolic import hinted, introduce_sizes, is_tracing, specialized
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.plain_operands import replicated_operand
@@ -483,6 +484,8 @@ class DTensor(torch.Tensor):
         if spec is None:
             refuse_dry(context[0])
             spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
+            if _fix_uneven(spec):
+                spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
             if key is not None:
                 _unflattened.keep(key, spec)
         made = dtensor_of(spec, local)
@@ -833,6 +836,21 @@ class CopiedDTensor(DTensor):
 
 # how a DTensor came about is no matter of its type
 CopiedDTensor.__name__ = CopiedDTensor.__qualname__ = PendingDTensor.__name__ = PendingDTensor.__qualname__ = "DTensor"
+
+
+def _fix_uneven(spec: DTensorSpec) -> bool:
+    """Fix the symbolic sizes of a compiler that do not divide evenly over the axes that shard them; whether there are.
+
+    It is done before anything is traced. A compiler traces forward alone first, and counts the symbolic sizes of its
+    results; only backward may need the parts of the ranks, which fixes them.
+    """
+    fixed = False
+    if spec.tensor_meta.is_symbolic:
+        for size, axes in zip(spec.shape, spec.dim_axes, strict=True):
+            if isinstance(size, torch.SymInt) and hinted([size])[0] % math.prod(spec.mesh.shape[a] for a in axes):
+                specialized([size])
+                fixed = True
+    return fixed
 
 
 # ---------------------------------------------------------------- derivatives
