@@ -26,6 +26,7 @@ from shardwise.rules.registry import USERS_RULES
 
 __all__ = [
     "decided_by",
+    "mixes_strides",
     "never_traced",
     "not_compiled",
     "refuse_dry",
@@ -90,6 +91,16 @@ def tell_compiler() -> bool:
 
 # what torch.compiler.assume_constant_result sets; calling that would import the compiler
 tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.cache
+def mixes_strides() -> bool:
+    """Whether this torch gives results of compiled code their symbolic sizes for strides, as 2.11 does."""
+    schemas: Any = importlib.import_module("torch._functorch._aot_autograd.schemas")
+    meta = object.__new__(schemas.SubclassCreationMeta)
+    meta.outer_size = meta.outer_stride = (None,)  # one symbolic size and one symbolic stride
+    found = meta.compute_outer_size_and_stride([5, 7], curr_start_idx=0)
+    return tuple(map(tuple, found)) != ((5,), (7,))
 
 
 def decided_by() -> tuple[str, ...]:

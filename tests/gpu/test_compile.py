@@ -118,6 +118,7 @@ def test_blocks_compiled_one_by_one() -> None:
             theirs.backward()
         for mine, own in zip(model.parameters(), wanted.parameters(), strict=True):
             # of the length of the gradient, eight bits of precision through sixteen blocks
+            assert own.grad is not None
             error = (whole(mine.grad).float() - own.grad).norm() / own.grad.norm()
             assert error < 0.1, error
 

@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import TypeIs
 
 from shardwise import modes
-from shardwise.compilers import decided_by, never_traced, refuse_dry, refuse_named, taken_whole, tell_compiler
+from shardwise.compilers import (
+    decided_by,
+    mixes_strides,
+    never_traced,
+    refuse_dry,
+    refuse_named,
+    taken_whole,
+    tell_compiler,
+)
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
@@ -483,6 +491,8 @@ class DTensor(torch.Tensor):
             key = spec = None
         if spec is None:
             refuse_dry(context[0])
+            if key is not None and not is_tracing() and mixes_strides():
+                key, outer_stride = None, _stride_as_local(context, outer_size, outer_stride, local)
             spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
             if _fix_uneven(spec):
                 spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
@@ -836,6 +846,14 @@ class CopiedDTensor(DTensor):
 
 # how a DTensor came about is no matter of its type
 CopiedDTensor.__name__ = CopiedDTensor.__qualname__ = PendingDTensor.__name__ = PendingDTensor.__qualname__ = "DTensor"
+
+
+def _stride_as_local(context: tuple[Any, ...], size: Any, stride: Any, local: torch.Tensor) -> Any:
+    """The stride of a result of compiled code, in the memory order of its local. Only where that is dense."""
+    part = parts_of(local)[0]
+    order = part.stride()
+    is_dense = not context[3] and order == dense_strides(part.shape, like=order)
+    return dense_strides(size, like=order) if is_dense else stride
 
 
 def _fix_uneven(spec: DTensorSpec) -> bool:
