@@ -98,8 +98,9 @@ def test_moves_and_dynamic_sizes() -> None:
 
 
 def test_blocks_compiled_one_by_one() -> None:
-    """Widths of queries and keys differ, so that what a block calls twice is compiled with symbolic sizes."""
+    """All blocks share a graph, for one length and for any other; heads, which differ in number, are one dim of it."""
     check_constants()
+    torch._dynamo.utils.counters.clear()
     sizes: dict[str, Any] = {"dim": 256, "blocks": 16, "heads": 4, "kv_heads": 2, "hidden": 512, "longest": 128}
     with nccl_world():
         mesh = sw.init_device_mesh("cuda", (1,), mesh_dim_names=("tp",))
@@ -116,11 +117,31 @@ def test_blocks_compiled_one_by_one() -> None:
             torch.testing.assert_close(whole(ours), theirs.detach(), rtol=2e-2, atol=1e-3)
             ours.backward()
             theirs.backward()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
         for mine, own in zip(model.parameters(), wanted.parameters(), strict=True):
             # of the length of the gradient, eight bits of precision through sixteen blocks
             assert own.grad is not None
             error = (whole(mine.grad).float() - own.grad).norm() / own.grad.norm()
             assert error < 0.1, error
+
+
+def test_strides_of_symbolic_results() -> None:
+    """The strides of attention's result hold maxima of sizes."""
+    check_constants()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        q = x.view(2, 128, -1, 64).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    with nccl_world():
+        mesh = sw.init_device_mesh("cuda", (1,))
+        compiled = torch.compile(program, dynamic=True, backend="aot_eager")
+        for width in (256, 512, 128):
+            x = torch.randn(2, 128, width, device="cuda", dtype=torch.bfloat16)
+            wanted, got = program(x), compiled(sw.distribute_tensor(x, mesh, [R]).requires_grad_())
+            assert got.stride() == wanted.stride()
+            torch.testing.assert_close(whole(got), wanted)
+            got.sum().backward()
 
 
 def test_dropout_on_aot_eager_is_that_of_one_device() -> None:

@@ -465,7 +465,7 @@ def test_ranks_with_equal_operands_share_the_result_of_a_nondeterministic_operat
 @pytest.mark.parametrize("run", [
     lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),  # one operand in front
     lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),  # two
-    lambda x: F.conv2d(x, x[:1]),
+    lambda x: F.adaptive_avg_pool2d(x, 2),  # two, of which one is read for its shape
     lambda x: x.cummax(-1).values,  # whose rule gives each rank arguments of its own
 ])  # fmt: skip
 def test_replicas_share_the_results_of_short_calls_too(
@@ -473,15 +473,19 @@ def test_replicas_share_the_results_of_short_calls_too(
 ) -> None:
     shared: list[int] = []
 
-    def noting(rows: Any, call: Any, written: Any) -> Any:
+    def noting(rows: Any, call: Any, written: Any, unread: int | None) -> Any:
         calls: list[int] = []
-        results = share_results(rows, lambda row: (calls.append(1), call(row))[1], written)
+        results = share_results(rows, lambda row: (calls.append(1), call(row))[1], written, unread)
         shared.append(len(calls))
         return results
 
     monkeypatch.setattr(virtual, "share_results", noting)
-    x = sw.distribute_tensor(torch.randn(2, 3, 4, 4), mesh, [sw.Replicate()] * mesh.ndim).requires_grad_()
+    x = sw.distribute_tensor(torch.randn(2, 3, 4, 4), mesh, [sw.Replicate()]).requires_grad_()
+    summed = sw.DTensor.from_local(
+        sw.RankTensor([torch.randn(2, 3, 4, 4) for _ in range(RANKS)]), mesh, [sw.Partial()]
+    ).requires_grad_()
     run(x).sin().sum().backward()
+    run(summed).full_tensor().sin().sum().backward()
     assert shared, "no operator on the way is known as nondeterministic"
     assert set(shared) == {1}, "equal operands are computed with once"
 

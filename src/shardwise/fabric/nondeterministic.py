@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.fabric.shared_writes import agree, is_traced
 
-__all__ = ["is_nondeterministic", "share_results"]
+__all__ = ["is_nondeterministic", "shape_only", "share_results"]
 
 # What torch.use_deterministic_algorithms names, by operator, and least squares, whose driver gelsy is given pivots from
 # uninitialized memory.
@@ -38,6 +38,20 @@ _NAMES = frozenset({
 })  # fmt: skip
 
 
+# Of these the second operand, the input of forward, is read for its shape alone.
+_BY_SHAPE = frozenset(name for name in _NAMES if name.endswith("_backward") and ("pool" in name or "_pad" in name))
+
+
+def shape_only(op: Any) -> int | None:
+    """The position among the tensors of an operand of which no value is read.
+
+    Example:
+        >>> shape_only(torch.ops.aten.avg_pool3d_backward.default), shape_only(torch.ops.aten.index_add.default)
+        (1, None)
+    """
+    return 1 if isinstance(op, OpOverload) and op._opname in _BY_SHAPE else None
+
+
 def is_nondeterministic(op: Any) -> bool:
     """Whether an operator may give other bits each time that it is called.
 
@@ -49,7 +63,10 @@ def is_nondeterministic(op: Any) -> bool:
 
 
 def share_results(
-    rows: Sequence[Sequence[Any]], call: Callable[[Sequence[Any]], Any], written: Sequence[tuple[int, str]]
+    rows: Sequence[Sequence[Any]],
+    call: Callable[[Sequence[Any]], Any],
+    written: Sequence[tuple[int, str]],
+    unread: int | None = None,
 ) -> list[Any]:
     """`call` on the row of each rank, once for all ranks whose rows are equal.
 
@@ -57,20 +74,21 @@ def share_results(
         rows: each rank's tensors and other values.
         call: runs the operator on a row.
         written: where in a row the tensors are that it writes to, and the names of their arguments.
+        unread: where in a row a tensor is of which only the shape counts.
     """
     if any(is_traced(value) for value in rows[0] if isinstance(value, torch.Tensor)):
         return [call(row) for row in rows]
     found: list[int] = []  # for each rank the first one with the same row
     for rank, row in enumerate(rows):
-        found.append(next((i for i in dict.fromkeys(found) if _equal(rows[i], row)), rank))
+        found.append(next((i for i in dict.fromkeys(found) if _equal(rows[i], row, unread)), rank))
     results: list[Any] = []
     for rank, (row, first) in enumerate(zip(rows, found, strict=True)):
         results.append(call(row) if first == rank else _repeat(row, rows[first], results[first], written))
     return results
 
 
-def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return all(_same(x, y) for x, y in zip(a, b, strict=True))
+def _equal(a: Sequence[Any], b: Sequence[Any], unread: int | None) -> bool:
+    return all(x.shape == y.shape if i == unread else _same(x, y) for i, (x, y) in enumerate(zip(a, b, strict=True)))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -17,7 +17,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import BoundRows, BoundStep, Fabric, check_source, register
-from shardwise.fabric.nondeterministic import is_nondeterministic, share_results
+from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
 from shardwise.fabric.packing import pack_traced
 from shardwise.fabric.pieces import (
     distinct_blocks,
@@ -271,17 +271,24 @@ def run_rows(
     random = draws(func)
     shared = [i for i, _ in written if is_shared([row[i] for row in rows])]
     if not shared and not random:
-        return share_results(rows, call, written) if is_nondeterministic(func) else [call(row) for row in rows]
+        return _alike(func, rows, call, written)
     trial = SharedWrite(func, rows, written, shared) if written else None
     mine = rows if trial is None else trial.trials
     if random:
         results = draws_alike(func, mine, call)
     else:
-        results = share_results(mine, call, written) if is_nondeterministic(func) else [call(row) for row in mine]
+        results = _alike(func, mine, call, written)
     if trial is None:
         return results
     trial.commit()
     return [tree_map(functools.partial(trial.original, rank), result) for rank, result in enumerate(results)]
+
+
+def _alike(func: Any, rows: Sequence[Any], call: Callable[[Sequence[Any]], Any], written: Any) -> list[Any]:
+    """`call` on each row; ranks with equal rows have equal results."""
+    if is_nondeterministic(func):
+        return share_results(rows, call, written, shape_only(func))
+    return [call(row) for row in rows]
 
 
 def _is_tensor(value: Any) -> bool:

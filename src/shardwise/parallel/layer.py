@@ -88,8 +88,10 @@ class Layer:
 
     def install(self, module: nn.Module) -> nn.Module:
         """Put the hooks around the forward of a module."""
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, always_call=True)
+        before = module.register_forward_pre_hook(self.before, with_kwargs=True)
+        _under_fixed_key(before.id, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        after = module.register_forward_hook(self.after, always_call=True)
+        _under_fixed_key(after.id, module._forward_hooks, module._forward_hooks_always_called)
         return module
 
     def before(
@@ -248,6 +250,18 @@ class Layer:
         meta = TensorMeta(shape, dense_strides(shape, like=result.stride()), result.dtype)
         source = DTensorSpec(self.mesh, (placement,), meta)
         return source, source if self.output is None else target_of(source, self.mesh, self.output)
+
+
+def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
+    """Keep a hook under a key that is the same on all modules alike.
+
+    torch numbers the hooks of a process, and Dynamo guards the numbers: each block of a model would be compiled anew.
+    """
+    key = -1
+    while key in hooks:
+        key -= 1
+    for kept in (hooks, *marks):
+        kept[key] = kept.pop(number)
 
 
 def _treats_alike(module: nn.Module, recipe: Recipe, ndim: int) -> bool:
