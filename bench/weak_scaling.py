@@ -398,9 +398,31 @@ each(
     rotations=lambda x, y: torch.linalg.cross(x.view(-1, 16, 4)[..., :3], y.view(-1, 16, 4)[..., :3]).square().mean(),
     determinants=lambda x, y: x.view(-1, 8, 8).det().mean(),
     exponentials=lambda x, y: torch.matrix_exp(x.view(-1, 8, 8)).diagonal(0, 1, 2).sum(1).mean(),
+    median_of_windows=lambda x, y: x.unfold(0, 3, 1).median(-1).values.mean(),
+    local_means=lambda x, y: F.avg_pool2d(x[None, None], 3, 1, 1, count_include_pad=False).sub(x).square().mean(),
+    tiled=lambda x, y: (x.repeat(2, 1) * y.repeat(2, 1)).mean(),
+    slope=lambda x, y: torch.gradient(x, dim=0)[0].square().mean(),
     signals=lambda x, y: F.conv1d(x[:, None], y[:1, None, :5].detach().mean(0, keepdim=True)).square().mean(),
     interpolated=lambda x, y: F.interpolate(x[:, None], scale_factor=2, mode="linear").mean(),
 )  # fmt: skip
+
+
+@program
+def heat(w: World) -> Any:
+    """Steps of a solver by convolutions, over a plate whose height is sharded."""
+    plate, kernel = w.data()[None, None], w.weight(1, 1, 3, 3)
+    for _ in range(2):
+        plate = plate + F.conv2d(plate, kernel, padding=1)
+    return plate.square().mean()
+
+
+@program
+def encoder_of_space(w: World) -> Any:
+    """Pooled and resized again, over an image whose height is sharded."""
+    image = F.relu(F.conv2d(w.data()[None, None], w.weight(2, 1, 5, 5), w.weight(2), padding=2))
+    small = F.max_pool2d(image, 3, 2, 1)
+    large = F.interpolate(small, scale_factor=2, mode="bilinear")
+    return F.conv_transpose2d(small, w.weight(2, 2, 4, 4), w.weight(2), stride=2, padding=1).sub(large).square().mean()
 
 
 @program

@@ -14,6 +14,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.route import DTensorRedistributePlanner, Route
+from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.rules.notation import Row, candidates
 from shardwise.rules.registry import find_rule
 
@@ -179,6 +180,8 @@ def _tried(
     sharding = ShardingPropagator().propagate(OpSchema(schema.op, schema.arguments, specs), results, pinned)
     planner = DTensorRedistributePlanner()
     if sharding is None or any(planner.plan(*pair).collectives for pair in zip(specs, sharding.inputs, strict=True)):
+        return None
+    if any(row_exchange_route(step).collectives for step in sharding.exchanges):
         return None
     try:
         route = planner.plan(schema.specs[operand], spec)

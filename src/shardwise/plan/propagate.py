@@ -79,6 +79,12 @@ class OutputSharding:
         """The factors that it was laid out by; None for rules that look at all axes at once."""
         return None if self.rule.layouts is not None else self.rule.factors_by(self.way, self.call)
 
+    @property
+    def exchanges(self) -> tuple[RowExchange, ...]:
+        """All row exchanges, in place of the operator and around it."""
+        around = () if self.halo is None else (*self.halo.before, *self.halo.after)
+        return (*(() if self.exchange is None else (self.exchange,)), *(step for steps in around for step in steps))
+
 
 def _metas(value: Any) -> Any:
     kind = value.__class__

@@ -19,6 +19,7 @@ __all__ = ["replace_composites"]
 
 aten = torch.ops.aten
 _KEY = "PythonTLSSnapshot"
+MOST_COPIES = 16  # of a dim that are joined
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -168,6 +169,21 @@ def _pad_circular(self: Any, pad: Any) -> Any:
     return made
 
 
+def _repeat(self: Any, repeats: Any) -> Any:
+    """Copies of a sharded dim are joined: torch's gradient would take the dim apart by copies."""
+    new = len(repeats) - self.dim()
+    joined = [
+        dim
+        for dim in range(self.dim())
+        if new >= 0 and 1 < repeats[new + dim] <= MOST_COPIES and self._spec.dim_axes[dim]
+    ]
+    times = [1 if dim - new in joined else count for dim, count in enumerate(repeats)]
+    made = _below(aten.repeat.default)(self, times)
+    for dim in joined:
+        made = torch.cat([made] * repeats[new + dim], new + dim)
+    return made
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss_by_lengths,
@@ -176,6 +192,7 @@ REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten._pad_packed_sequence.default: _pad_packed_sequence,
     aten._convolution_double_backward.default: _convolution_double_backward,
     aten._pad_circular.default: _pad_circular,
+    aten.repeat.default: _repeat,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
     **{
         op: _with_states_as_input(op)
