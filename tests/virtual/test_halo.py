@@ -96,6 +96,9 @@ PADS: dict[str, Case] = {
     "replicate 3d": (lambda x: F.pad(x, (1, 1, 2, 1, 1, 2), mode="replicate"), (image(7, 5, 4),)),
     "circular": (lambda x: F.pad(x, (1, 2, 3, 2), mode="circular"), (image(13, 6),)),
     "constant": (lambda x: F.pad(x, (1, 2, 3, -2), value=0.5), (image(13, 6),)),
+    "repeated": (lambda x: x.repeat(3, 1, 1, 2, 1), (image(13, 6),)),
+    "tiled": (lambda x: x.tile(3, 2), (image(5, 6),)),
+    "slope": (lambda x: torch.gradient(x, dim=2)[0], (image(13, 6),)),
 }
 UNFOLDED: dict[str, Case] = {
     "unfold": (lambda x: x.unfold(2, 3, 1), (image(13, 6),)),
@@ -192,9 +195,10 @@ def test_pads_windows_and_resizing(name: str) -> None:
     case = {**PADS, **UNFOLDED, **RESIZED}[name]
     for shape, placements in LAYOUTS[:4]:
         got = compare(name, case, shape, placements)
-        # columns follow each other in one dim, which is sharded where each rank has as many; circular padding joins
-        # parts, and small ones are gathered
-        assert Shard(2) in got.placements or name.startswith(("columns", "circular"))
+        # columns follow each other in one dim, which is sharded where each rank has as many; others join parts, and
+        # small ones are gathered
+        elsewhere = name.startswith(("columns", "circular", "repeated", "slope"))
+        assert elsewhere or Shard(2) in got.placements
     if name in RESIZED:
         compare(name, case, (4,), [Shard(2)], torch.float32)
 
