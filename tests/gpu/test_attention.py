@@ -75,6 +75,16 @@ def test_other_layouts_are_right() -> None:
             check(kernel, plain, [placement] * 3, is_causal=causal)
 
 
+def test_sequences() -> None:
+    """Every way to attend to a sharded sequence with the flash kernel, uneven lengths among them."""
+    for length, way in itertools.product((64, 46), ("ring", "gather", "heads")):
+        plain = tensors(*[(3, 4, length, 64)] * 3)
+        for causal in (False, True):
+            with sw.attention(prefer=way):
+                moved = check(SDPBackend.FLASH_ATTENTION, plain, [S2] * 3, is_causal=causal)
+            assert moved == {"ring": 3 + 6, "gather": 2 + 4, "heads": 4 + 8}[way]
+
+
 def test_masks() -> None:
     """Masks of a size that kernels pad, with and without a gradient."""
     plain = tensors((4, 8, 64, 64), (4, 8, 45, 64), (4, 8, 45, 64), (4, 8, 64, 45))

@@ -1,15 +1,18 @@
 """Attention over a sharded sequence: every way against one device, what it moves and holds, and how a way is chosen."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.rules.attention_blocks import tiles
 from tests import sequence_attention as sequences
 from tests.sequence_attention import LAYOUTS, LENGTHS, MASKS, S0, S1, S2, R, assert_close, case, on_mesh, on_one_device
+from tests.transformer import Transformer, assert_trains_as_one_device, batch, shard_all
 
 WAYS = ("ring", "gather", "heads")
 
@@ -231,3 +234,68 @@ def test_tiles_cover_what_counts_once() -> None:
                     counted[tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns] += within
                 every = torch.ones(rows, columns)
                 assert torch.equal(counted, every if offset is None else every.tril(offset)), (rows, columns, offset)
+
+
+# ---------------------------------------------------------------- plain modules
+
+
+def _place(mesh: sw.DeviceMesh, placements: Any) -> Any:
+    return lambda tokens: sw.distribute_tensor(tokens, mesh, placements)
+
+
+@pytest.mark.parametrize("way", ["ring", "heads"])
+def test_a_transformer_trains_with_its_tokens_sharded(way: str) -> None:
+    """Batch over one axis and tokens over the other, six of them on four ranks; parameters replicated."""
+    mesh = sw.init_device_mesh("cpu", (2, 4))
+
+    def wrap(model: Any) -> None:
+        sw.distribute_module(model, mesh)
+
+    with sw.attention(prefer=way):
+        assert_trains_as_one_device(wrap, _place(mesh, [S0, S1]), dropout=0.0, steps=2)
+
+
+def test_fully_sharded_and_checkpointed() -> None:
+    """Parameters are sharded over the axis that shards the tokens too; blocks are computed again in the backward."""
+    mesh = sw.init_device_mesh("cpu", (3,))
+
+    def prepare(model: Any) -> None:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+
+    def wrap(model: Any) -> None:
+        shard_all(model, mesh)
+
+    with sw.attention(prefer="ring"):
+        assert_trains_as_one_device(wrap, _place(mesh, [S1]), dropout=0.0, steps=2)
+        torch.manual_seed(1)
+        reference, tokens = Transformer().double(), batch(0)[0]
+        model = copy.deepcopy(reference)
+        prepare(model)
+        sw.distribute_module(model, mesh)
+        reference(tokens).square().sum().backward()
+        model(_place(mesh, [S1])(tokens)).square().sum().backward()
+    for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), plain.grad)
+
+
+def test_multihead_attention() -> None:
+    torch.manual_seed(0)
+    reference = torch.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+    model = copy.deepcopy(reference)
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    sw.distribute_module(model, mesh)
+    x, hidden = torch.randn(2, 7, 16, dtype=torch.float64), torch.zeros(2, 7, dtype=torch.bool)
+    hidden[1, 4:] = True
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
+    for options in ({}, {"key_padding_mask": hidden}, {"attn_mask": causal, "is_causal": True}):
+        wanted = reference(x, x, x, need_weights=False, **options)[0]
+        wanted.square().sum().backward()
+        laid = sw.distribute_tensor(x, mesh, [S0, S1])
+        with sw.attention(prefer="ring"):
+            got = model(laid, laid, laid, need_weights=False, **options)[0]
+            got.square().sum().backward()
+        torch.testing.assert_close(got.full_tensor(), wanted)
+        for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.full_tensor(), plain.grad)

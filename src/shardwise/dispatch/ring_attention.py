@@ -169,7 +169,8 @@ def _wrapped(result: Any, fresh: Any) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
     wrap, spec = next(fresh)
-    return wrap(in_order_of(result, spec.tensor_meta.stride) if result.dim() else result)
+    stride = spec.tensor_meta.stride
+    return wrap(in_order_of(result, stride) if result.dim() == len(stride) else result)
 
 
 Ranks = Sequence[tuple[Coordinate, Mapping[str, Any]]]
