@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.errors import NotationError
 
-__all__ = ["human_bytes", "human_seconds", "parse_bytes", "print_lines", "slim_table"]
+__all__ = ["DottedName", "broken_at_dots", "human_bytes", "human_seconds", "parse_bytes", "print_lines", "slim_table"]
 
 WIDTH = 80  # of what is not a terminal
 WIDEST = 100  # on one that is wider
@@ -67,6 +67,55 @@ def parse_bytes(text: str) -> int:
         where = 0 if found is None else len(text) - len(text.lstrip()) + found.start("unit")
         raise NotationError.at(text, where, f"{text!r} is not a number of bytes", hint="as in 1000, 64MiB or 1.5GB")
     return int(float(found["number"]) * unit) if "." in found["number"] else int(found["number"]) * unit
+
+
+def broken_at_dots(name: str, width: int) -> list[str]:
+    """The lines of a dotted name in a narrow column. A part that is longer than a line is abbreviated in its middle.
+
+    Example:
+        >>> broken_at_dots("model.layers.0.self_attn.q_proj", 15)
+        ['model.layers.0.', 'self_attn.', 'q_proj']
+        >>> broken_at_dots("encoder.a_module_of_a_very_long_name", 12)
+        ['encoder.', 'a_modu…_name']
+    """
+    lines = [""]
+    for part in re.findall(r"[^.]+\.?|\.", name):
+        if len(part) > width:
+            end = (width - 1) // 2
+            part = f"{part[: width - 1 - end]}…{part[len(part) - end :]}"
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+class DottedName:
+    """A dotted name for a column of a table: see `broken_at_dots`.
+
+    Example:
+        >>> table = slim_table()
+        >>> table.add_column("module", max_width=8)
+        >>> table.add_row(DottedName("layers.0.mlp"))
+        >>> print_lines(table)
+        module
+        ────────
+        layers.
+        0.mlp
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        yield Text("\n".join(broken_at_dots(self.name, max(options.max_width, 2))))
+
+    def __rich_measure__(self, console: Any, options: Any) -> Any:
+        from rich.measure import Measurement
+
+        longest = max((len(part) for part in self.name.split(".")), default=0)
+        return Measurement(min(longest + 1, options.max_width), min(len(self.name), options.max_width))
 
 
 def slim_table(*, expand: bool = False) -> Any:

@@ -471,6 +471,31 @@ def test_ranks_that_part_or_fail_end_all(
     assert run_ranks("dist.init_process_group('gloo')\ndist.barrier()", 2).status == 0  # nothing is left behind
 
 
+def test_a_parameter_that_differs_between_ranks_is_named(run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        """
+        class Block(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.proj, self.norm = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)
+
+            def forward(self, x):
+                return self.norm(self.proj(x))
+
+        mesh = sw.init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Block(), Block())
+        torch.nn.init.constant_(model[1].norm.weight, mesh.get_rank())
+        for block in model:
+            sw.parallel.parallelize_module(block, mesh, {"proj": sw.parallel.ColwiseParallel(use_local_output=False)})
+        model(torch.ones(2, 4))
+        """,
+        2,
+    )
+    assert ran.status == 1
+    assert "argument 'weight' (the parameter 1.norm.weight) is a plain torch.Tensor among DTensors" in ran.err
+
+
 def test_an_interrupt_ends_the_rank_that_runs(run_ranks: RunRanks) -> None:
     ran = run_ranks(
         """

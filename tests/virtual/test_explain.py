@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -381,6 +382,18 @@ def test_the_table_keeps_to_its_width(report: sw.debug.Report) -> None:
     assert "\x1b[" in report.table(color=True)
     for word in ("3 collectives", "all_reduce tp", f"block.py:{line_of('tanh')}", "backward", "what would spare it"):
         assert word in plain
+
+
+def test_long_module_names_are_broken_at_dots(mesh: sw.DeviceMesh) -> None:
+    inner = nn.Sequential(OrderedDict(output=nn.Softmax(dim=1)))
+    model = nn.Sequential(OrderedDict(an_encoder_of_text=nn.Sequential(OrderedDict(layers_of_attention=inner))))
+    x = sw.ones(8, 8, device_mesh=mesh, placements=[sw.Shard(1)])
+    with sw.explain() as report:
+        model(x)
+    shown = report.table(width=80)
+    assert max(map(len, shown.splitlines())) <= 80
+    for part in ("layers_of_attention.", "output"):
+        assert part in shown
 
 
 def test_json_is_plain_and_adds_up(report: sw.debug.Report) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.debug.records import Move, Record
 from shardwise.debug.summary import Summary, Total
 from shardwise.debug.units import operator_text, plural
-from shardwise.text import human_bytes, human_seconds, slim_table
+from shardwise.text import DottedName, human_bytes, human_seconds, slim_table
 
 __all__ = ["renderables", "table"]
 
@@ -115,7 +115,7 @@ def _lines_table(report: Summary) -> Any:
         moved = Counter(f"{move.collective} {move.axis}" for move in row.moves)
         collectives = "\n".join(text if times == 1 else f"{times} {text}" for text, times in moved.items())
         made.add_row(
-            Text(row.record.where.short, "cyan"), module, operator, Text(collectives, "yellow"),
+            Text(row.record.where.short, "cyan"), DottedName(module), operator, Text(collectives, "yellow"),
             str(row.count), human_bytes(row.received),
         )  # fmt: skip
     if len(rows) > MOST_LINES:
@@ -131,7 +131,10 @@ def _sums_table(title: str, sums: dict[str, Total]) -> Any:
     ordered = sorted(sums.items(), key=lambda item: -item[1].received)
     for name, total in ordered[:MOST_SUMS]:
         made.add_row(
-            name or f"(no {title})", str(total.collectives), human_bytes(total.received), human_seconds(total.seconds)
+            DottedName(name) if name and title == "module" else name or f"(no {title})",
+            str(total.collectives),
+            human_bytes(total.received),
+            human_seconds(total.seconds),
         )
     if len(ordered) > MOST_SUMS:
         made.add_row(f"and {len(ordered) - MOST_SUMS} more")

@@ -17,6 +17,7 @@ from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.sequence import argument_name
 from shardwise.fabric.virtual import RankTensor, virtual
 from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot
@@ -86,7 +87,8 @@ def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class
     for slot, tensor in found:
         if not isinstance(tensor, tensor_class) and tensor.numel() != 1:
             raise PlainTensorError(
-                f"{info.op}: argument {slot.name!r} is a plain torch.Tensor of shape {tuple(tensor.shape)} among "
+                f"{info.op}: argument {argument_name(slot.name, tensor)} is a plain torch.Tensor of shape "
+                f"{tuple(tensor.shape)} among "
                 "DTensors, and plain tensors are refused here",
                 hint="call inside plain_tensors('verify') if it is torch's own, or the same on every rank",
             )
@@ -100,8 +102,8 @@ def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]
             differs = [i for i, other in enumerate(operand.tensors) if not _same(first, other)]
             if differs:
                 raise AgreementError(
-                    f"{op} at {modes.user_line()}: argument {name!r} is a plain torch.Tensor on each rank among "
-                    f"DTensors, and ranks 0 and {differs[0]} do not have the same",
+                    f"{op} at {modes.user_line()}: argument {argument_name(name, operand)} is a plain torch.Tensor on "
+                    f"each rank among DTensors, and ranks 0 and {differs[0]} do not have the same",
                     hint="DTensor.from_local(tensor, mesh, placements) if each rank holds a part of a tensor",
                 )
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.symbolic import is_tracing
-from shardwise.fabric.sequence import LIBRARIES, Ranks, ranks_name
+from shardwise.fabric.sequence import LIBRARIES, Ranks, argument_name, ranks_name
 
 __all__ = ["PlainCheck", "digest_of", "is_sampled"]
 
@@ -191,7 +191,7 @@ class PlainCheck:
     def _post(
         self, ranks: Ranks, op: str, place: tuple[str, int], number: int, operands: Sequence[tuple[str, torch.Tensor]]
     ) -> None:
-        digests = {name: digest_of(tensor) for name, tensor in operands}
+        digests = {argument_name(name, tensor): digest_of(tensor) for name, tensor in operands}
         if os.getpid() != self._process or None in digests.values():
             return
         line = f"{place[0]}:{place[1]}" if place[0] else "backward"
@@ -407,7 +407,7 @@ class _Stream:
         each = "; ".join(
             f"rank {rank} has {', '.join(said.get(name, 'none') for name in names)}" for rank, _, said in pair
         )
-        arguments = ", ".join(map(repr, names))
+        arguments = ", ".join(names)
         return (
             f"{site.split(' ')[0]} at {pair[0][1]}: argument {arguments} is a plain torch.Tensor among DTensors of "
             f"{ranks_name(self._ranks)}, and ranks {pair[0][0]} and {pair[1][0]} do not have the same (use number "

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-__all__ = ["LIBRARIES", "Entry", "GroupLog", "Ranks", "caller", "difference_text", "ranks_name"]
+__all__ = ["LIBRARIES", "Entry", "GroupLog", "Ranks", "argument_name", "caller", "difference_text", "ranks_name"]
 
 Ranks = tuple[int, ...]
 KEPT = 4096  # entries of a group
@@ -113,6 +114,29 @@ def ranks_name(ranks: Sequence[int]) -> str:
         return f"ranks {ranks[0]}-{ranks[-1]}"
     shown = list(map(str, ranks)) if len(ranks) <= 8 else [*map(str, ranks[:6]), "...", str(ranks[-1])]
     return f"ranks {', '.join(shown)}"
+
+
+def argument_name(name: str | int, tensor: torch.Tensor) -> str:
+    """An argument of an operator as errors call it: with the name of the parameter, if it is one.
+
+    The name is that in the outermost module whose forward is running.
+
+    Example:
+        >>> argument_name("weight", torch.ones(2))
+        "'weight'"
+    """
+    modules: list[nn.Module] = []
+    frame = sys._getframe(1) if isinstance(tensor, nn.Parameter) else None
+    while frame is not None:
+        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        if isinstance(owner, nn.Module):
+            modules.append(owner)
+        frame = frame.f_back
+    for module in reversed(modules):
+        for found, parameter in module.named_parameters():
+            if parameter is tensor:
+                return f"{name!r} (the parameter {found})"
+    return repr(name)
 
 
 def caller(frame: Any = None) -> str:

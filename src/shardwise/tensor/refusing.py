@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise import modes
 from shardwise.compilers import is_dynamo_compiling, never_traced
 from shardwise.errors import PlainTensorError
+from shardwise.fabric.sequence import argument_name
 
 __all__ = ["refusable"]
 
@@ -56,9 +57,9 @@ def _is_refused(func: Any, tensor: torch.Tensor) -> bool:
 
 
 def _refusal(func: Any, name: int | str, tensor: torch.Tensor) -> PlainTensorError:
-    argument = f"argument {name}" if isinstance(name, int) else f"argument {name!r}"
+    argument = argument_name(name, tensor)
     return PlainTensorError(
-        f"{resolve_name(func) or func} at {modes.user_line()}: {argument} is a plain torch.Tensor of shape "
+        f"{resolve_name(func) or func} at {modes.user_line()}: argument {argument} is a plain torch.Tensor of shape "
         f"{tuple(tensor.shape)} among DTensors, and plain tensors are refused here",
         hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
         "DTensor.from_local(tensor, mesh, placements) if each rank holds a part, "
