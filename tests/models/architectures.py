@@ -235,6 +235,7 @@ BY_TRANSFORMERS = (
     decoder("olmo2", "Olmo2ForCausalLM"),
     decoder("granite", "GraniteForCausalLM"),
     decoder("starcoder2", "Starcoder2ForCausalLM"),
+    decoder("glm4", "Glm4ForCausalLM", head_dim=8),
     decoder("cohere", "CohereForCausalLM"),
     decoder("stablelm", "StableLmForCausalLM"),
     decoder("gpt2", "GPT2LMHeadModel", padded_tokens, n_embd=32, n_layer=2, n_head=4, n_positions=64),
@@ -261,7 +262,39 @@ BY_TRANSFORMERS = (
         qk_rope_head_dim=4,
         v_head_dim=8,
     ),
+    decoder(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
+    decoder(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+    ),
+    decoder(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        shared_expert_intermediate_size=24,
+        layer_types=["linear_attention", "full_attention"],
+        **EXPERTS,
+    ),
     decoder("mamba", "MambaForCausalLM", state_size=4),
+    decoder("mamba2", "Mamba2ForCausalLM", num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=4),
     encoder("bert", "BertForSequenceClassification", classified_tokens, num_labels=CLASSES),
     encoder("roberta", "RobertaForSequenceClassification", classified_tokens, num_labels=CLASSES),
     encoder("electra", "ElectraForMaskedLM", padded_tokens, embedding_size=16),
@@ -328,6 +361,24 @@ BY_TRANSFORMERS = (
         "dinov2",
         "transformers",
         pretrained("Dinov2ForImageClassification", num_labels=CLASSES, **VISION),
+        images,
+        own_loss,
+    ),
+    Architecture(
+        "segformer",
+        "transformers",
+        pretrained(
+            "SegformerForImageClassification",
+            num_labels=CLASSES,
+            num_encoder_blocks=2,
+            depths=[1, 1],
+            sr_ratios=[2, 1],
+            hidden_sizes=[16, 32],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            num_attention_heads=[2, 4],
+            mlp_ratios=[2, 2],
+        ),
         images,
         own_loss,
     ),
@@ -400,6 +451,32 @@ def swin(models: Any) -> nn.Module:
     )
 
 
+def swin_v2(models: Any) -> nn.Module:
+    return models.SwinTransformer(
+        patch_size=[4, 4],
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=[4, 4],
+        num_classes=CLASSES,
+        block=models.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=models.swin_transformer.PatchMergingV2,
+    )
+
+
+def maxvit(models: Any) -> nn.Module:
+    return models.MaxVit(
+        input_size=(32, 32),
+        stem_channels=16,
+        partition_size=4,
+        block_channels=[16, 24],
+        block_layers=[1, 1],
+        head_dim=8,
+        stochastic_depth_prob=0.2,
+        num_classes=CLASSES,
+    )
+
+
 def visiontransformer(models: Any) -> nn.Module:
     return models.VisionTransformer(
         image_size=32,
@@ -423,6 +500,8 @@ BY_TORCHVISION = (
     vision("convnext", convnext),
     vision("vision_transformer", visiontransformer),
     vision("swin", swin),
+    vision("swin_v2", swin_v2),
+    vision("maxvit", maxvit),
     vision("efficientnet", efficientnet),
     vision("mobilenet_v2", lambda models: models.MobileNetV2(CLASSES, 0.5, [[1, 16, 1, 1], [4, 24, 2, 2]])),
     vision("mobilenet_v3", mobilenet),
@@ -457,6 +536,15 @@ def noisy_latents() -> Batch:
         "hidden_states": torch.randn(SAMPLES, 4, 8, 8),
         "timestep": torch.randint(10, (SAMPLES,)),
         "class_labels": torch.randint(CLASSES, (SAMPLES,)),
+    }
+
+
+def latents_and_texts() -> Batch:
+    return {
+        "hidden_states": torch.randn(SAMPLES, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(SAMPLES, 6, 16),
+        "pooled_projections": torch.randn(SAMPLES, 12),
+        "timestep": torch.randint(10, (SAMPLES,)),
     }
 
 
@@ -519,6 +607,23 @@ BY_DIFFUSERS = (
         num_embeds_ada_norm=CLASSES,
         dropout=0.1,
     ),
+    diffusion(
+        "SD3",
+        "SD3Transformer2DModel",
+        latents_and_texts,
+        squared_latents,
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=16,
+        pooled_projection_dim=12,
+        pos_embed_max_size=8,
+    ),
 )
 
 
@@ -538,6 +643,7 @@ BY_TORCH_GEOMETRIC = (
     graph_network("GAT", heads=2),
     graph_network("GraphSAGE"),
     graph_network("GIN"),
+    graph_network("EdgeCNN"),
 )
 
 ARCHITECTURES = {each.name: each for each in (*BY_TRANSFORMERS, *BY_TORCHVISION, *BY_DIFFUSERS, *BY_TORCH_GEOMETRIC)}
