@@ -35,6 +35,41 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+_PERFORMED = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single", "allreduce")
+
+
+class Unperformed:
+    """How many collectives were asked for; and each of them, which is over."""
+
+    count = 0
+
+    def wait(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def unperformed_collectives() -> Iterator[Unperformed]:
+    """Process groups do nothing when they are asked for a collective, for either library: the work is done at once.
+
+    The fake group carries out an all-gather by one copy for each rank. That is the fake's own time, not a library's.
+    Names here are those that both libraries call on `torch.distributed.ProcessGroup`.
+    """
+    kept = {name: vars(dist.ProcessGroup)[name] for name in _PERFORMED if name in vars(dist.ProcessGroup)}
+    asked = Unperformed()
+
+    def unperformed(*args: Any, **kwargs: Any) -> Unperformed:
+        asked.count += 1
+        return asked
+
+    for name in kept:
+        setattr(dist.ProcessGroup, name, unperformed)
+    try:
+        yield asked
+    finally:
+        for name, method in kept.items():
+            setattr(dist.ProcessGroup, name, method)
+
+
 class Moved(NamedTuple):
     """What something costs a rank: collectives, and bytes received."""
 

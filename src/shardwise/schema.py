@@ -16,7 +16,17 @@ from torch._ops import OpOverload
 
 from shardwise.rules.registry import find_rule
 
-__all__ = ["UNREAD", "OpInfo", "Reader", "Slot", "forget_infos", "functional_of", "op_info", "tensor_slots"]
+__all__ = [
+    "UNREAD",
+    "OpInfo",
+    "Reader",
+    "Slot",
+    "forget_infos",
+    "functional_of",
+    "kernel_of",
+    "op_info",
+    "tensor_slots",
+]
 
 
 def UNREAD(value: Any) -> None:  # a mark
@@ -70,6 +80,11 @@ def op_info(op: OpOverload) -> OpInfo:
     if info is None:
         info = _infos[id(op)] = _read(op)
     return info
+
+
+def kernel_of(op: OpOverload) -> Callable[..., Any]:
+    """What an operator calls: the same without a frame of Python. The attribute is torch's own."""
+    return getattr(op, "_op", op)
 
 
 def forget_infos() -> None:

@@ -110,7 +110,8 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
         inputs=tuple(map(_of_size_one, sharding.inputs, operands)),
         outputs=tuple(map(_of_size_one, sharding.outputs, results)),
     )
-    return Kept(_with_broadcast(sharding, results), _run_once(op, signature, constant, operands), runs_as)
+    run = _run_once(op, signature, constant, operands, sharding.outputs[0])
+    return Kept(_with_broadcast(sharding, results), run, runs_as)
 
 
 def _dims_of_each(places: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[int]]:
@@ -174,6 +175,7 @@ def _run_once(
     signature: Signature,
     constant: Sequence[Constant],
     operands: Sequence[Sequence[int]],
+    result: DTensorSpec,
 ) -> Callable[..., Any]:
     """`op` on one index of each constant factor; results get their sizes back by `expand`."""
     slots = signature.slots
@@ -186,7 +188,9 @@ def _run_once(
             sources[i].append((dim, slots[operand], of))
 
     if len(sources) == 1 and all(slot.item is None and slot.index is not None for slot in slots):
-        return _run_once_in_front(op, given, sources[0])
+        kept = [dim for dim, _, _ in sources[0]]  # which are not sharded, so that their local size is the global one
+        shape = [size if dim in kept else -1 for dim, size in enumerate(result.shape)]
+        return _run_once_in_front(op, given, sources[0], None if result.tensor_meta.is_symbolic else shape)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
@@ -202,11 +206,16 @@ def _run_once(
 
 
 def _run_once_in_front(
-    op: Callable[..., Any], given: Sequence[tuple[Slot, Sequence[int]]], sources: Sequence[tuple[int, Slot, int]]
+    op: Callable[..., Any],
+    given: Sequence[tuple[Slot, Sequence[int]]],
+    sources: Sequence[tuple[int, Slot, int]],
+    shape: list[int] | None,
 ) -> Callable[..., Any]:
-    """The same for operands that stand in front of a call with one result: what gradients of reductions need."""
+    """The same for operands that stand in front of a call with one result: what gradients of reductions need.
+
+    `shape`: what the result is expanded to; None where sizes are symbolic.
+    """
     compact: list[tuple[Any, Sequence[int]]] = [(slot.index, dims) for slot, dims in given]
-    sizes: list[tuple[int, Any, int]] = [(dim, slot.index, of) for dim, slot, of in sources]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         new_args = list(args)
@@ -215,10 +224,7 @@ def _run_once_in_front(
         made = op(*new_args, **kwargs)
         if isinstance(made, tuple | list):
             return like(made, iter([_expanded(made[0], sources, args, kwargs), *made[1:]]))
-        shape: list[Any] = [-1] * made.dim()
-        for dim, index, of in sizes:
-            shape[dim] = args[index].shape[of]
-        return made.expand(shape)
+        return _expanded(made, sources, args, kwargs) if shape is None else made.expand(shape)
 
     return run
 

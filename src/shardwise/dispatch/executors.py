@@ -26,7 +26,7 @@ from shardwise.fabric.virtual import RankTensor, parts_of, virtual
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates, sparing_empty
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.view import NOT_A_VIEW
-from shardwise.schema import OpInfo
+from shardwise.schema import OpInfo, kernel_of
 
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
@@ -53,7 +53,7 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     routes = routes_between(specs, sharding.inputs)
     local_op, runs_as = sharding.rule.local_op or PHYSICAL.get(info.op), sharding
     if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):
-        sharding, local_op, runs_as = keeping_broadcast(signature, sharding, local_op or info.op)
+        sharding, local_op, runs_as = keeping_broadcast(signature, sharding, local_op or kernel_of(info.op))
     patches = _patches(runs_as, signature.mesh)
     if any_complex(specs, sharding.outputs):
         local_op = seeing_conjugates(local_op or info.op)
@@ -73,12 +73,12 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         if simple is not None:
             return simple
     if not any(routes) and patches is None and _takes_lists(signature):
-        return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.op))
-    run = None
+        return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or kernel_of(info.op)))
     if patches is None and not copies and info.returns == ("Tensor",):
-        run = _moving(signature, routes, sharding.outputs, local_op or info.op)
-    if run is None:
-        run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
+        run = _moving(signature, routes, sharding.outputs, local_op or kernel_of(info.op))
+        if run is not None:
+            return run
+    run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
     return watched(signature.wrapping, info, run)
 
 
@@ -120,7 +120,7 @@ def _simple_executor(
         return None
     if signature.pinned not in ((), (0,)) or info.outs or (info.op in MAY_COPY and patches is None):
         return None
-    op, wrap, lockstep = local_op or info.op, wrapping.wrapper(spec), mesh.fabric == virtual.name
+    op, wrap, lockstep = local_op or kernel_of(info.op), wrapping.wrapper(spec), mesh.fabric == virtual.name
     if patches is not None:
         return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
@@ -152,13 +152,12 @@ def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DT
         return None
     if mesh.fabric == dry.name or not coordinates_here(mesh) or any_complex(signature.specs, sharding.outputs):
         return None
-    op, wrapper, form = (
-        rule.local_op or info.op,
-        signature.wrapping.wrapper,
-        _form(signature, mesh.fabric == virtual.name),
-    )
-    if form is None or sharding.inputs != signature.specs or info.returns != ("Tensor",) or op in PHYSICAL:
+    wrapper, form = signature.wrapping.wrapper, _form(signature, mesh.fabric == virtual.name)
+    if form is None or sharding.inputs != signature.specs or info.returns != ("Tensor",):
         return None
+    if rule.local_op is None and info.op in PHYSICAL:
+        return None
+    op = rule.local_op or kernel_of(info.op)
     return lambda spec: form(op, wrapper(spec))
 
 
@@ -327,7 +326,8 @@ def _moving(
         return None
     tensor_class, moves = signature.wrapping.tensor_class, [None if route is None else route.read for route in routes]
     moving = [route.route for route in routes if route is not None and route.communicates]
-    wrap = None if signature.pinned else signature.wrapping.wrapper(outputs[0])
+    wrapping = signature.wrapping
+    wrap = None if signature.pinned else wrapping.wrapper(outputs[0])
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
@@ -337,7 +337,12 @@ def _moving(
             local = given[i]._local_tensor if isinstance(given[i], tensor_class) else given[i]
             given[i] = local if move is None else move(local)
         result = op(*given, **kwargs)
-        return args[0] if wrap is None else wrap(result)
+        if wrap is not None:
+            return wrap(result)
+        target = args[0]
+        if getattr(target, "_copied_view", None) is not None:
+            push_back(wrapping, info, target)
+        return target
 
     return run
 

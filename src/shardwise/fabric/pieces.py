@@ -25,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 Local = Callable[[torch.Tensor], torch.Tensor]
+_modes_active = torch._C._len_torch_dispatch_stack
 
 
 class Box(NamedTuple):
@@ -178,6 +179,11 @@ def slicer(before: Block, after: Block) -> Local:
 
 def compacted(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """One index of each of the broadcast `dims` of a local: a view."""
+    if local.__class__ is torch.Tensor and not _modes_active():  # one view in place of one for each dim
+        shape = [*local.shape]
+        for dim in dims:
+            shape[dim] = min(shape[dim], 1)
+        return local.as_strided(shape, local.stride())
     for dim in dims:
         local = torch.ops.aten.slice.Tensor(local, dim, 0, 1)
     return local
@@ -192,7 +198,7 @@ def _expander(step: Expand, coordinate: Coordinate) -> Local:
         part = compacted(local, dims)
         if not step.reads:
             part = torch.empty_strided(stored, stride, dtype=local.dtype, device=local.device).copy_(part)
-        return part.expand(shape)
+        return part.expand(shape) if step.reads or still else part
 
     return expand
 

@@ -164,8 +164,8 @@ class DTensor(torch.Tensor):
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
                     if run is not None:
                         return run(args, kwargs)
-                elif kind is float:  # by its type alone: where a rule reads the number, there is no such key
-                    run = _cache.get((id(func), args[0]._spec, float))
+                elif kind is float or kind is int:  # by type alone: where a rule reads the number, there is no such key
+                    run = _cache.get((id(func), args[0]._spec, kind))
                     if run is not None:
                         return run(args, kwargs)
                 elif kind is list and args[1] and args[1][0].__class__ is int:  # sizes, dims
@@ -401,6 +401,8 @@ class DTensor(torch.Tensor):
                     hint="distribute_tensor(gradient, mesh, placements) first",
                 )
             gradient = replicated_operand(DTensor, gradient, self._spec.mesh, "backward", "gradient")
+        elif gradient is None and self.__class__ is DTensor and watching.watcher is None:
+            gradient = _gradient_of_loss(self)
         super().backward(gradient, *args, **kwargs)
 
     def squeeze_(self, *dims: Any) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -575,8 +577,8 @@ def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
     meta = spec.tensor_meta
     if meta.is_symbolic:
         introduce_sizes()
-    made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportCallIssue]
-        DTensor, meta.shape, meta.stride, None, None, meta.dtype, torch.strided, local.device
+    made = _make_wrapper(  # pyright: ignore[reportCallIssue]
+        DTensor, meta.shape, meta.stride, None, None, meta.dtype, _STRIDED, local.device
     )
     made._local_tensor = local
     made._spec = spec
@@ -585,13 +587,34 @@ def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
 
 def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function that makes a DTensor of a local with this spec."""
-    return functools.partial(dtensor_of, spec)
+    meta = spec.tensor_meta
+    if meta.is_symbolic:
+        return functools.partial(dtensor_of, spec)
+    shape, stride, dtype = meta.shape, meta.stride, meta.dtype
+
+    def wrap(local: torch.Tensor) -> torch.Tensor:
+        made = _make_wrapper(DTensor, shape, stride, None, None, dtype, _STRIDED, local.device)  # pyright: ignore[reportCallIssue]
+        made._local_tensor = local
+        made._spec = spec
+        return made
+
+    return wrap
+
+
+def _gradient_of_loss(loss: DTensor) -> DTensor | None:
+    """The gradient that `backward` begins with: `ones_like`, without dispatch. None where torch is to make it."""
+    spec = loss._spec
+    is_number = spec.tensor_meta.dtype.is_floating_point and not spec.is_lazy and loss.numel() == 1
+    if not is_number or spec.mesh.fabric != "c10d" or not loss.requires_grad or _modes_active():
+        return None
+    return dtensor_of(gradient_spec(spec), torch.ones_like(loss._local_tensor))
 
 
 _LOCAL = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
 _SPEC = DTensor.__dict__["_spec"]
 _DATA: Any = torch.Tensor.data
 _modes_active = torch._C._len_torch_dispatch_stack
+_make_wrapper, _STRIDED = torch.Tensor._make_wrapper_subclass, torch.strided
 _NO_KWARGS: Mapping[str, Any] = {}
 dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = dispatcher.cache
