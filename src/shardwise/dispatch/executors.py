@@ -124,7 +124,7 @@ def _simple_executor(
     if patches is not None:
         return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
-        return _writing(wrapping, info, op)
+        return _writing(wrapping, info, op, len(slots) == 1)
     form = _form(signature, lockstep)
     if form is None:
         return None
@@ -197,7 +197,8 @@ def _several(tensor_class: Any, op: Callable[..., Any], wrap: Wrap) -> Executor:
     return several
 
 
-def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any]) -> Executor:
+def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any], alone: bool) -> Executor:
+    """A write to the first operand; `alone`: there is no other one."""
     tensor_class = wrapping.tensor_class
 
     def writing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -207,7 +208,14 @@ def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any]) -> Execut
             push_back(wrapping, info, target)
         return target
 
-    return writing
+    def writing_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        target = args[0]
+        op(target._local_tensor, *args[1:], **kwargs)
+        if target._copied_view is not None:
+            push_back(wrapping, info, target)
+        return target
+
+    return writing_one if alone else writing
 
 
 def _unary_lockstep(op: Callable[..., Any], wrap: Wrap) -> Executor:

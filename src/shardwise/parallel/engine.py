@@ -280,7 +280,7 @@ class ModuleState:
         """The hook before a module's forward: have its parameters, and begin to gather the next module's."""
         frames = _thread.frames
         run = frames[-1].run if frames else Run(self, in_backward())
-        is_inside = any(frame.state is self for frame in frames)
+        is_inside = self in [frame.state for frame in frames]
         frame = Frame(self, module, run, _meshes_of(args, kwargs))
         frame.compute_mesh = self._compute_mesh(frame, frames)
         frames.append(frame)
@@ -327,8 +327,10 @@ class ModuleState:
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook after a module's forward, with None where that has raised: drop, and wait for backward."""
         frames = _thread.frames
-        at = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
-        if at is None:  # the hook before it has not run
+        at = len(frames) - 1
+        while at >= 0 and frames[at].module is not module:
+            at -= 1
+        if at < 0:  # the hook before it has not run
             return output
         frame = frames[at]
         while len(frames) > at:
@@ -341,10 +343,10 @@ class ModuleState:
         return cast_floats(output, self.policy.output_dtype)
 
     def _leave(self, frame: Frame, output: Any) -> None:
-        outer = next((other for other in reversed(_thread.frames) if other.state is self), None)
-        if outer is not None:  # a part of a module that treats it as one with itself, or one that calls itself
-            if outer.compute_mesh is not frame.compute_mesh:
-                self.show(outer.compute_mesh)
+        inside = [other for other in _thread.frames if other.state is self]
+        if inside:  # a part of a module that treats it as one with itself, or one that calls itself
+            if inside[-1].compute_mesh is not frame.compute_mesh:
+                self.show(inside[-1].compute_mesh)
             return
         self.still_to_run.discard(frame.module)
         if frame.run.is_repeated:
@@ -368,7 +370,7 @@ class ModuleState:
     def _drops_after_forward(self, run: Run) -> bool:
         """Whether the gathered parameters are dropped after forward, and gathered again for backward."""
         reshard = run.outermost is not self if self.reshard_after_forward is None else self.reshard_after_forward
-        return reshard and any(group.is_sharded for group in self.groups)
+        return reshard and True in [group.is_sharded for group in self.groups]
 
     def _watch_outputs(self, frame: Frame, output: Any) -> bool:
         """Be told when backward reaches this module; whether it may. Into some objects one cannot look."""
@@ -382,7 +384,7 @@ class ModuleState:
 
     def _watch_inputs(self, inputs: Any) -> None:
         """Drop where gradients of the parameters do not tell that backward is through: some parameters get none."""
-        if not any(group.has_frozen and group.is_sharded for group in self.groups):
+        if True not in [group.is_sharded and group.has_frozen for group in self.groups]:
             return
         found = [tensor for tensor in tensors_in(inputs)[0] if tensor.requires_grad]
         waiting = set(range(len(found)))
@@ -493,11 +495,13 @@ def _ahead(chosen: list[ModuleState] | None, following: ModuleState | None) -> I
     return chosen if chosen is not None else () if following is None else (following,)
 
 
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
 def _meshes_of(args: Any, kwargs: Any) -> tuple[DeviceMesh, ...]:
     """The meshes of the DTensors among the inputs."""
     transformed = torch._C._are_functorch_transforms_active()
-    plain = (torch.Tensor, nn.Parameter)
-    if not kwargs and not transformed and all(type(arg) in plain for arg in args):
+    if not kwargs and not transformed and _PLAIN.issuperset(map(type, args)):
         return ()
     found: list[Any] = tensors_in((args, kwargs))[0]
     if transformed:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.layout import EqualChunks, chunk, equal_chunks
+from shardwise.core.layout import EqualChunks, chunk, dense_strides, equal_chunks
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.pieces import chunk_rows, chunk_views
@@ -91,23 +91,28 @@ class FlatLayout:
         self.sizes = [slot.size for slot in self.slots]
         self.offsets = [0, *itertools.accumulate(self.sizes)]
         self.total = self.offsets.pop()
+        self.meshes = [slot.spec.mesh for slot in self.slots]
         self._shapes: dict[tuple[Coordinate, ...], tuple[list[Any], list[Any]]] = {}
 
     def shapes(self, coordinates: Sequence[Coordinate]) -> tuple[list[Any], list[Any]]:
-        """What a rank stores of each parameter and what it computes with; a coordinate for each slot's own mesh."""
+        """What a rank stores of each parameter, with strides, and the shapes that it computes with.
+
+        `coordinates` has one for each slot's own mesh.
+        """
         key = tuple(coordinates)
         found = self._shapes.get(key)
         if found is None:
             each = list(zip(self.slots, key, strict=True))
+            stored = [slot.spec.local_shape(at) for slot, at in each]
             found = self._shapes[key] = (
-                [slot.spec.local_shape(at) for slot, at in each],
+                [(shape, dense_strides(shape)) for shape in stored],
                 [slot.gathered.local_shape(at) for slot, at in each],
             )
         return found
 
     def joined(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """One row: the blocks that a rank stores, each filled up to its slot."""
-        flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        flat = [tensor.reshape(-1) for tensor in tensors]
         if self.is_even and {tensor.dtype for tensor in flat} == {dtype}:
             return torch.cat(flat)
         row = (torch.empty if self.is_even else torch.zeros)(self.total, dtype=dtype, device=flat[0].device)
@@ -118,8 +123,8 @@ class FlatLayout:
 
     def blocks(self, row: torch.Tensor, coordinates: Sequence[Coordinate]) -> list[torch.Tensor]:
         """The blocks that a rank stores of each parameter, as views of its row."""
-        shapes = self.shapes(coordinates)[0]
-        return [row.narrow(0, at, math.prod(s)).view(s) for at, s in zip(self.offsets, shapes, strict=True)]
+        start, stored = row.storage_offset(), self.shapes(coordinates)[0]
+        return [row.as_strided(*block, start + at) for at, block in zip(self.offsets, stored, strict=True)]
 
     def spread(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
         """Fill what a rank computes with from the rows of a gathered buffer; a coordinate for each slot's own mesh."""

@@ -69,11 +69,6 @@ class Group(Protocol):
         ...
 
 
-def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """Operators inside are not the program's: selective checkpointing counts those that it sees."""
-    return contextlib.nullcontext() if is_tracing() else unrecorded()
-
-
 class _Leaves(NamedTuple):
     tensors: list[Any]
     versions: list[int]
@@ -119,7 +114,7 @@ class Gathered:
                 "sharded parameter was written to between forward and backward, and has to be gathered again"
             )
         self.versions = self.source.versions()
-        with outside_transforms(), _unseen():
+        with kept_apart(grads=False):
             self._pending, self._started = self.group.launch(self.source), True
 
     def finish(self) -> None:
@@ -127,7 +122,7 @@ class Gathered:
         if self.tensors is not None:
             return
         self.start()
-        with torch.inference_mode(False), torch.no_grad(), outside_transforms(), _unseen():
+        with kept_apart(grads=False):
             self.tensors = self.group.fill(self.source, self._pending)
         self._pending, self._started = None, False
         self._bases = [0] * len(self.tensors)
@@ -168,7 +163,7 @@ class Gathered:
         flags = [self.source.stored[index].requires_grad for index in self.source.indices]
         found = self._leaves.get(compute_mesh)
         if found is None or found.flags != flags:
-            with torch.inference_mode(False), torch.enable_grad(), outside_transforms():
+            with kept_apart(grads=True):
                 tensors = self.group.make_leaves(self, compute_mesh)
             versions = [tensors[index]._version for index in self.source.indices]
             found = self._leaves[compute_mesh] = _Leaves(tensors, versions, flags)
@@ -338,8 +333,20 @@ class Leaves(torch.autograd.Function):
 never_traced(Completion.forward, Completion.backward, Leaves.forward, Leaves.backward)
 
 
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Gathered parameters are constants to transforms of torch.func, inside of which modules may be called."""
-    if not torch._C._are_functorch_transforms_active():
-        return contextlib.nullcontext()
-    return temporarily_clear_interpreter_stack()
+def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
+    """Gathered memory and leaves on it are made as always, in whatever mode a module is called; with `grads` or not.
+
+    They are no inference tensors, and constants to transforms of torch.func. The operators that gather are not the
+    program's: selective checkpointing, which counts those that it sees, does not see them.
+    """
+    transformed, modes = torch._C._are_functorch_transforms_active(), torch._C._len_torch_dispatch_stack()
+    if not transformed and not modes and not torch.is_inference_mode_enabled():
+        return torch.set_grad_enabled(grads)
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.set_grad_enabled(grads))
+    if transformed:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    if not grads and not is_tracing():
+        stack.enter_context(unrecorded())
+    return stack

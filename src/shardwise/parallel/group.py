@@ -27,10 +27,11 @@ from shardwise.parallel.gathered import Gathered, Leaves, Source, at_once, compl
 from shardwise.parallel.managed import ManagedParameter, ParametersInBackward
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.sums import parts_of_sums
-from shardwise.tensor import DTensor, dtensor_of
+from shardwise.tensor import DTensor, dtensor_of, moved
 
 __all__ = ["Bucket", "Finish", "ParameterGroup", "alike", "rank_by_rank"]
 
+_SUM, _AVERAGE = Partial(), Partial("avg")
 Finish = Callable[[bool], None]  # waits; with True it gives the gradients out, with False they are lost
 Key = tuple[DeviceMesh | None, Source]
 
@@ -103,6 +104,9 @@ class ParameterGroup:
         self._source = Source([parameter.stored for parameter in self.parameters], {})
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
         self._specs: BoundedCache[tuple[Any, ...], list[DTensorSpec | None]] = BoundedCache(64)
+        self._flat_specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(64)
+        self._whole: tuple[Placement, ...] = (Replicate(),) * data_mesh.ndim
+        self._scattered: tuple[Placement, ...] = (*self._whole[:-1], Shard(0)) if self.is_sharded else self._whole
         self._is_offered, self._was_offered = False, False
 
     def check_copied(self) -> None:
@@ -137,9 +141,21 @@ class ParameterGroup:
             self._layouts[indices] = found
         return found
 
-    def _flat_spec(self, layout: FlatLayout, dtype: torch.dtype, placements: Sequence[Placement]) -> DTensorSpec:
-        rows = self.data_mesh.shape[-1] if self.is_sharded else 1
-        return DTensorSpec(self.data_mesh, placements, TensorMeta((rows * layout.total,), dtype=dtype))
+    def _flat_spec(self, layout: FlatLayout, dtype: torch.dtype, placements: tuple[Placement, ...]) -> DTensorSpec:
+        found = self._flat_specs.get((layout.total, dtype, placements))
+        if found is None:
+            rows = self.data_mesh.shape[-1] if self.is_sharded else 1
+            found = DTensorSpec(self.data_mesh, placements, TensorMeta((rows * layout.total,), dtype=dtype))
+            self._flat_specs.keep((layout.total, dtype, placements), found)
+        return found
+
+    def _start_move(self, flat: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+        """Begin to redistribute a flat buffer, in the background where the fabric can."""
+        goal = self._flat_specs.get((flat._spec, placements))
+        if goal is None:
+            goal = flat._spec.with_placements(placements)
+            self._flat_specs.keep((flat._spec, placements), goal)
+        return moved(flat, goal, async_op=True)
 
     # ---------------------------------------------------------------- gathering
 
@@ -195,18 +211,15 @@ class ParameterGroup:
         tensors, stored = gathered.tensors, gathered.source.stored
         return tensors is not None and all(tensors[i] is stored[i]._local_tensor for i in gathered.source.indices)
 
-    @torch.no_grad()
     def launch(self, source: Source) -> DTensor | None:
-        """Begin the all-gather of stored parameters."""
+        """Begin the all-gather of stored parameters. Called without gradients."""
         if not self.is_sharded or not source.indices:
             return None
         self._check_dtypes(source)
         layout, dtype = self._layout(source.indices), self.dtype
         locals_: list[Any] = [source.stored[index]._local_tensor for index in source.indices]
         row = fabric_of(self.data_mesh).map(self.data_mesh, lambda _, *tensors: layout.joined(tensors, dtype), *locals_)
-        whole = [Replicate()] * self.data_mesh.ndim
-        flat = dtensor_of(self._flat_spec(layout, dtype, [*whole[:-1], Shard(0)]), row)
-        return flat.redistribute(placements=whole, async_op=True)
+        return self._start_move(dtensor_of(self._flat_spec(layout, dtype, self._scattered), row), self._whole)
 
     def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
         """Wait for an all-gather, and copy each parameter to memory of its own; by index."""
@@ -217,16 +230,13 @@ class ParameterGroup:
             return found
         layout, local = self._layout(source.indices), buffer._local_tensor
         rows: list[list[torch.Tensor]] = []
-        for flat, coordinates in self._rank_by_rank(source.indices, local):
+        for flat, coordinates in rank_by_rank(self.data_mesh, layout, local):
             wholes = [flat.new_empty(shape) for shape in layout.shapes(coordinates)[1]]
             layout.spread(flat, coordinates, wholes)
             rows.append(wholes)
         for index, tensor in zip(source.indices, _joined_ranks(local, rows), strict=False):
             found[index] = tensor
         return found
-
-    def _rank_by_rank(self, indices: tuple[int, ...], *locals_: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-        return rank_by_rank(self.data_mesh, [self.parameters[index] for index in indices], *locals_)
 
     def needed(self, gathered: Gathered) -> None:
         """Backward needs memory that has been dropped: share that of an equal copy, or gather again."""
@@ -415,25 +425,24 @@ class ParameterGroup:
     def _reduce(self, bucket: Bucket, key: Key, grads: dict[int, Any], all_reduce: bool) -> list[Finish]:
         # plain leaves compute a loss for each rank, of which the mean is meant; DTensors compute the loss of all
         factor = self._owner.gradient_divide_factor
-        part = Partial("avg") if key[0] is None and factor is None else Partial()
-        scattered: Placement = Shard(0) if self.is_sharded else Replicate()
-        replicas = self.data_mesh.ndim - 1
+        part = _AVERAGE if key[0] is None and factor is None else _SUM
         waiting = bucket.unreduced.setdefault(key, {})
-        indices = tuple(index for index in bucket.indices if index in grads)
+        indices = bucket.indices
+        if len(grads) < len(indices):
+            indices = tuple([index for index in indices if index in grads])
         if indices:
             flat = self._flattened(indices, self._layout(indices), [grads.pop(i) for i in indices], key[0], part)
             if factor is not None and factor != 1:
                 flat._local_tensor.div_(factor)
             if not all_reduce or indices in waiting:
-                flat = flat.redistribute(placements=[part] * replicas + [scattered])
+                flat = flat.redistribute(placements=(*(part for _ in self._whole[:-1]), self._scattered[-1]))
                 flat: Any = waiting[indices] + flat if indices in waiting else flat
             waiting[indices] = flat
         if not all_reduce:
             return []
         del bucket.unreduced[key]
-        goal = [Replicate()] * replicas + [scattered]
         return [
-            functools.partial(self._finish, flat.redistribute(placements=goal, async_op=True), of, key[1])
+            functools.partial(self._finish, self._start_move(flat, self._scattered), of, key[1])
             for of, flat in waiting.items()
         ]
 
@@ -455,9 +464,9 @@ class ParameterGroup:
         locals_ = parts_of_sums(grads, self._leaf_specs(indices, mesh), self.data_mesh)
         grads.clear()
         dtype = self.policy.reduce_dtype or locals_[0].dtype
-        spec = self._flat_spec(layout, dtype, [part] * self.data_mesh.ndim)
+        spec = self._flat_spec(layout, dtype, (part,) * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
-        for flat, coordinates, *tensors in self._rank_by_rank(indices, buffer, *locals_):
+        for flat, coordinates, *tensors in rank_by_rank(self.data_mesh, layout, buffer, *locals_):
             layout.fill(flat, coordinates, tensors)
         return dtensor_of(spec, buffer)
 
@@ -470,7 +479,7 @@ class ParameterGroup:
     def _give(self, row: torch.Tensor, indices: tuple[int, ...], source: Source) -> None:
         """Give each stored parameter its part of a reduced buffer, as autograd would: with its hooks."""
         layout = self._layout(indices)
-        rows = [layout.blocks(flat, coordinates) for flat, coordinates in self._rank_by_rank(indices, row)]
+        rows = [layout.blocks(flat, coordinates) for flat, coordinates in rank_by_rank(self.data_mesh, layout, row)]
         with torch.no_grad():
             for index, local in zip(indices, _joined_ranks(row, rows), strict=False):
                 stored: Any = source.stored[index]
@@ -481,14 +490,16 @@ class ParameterGroup:
 def accumulate(stored: Any, grad: DTensor) -> None:
     """Add to the gradient of a parameter, and call its hooks. The gradient has the layout of the parameter."""
     given: Any = grad
-    for hook in [*(stored._backward_hooks or {}).values()]:
+    hooks, before = stored._backward_hooks, stored.grad
+    for hook in [*hooks.values()] if hooks else ():
         changed = hook(given)
         given = given if changed is None else changed
-    total = given if stored.grad is None else stored.grad + given
+    total = given if before is None else before + given
     if total._spec is not stored._spec:
         total = total.redistribute(placements=stored._spec.placements, shard_order=stored._spec.shard_order)
     stored.grad = total
-    for hook in [*(stored._post_accumulate_grad_hooks or {}).values()]:
+    hooks = stored._post_accumulate_grad_hooks
+    for hook in [*hooks.values()] if hooks else ():
         hook(stored)
 
 
@@ -508,15 +519,15 @@ def alike(parameters: Iterable[ManagedParameter]) -> list[list[ManagedParameter]
     return list(groups.values())
 
 
-def rank_by_rank(
-    data_mesh: DeviceMesh, parameters: Sequence[ManagedParameter], *locals_: torch.Tensor
-) -> Iterator[tuple[Any, ...]]:
+def rank_by_rank(data_mesh: DeviceMesh, layout: FlatLayout, *locals_: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     """For each rank here: its tensor of the first local, its coordinate for each parameter, its other tensors."""
-    meshes = [parameter.spec.mesh for parameter in parameters]
-    here = {mesh: fabric_of(mesh).coordinates(mesh) for mesh in dict.fromkeys([data_mesh, *meshes])}
+    here = {data_mesh: fabric_of(data_mesh).coordinates(data_mesh)}
+    for mesh in layout.meshes:
+        if mesh not in here:
+            here[mesh] = fabric_of(mesh).coordinates(mesh)
     for rank in range(len(here[data_mesh])):
         flat, *others = [local.tensors[rank] if isinstance(local, RankTensor) else local for local in locals_]
-        yield flat, [here[mesh][rank] for mesh in meshes], *others
+        yield flat, [here[mesh][rank] for mesh in layout.meshes], *others
 
 
 def _joined_ranks(like: torch.Tensor, rows: Sequence[Sequence[torch.Tensor]]) -> Iterable[torch.Tensor]:

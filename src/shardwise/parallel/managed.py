@@ -95,6 +95,8 @@ class ManagedParameter:
                 hint="wrap the modules that share a parameter together: fully_shard([first, second])",
             )
         self.name, self.owners = name, owners
+        # recurrent layers also keep their parameters in a list
+        self._is_listed = any("_flat_weights_names" in module.__dict__ for module, _ in owners)
         self.origin, on_grid, self.data_mesh = _origin(parameter, data_mesh, name)
         meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
         self.slot = _slot(on_grid, meta, self.data_mesh, dim, name)
@@ -152,8 +154,7 @@ class ManagedParameter:
         """Let every owner hold `tensor` as its parameter."""
         for module, name in self.owners:
             module._parameters[name] = tensor  # pyright: ignore[reportArgumentType]
-            names = module.__dict__.get("_flat_weights_names")  # recurrent layers also keep a list
-            if names is not None and name in names:
+            if self._is_listed and name in (names := module.__dict__.get("_flat_weights_names", ())):
                 module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
 
     def check_assigned(self, held: Any) -> None:

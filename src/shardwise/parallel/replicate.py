@@ -136,6 +136,6 @@ def _broadcast(group: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
 
     spec = DTensorSpec(mesh, [Partial()] * mesh.ndim, TensorMeta((layout.total,), dtype=dtype))
     flat = dtensor_of(spec, fabric.map(mesh, first, *locals_)).redistribute(placements=[Replicate()] * mesh.ndim)
-    for row, coordinates, *kept in rank_by_rank(mesh, group, flat._local_tensor, *locals_):
+    for row, coordinates, *kept in rank_by_rank(mesh, layout, flat._local_tensor, *locals_):
         for tensor, block in zip(kept, layout.blocks(row, coordinates), strict=True):
             tensor.copy_(block)

@@ -29,6 +29,8 @@ def parts_of_sums(
 
     Gradients of plain leaves, which have no spec, are such locals. Those of DTensors may have any layout on their mesh.
     """
+    if data_mesh.fabric != "virtual" and True not in [isinstance(grad, DTensor) for grad in grads]:
+        return list(grads)
     grads = _added_up_together(grads, specs, data_mesh)
     locals_ = []
     for grad, spec in zip(grads, specs, strict=True):

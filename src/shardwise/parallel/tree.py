@@ -21,6 +21,8 @@ STATE = "_shardwise_data_parallel"
 
 def tensors_in(tree: Any) -> tuple[list[torch.Tensor], bool]:
     """The tensors in containers and dataclasses, and whether there is an object that may hide some."""
+    if isinstance(tree, torch.Tensor):
+        return [tree], False
     tensors: list[torch.Tensor] = []
     opaque = False
     leaves = tree_leaves(tree)

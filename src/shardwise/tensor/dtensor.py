@@ -175,14 +175,25 @@ class DTensor(torch.Tensor):
                         run = None
                     if run is not None:
                         return run(args, kwargs)
-            elif len(args) == 3 and args[0].__class__ is DTensor and args[1].__class__ is int:
+            elif len(args) == 3 and args[0].__class__ is DTensor:
                 kind = args[2].__class__
-                if kind is bool or kind is int:  # a dim, and a flag or another dim
+                if args[1].__class__ is DTensor:
+                    if kind is float:  # `lerp_` of an optimizer
+                        run = _cache.get((id(func), args[0]._spec, args[1]._spec, float))
+                        if run is not None:
+                            return run(args, kwargs)
+                elif args[1].__class__ is int and (kind is bool or kind is int):  # a dim, and a flag or another dim
                     run = _cache.get((id(func), args[0]._spec, (int, args[1]), (kind, args[2])))
                     if run is not None:
                         return run(args, kwargs)
             elif len(args) == 1 and args[0].__class__ is DTensor:
                 run = _cache.get((id(func), args[0]._spec))
+                if run is not None:
+                    return run(args, kwargs)
+        elif len(args) == 3 and len(kwargs) == 1 and kwargs.get("value").__class__ is float:
+            a, b, c = args  # `addcmul_` and `addcdiv_` of an optimizer
+            if a.__class__ is b.__class__ is c.__class__ is DTensor:
+                run = _cache.get((id(func), a._spec, b._spec, c._spec, "value", float))
                 if run is not None:
                     return run(args, kwargs)
         return dispatcher.dispatch(func, args, kwargs)
