@@ -128,7 +128,7 @@ class C10dFabric(Fabric):
     # ---------------------------------------------------------------- who am I
 
     def rank(self) -> int:
-        if self._world is not None and self._world is dist.group.WORLD:
+        if self._world is not None and self._world is distributed_c10d._world.default_pg:
             return self._rank
         if not dist.is_initialized():
             raise MeshError(
@@ -170,10 +170,13 @@ class C10dFabric(Fabric):
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
         """This rank's coordinate, None outside the mesh."""
-        rank = self.rank()  # forgets the coordinates of a former world
-        if mesh not in self._coordinates:
-            self._coordinates[mesh] = mesh.coordinate_of(rank)
-        return self._coordinates[mesh]
+        if self._world is None or self._world is not distributed_c10d._world.default_pg:
+            self.rank()  # forgets the coordinates of a former world
+        try:
+            return self._coordinates[mesh]
+        except KeyError:
+            found = self._coordinates[mesh] = mesh.coordinate_of(self.rank())
+            return found
 
     def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
         return self.group_of(self._line(mesh, axes).ranks)
@@ -634,7 +637,7 @@ def _of_this_world(
         nonlocal world, made
         if (local.__class__ is not _Tensor or _modes_active()) and record is not None and is_recorded(local):
             return record()(local)
-        if dist.group.WORLD is not world:
+        if distributed_c10d._world.default_pg is not world:
             world, made = dist.group.WORLD, make()
         return made(local)
 

@@ -14,7 +14,7 @@ import torch
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import BoundRows, BoundStep, fabric_of, on_found, on_new_world, raise_found
-from shardwise.plan.cost import CostModel, current_cost_model
+from shardwise.plan.cost import CostModel, current_cost_model, on_new_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import Expand, Rotate, RowExchange
@@ -59,15 +59,16 @@ class BoundRoute:
 
 _bound: BoundedCache[tuple[Any, ...], BoundRoute] = BoundedCache(MAX_ROUTES)
 on_new_world.append(_bound.clear)  # they know groups
+on_new_model.append(_bound.clear)  # and were the cheapest
 
 
 def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None = None) -> BoundRoute:
     """The cheapest route from `source` to `target`, planned and bound on first use."""
-    model = current_cost_model()
-    key = (source, target, max_bytes, model)
+    key = (source, target, max_bytes)
     found = _bound.get(key)
     if found is None:
         raise_found()
+        model = current_cost_model()
         if source.tensor_meta.is_symbolic:
             return _bind_symbolic(source, target, max_bytes, model)
         found = _bound.keep(key, _bind(source, target, max_bytes, model))

@@ -10,7 +10,17 @@ import torch
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.routes import bound_route
-from shardwise.tensor import DTensor, as_dtensor, as_local, dtensor_of, gradient_spec, moved, transposed_spec
+from shardwise.tensor import (
+    DTensor,
+    apply_function,
+    as_dtensor,
+    as_local,
+    dtensor_of,
+    gradient_spec,
+    moved,
+    transposed_spec,
+)
+from shardwise.transforms import alive
 
 __all__ = ["from_layer", "to_layer"]
 
@@ -22,10 +32,10 @@ def to_layer(targets: Specs, gradients: Specs, tensors: Sequence[Any]) -> Sequen
     if torch.is_grad_enabled():
         graded = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
         if len(graded) == len(tensors):
-            return _ToLayer.apply(targets, gradients, *tensors)
+            return apply_function(_ToLayer, targets, gradients, *tensors)
         if graded:
             chosen = [[items[i] for i in graded] for items in (targets, gradients, tensors)]
-            found = dict(zip(graded, _ToLayer.apply(chosen[0], chosen[1], *chosen[2]), strict=True))
+            found = dict(zip(graded, apply_function(_ToLayer, chosen[0], chosen[1], *chosen[2]), strict=True))
             return [found[i] if i in found else _local(t, targets[i]) for i, t in enumerate(tensors)]
     return [_local(tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
 
@@ -39,7 +49,7 @@ def from_layer(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *,
     if to_local and source is target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
-        return _FromLayer.apply(local, source, target, to_local)
+        return apply_function(_FromLayer, alive(local), source, target, to_local)
     moved = _moved(local, source, target)
     return moved if to_local else dtensor_of(target, moved)
 

@@ -124,7 +124,8 @@ class FlatLayout:
     def blocks(self, row: torch.Tensor, coordinates: Sequence[Coordinate]) -> list[torch.Tensor]:
         """The blocks that a rank stores of each parameter, as views of its row."""
         start, stored = row.storage_offset(), self.shapes(coordinates)[0]
-        return [row.as_strided(*block, start + at) for at, block in zip(self.offsets, stored, strict=True)]
+        pairs = zip(self.offsets, stored, strict=True)
+        return [row.as_strided(shape, stride, start + at) for at, (shape, stride) in pairs]
 
     def spread(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
         """Fill what a rank computes with from the rows of a gathered buffer; a coordinate for each slot's own mesh."""

@@ -27,7 +27,7 @@ from shardwise.parallel.gathered import Gathered, Leaves, Source, at_once, compl
 from shardwise.parallel.managed import ManagedParameter, ParametersInBackward
 from shardwise.parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.sums import parts_of_sums
-from shardwise.tensor import DTensor, dtensor_of, moved
+from shardwise.tensor import DTensor, apply_function, dtensor_of, moved
 
 __all__ = ["Bucket", "Finish", "ParameterGroup", "alike", "rank_by_rank"]
 
@@ -308,7 +308,7 @@ class ParameterGroup:
                 continue
             take = functools.partial(self._take, bucket, (compute_mesh, source), chosen)
             token = self._token(bucket, source.stored[chosen[0]])
-            leaves: Any = Leaves.apply(token, take, [found[index] for index in chosen])
+            leaves: Any = apply_function(Leaves, token, take, [found[index] for index in chosen])
             at_once(leaves[0])
             for index, leaf in zip(chosen, leaves, strict=True):
                 found[index] = leaf

@@ -1102,7 +1102,9 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: AnyDTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, None, None, None, None
-        grad, source = _gradient(grad, ctx.target), gradient_spec(ctx.source)
+        source = gradient_spec(ctx.source)
+        if not isinstance(grad, DTensor):
+            grad = _gradient(grad, ctx.target)
         if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
             grad = cast(grad, ctx.backward_dtype)
         found = moved(grad, source, ctx.async_op, None, ctx.max_bytes)
@@ -1145,9 +1147,9 @@ def is_dtensor(value: Any) -> TypeIs[DTensor]:
     """Whether a value is a DTensor, or stands for one inside a function that torch.func transforms."""
     if isinstance(value, DTensor):
         return True
-    if is_dynamo_compiling():  # which does not see what a tensor stands for
+    if value.__class__ is not torch.Tensor or is_dynamo_compiling():  # which does not see what a tensor stands for
         return False
-    return value.__class__ is torch.Tensor and isinstance(innermost(value), DTensor)
+    return is_wrapped(value) and isinstance(innermost(value), DTensor)
 
 
 class _OfTransformed:
