@@ -21,7 +21,7 @@ from shardwise.dispatch.origins import current_node, origin_of
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
-from shardwise.fabric.pieces import compacted
+from shardwise.fabric.pieces import compacted, local_step
 from shardwise.fabric.routes import bound_route
 from shardwise.fabric.virtual import virtual
 from shardwise.local import like
@@ -190,6 +190,9 @@ def _run_once(
     if len(sources) == 1 and all(slot.item is None and slot.index is not None for slot in slots):
         kept = [dim for dim, _, _ in sources[0]]  # which are not sharded, so that their local size is the global one
         shape = [size if dim in kept else -1 for dim, size in enumerate(result.shape)]
+        alone = len(slots) == 1 and slots[0].index == 0 and signature.info.returns == ("Tensor",)
+        if alone and not result.tensor_meta.is_symbolic:
+            return _run_once_alone(op, operands[0], shape)
         return _run_once_in_front(op, given, sources[0], None if result.tensor_meta.is_symbolic else shape)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -201,6 +204,15 @@ def _run_once(
             pairs = itertools.zip_longest(made, sources[: len(made)], fillvalue=())
             return like(made, (_expanded(one, found, args, kwargs) for one, found in pairs))
         return _expanded(made, sources[0], args, kwargs)
+
+    return run
+
+
+def _run_once_alone(op: Callable[..., Any], dims: Sequence[int], shape: list[int]) -> Callable[..., Any]:
+    """The same for one operand and one result: what gradients of means need."""
+
+    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op(compacted(local, dims), *args, **kwargs).expand(shape)
 
     return run
 
@@ -461,11 +473,14 @@ def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor | None:
     if route.communicates:
         return None
     wrap, fabric = signature.wrapping.wrapper(target), fabric_of(mesh)
+    here = fabric.coordinates(mesh)
+    is_alone = len(here) == 1 and mesh.fabric not in (virtual.name, dry.name)
     if signature.info.op is aten.detach.default:
-        move = route.run
+        steps = route.route.steps
+        move = (local_step(steps[0], here[0]) if is_alone and len(steps) == 1 else None) or route.run
         return lambda args, kwargs: wrap(move(args[0]._local_tensor))
-    blocks = {at: (target.local_shape(at), target.local_stride(at)) for at in fabric.coordinates(mesh)}
-    if len(blocks) == 1 and mesh.fabric not in (virtual.name, dry.name):
+    blocks = {at: (target.local_shape(at), target.local_stride(at)) for at in here}
+    if is_alone:
         ((shape, stride),) = blocks.values()
         return lambda args, kwargs: wrap(args[0]._local_tensor.new_empty_strided(shape, stride))
 

@@ -101,8 +101,8 @@ def local_share(
 def mean_of_share(local: torch.Tensor, *args: Any, share: float, **kwargs: Any) -> torch.Tensor:
     """A rank's summand of a mean: its own mean, weighted. Sums of many elements could overflow."""
     if share == 0:
-        return aten.sum(local, *args, **kwargs)
-    mean = aten.mean(local, *args, **kwargs)
+        return torch.sum(local, *args, **kwargs)
+    mean = torch.mean(local, *args, **kwargs)
     return mean if share == 1 else mean * share
 
 
