@@ -31,8 +31,8 @@ LIMITS = {
     "cat, backward": 55,
     "layer_norm, backward": 65,
     "move, backward": 38,
-    "plan, forward": 60,
-    "plan, forward and backward": 87,
+    "plan, forward": 63,
+    "plan, forward and backward": 90,
     "replicate step": 700,
     "fully_shard step": 1880,
 }

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,6 +83,23 @@ class Slot:
         return part.clone(memory_format=torch.contiguous_format)
 
 
+class View(NamedTuple):
+    """How a view lies in the memory of a dense tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> View:
+        """How `view` lies in `base`."""
+        return cls(view.size(), view.stride(), view.storage_offset() - base.storage_offset())
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """The same view of another tensor of that shape."""
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
 class FlatLayout:
     """Slots one after the other."""
 
@@ -93,6 +110,7 @@ class FlatLayout:
         self.total = self.offsets.pop()
         self.meshes = [slot.spec.mesh for slot in self.slots]
         self._shapes: dict[tuple[Coordinate, ...], tuple[list[Any], list[Any]]] = {}
+        self._views: dict[tuple[Any, ...], list[tuple[int, View, View]]] = {}  # by shapes, where blocks are uneven
 
     def shapes(self, coordinates: Sequence[Coordinate]) -> tuple[list[Any], list[Any]]:
         """What a rank stores of each parameter, with strides, and the shapes that it computes with.
@@ -127,31 +145,39 @@ class FlatLayout:
         pairs = zip(self.offsets, stored, strict=True)
         return [row.as_strided(shape, stride, start + at) for at, (shape, stride) in pairs]
 
-    def spread(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
-        """Fill what a rank computes with from the rows of a gathered buffer; a coordinate for each slot's own mesh."""
+    def spread(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+        """Fill what a rank computes with from the rows of a gathered buffer."""
         if self.is_simple:
             rows = self.slots[0].ranks
             targets = [whole.view(rows, -1) for whole in wholes]
             torch.split_with_sizes_copy(buffer.view(rows, -1), self.sizes, dim=1, out=targets)
-        elif pairs := self._pairs(buffer, coordinates, wholes):
+        elif pairs := self._pairs(buffer, wholes):
             torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
 
-    def fill(self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]) -> None:
+    def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
         """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
         if self.is_simple and {whole.dtype for whole in wholes} == {buffer.dtype}:
             rows = self.slots[0].ranks
             torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
-        elif pairs := self._pairs(buffer, coordinates, wholes):
+        elif pairs := self._pairs(buffer, wholes):
             torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
 
-    def _pairs(
-        self, buffer: torch.Tensor, coordinates: Sequence[Coordinate], wholes: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        each = enumerate(zip(coordinates, wholes, strict=True))
-        return [pair for index, (coordinate, whole) in each for pair in self._matched(buffer, index, coordinate, whole)]
+    def _pairs(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the buffer and of tensors that hold the same elements. Which ones is worked out once."""
+        if not all(map(torch.Tensor.is_contiguous, wholes)):
+            return [pair for index, whole in enumerate(wholes) for pair in self._matched(buffer, index, whole)]
+        key = tuple([whole.shape for whole in wholes])
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = [
+                (index, View.of(row, buffer), View.of(part, whole))
+                for index, whole in enumerate(wholes)
+                for row, part in self._matched(buffer, index, whole)
+            ]
+        return [(row.on(buffer), part.on(wholes[index])) for index, row, part in views]
 
     def _matched(
-        self, buffer: torch.Tensor, index: int, coordinate: Coordinate, whole: torch.Tensor
+        self, buffer: torch.Tensor, index: int, whole: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the buffer and of `whole` that hold the same elements: a pair for each kind of block, two at most.
 

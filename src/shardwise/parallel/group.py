@@ -232,7 +232,7 @@ class ParameterGroup:
         rows: list[list[torch.Tensor]] = []
         for flat, coordinates in rank_by_rank(self.data_mesh, layout, local):
             wholes = [flat.new_empty(shape) for shape in layout.shapes(coordinates)[1]]
-            layout.spread(flat, coordinates, wholes)
+            layout.spread(flat, wholes)
             rows.append(wholes)
         for index, tensor in zip(source.indices, _joined_ranks(local, rows), strict=False):
             found[index] = tensor
@@ -466,8 +466,8 @@ class ParameterGroup:
         dtype = self.policy.reduce_dtype or locals_[0].dtype
         spec = self._flat_spec(layout, dtype, (part,) * self.data_mesh.ndim)
         buffer = self._empty(locals_[0], spec, layout.is_even)
-        for flat, coordinates, *tensors in rank_by_rank(self.data_mesh, layout, buffer, *locals_):
-            layout.fill(flat, coordinates, tensors)
+        for flat, _, *tensors in rank_by_rank(self.data_mesh, layout, buffer, *locals_):
+            layout.fill(flat, tensors)
         return dtensor_of(spec, buffer)
 
     def _empty(self, like: torch.Tensor, spec: DTensorSpec, is_even: bool) -> torch.Tensor:
