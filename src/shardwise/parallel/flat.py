@@ -88,7 +88,7 @@ class View(NamedTuple):
 
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any  # an int
 
     @classmethod
     def of(cls, view: torch.Tensor, base: torch.Tensor) -> View:
