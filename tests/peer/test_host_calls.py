@@ -31,8 +31,8 @@ LIMITS = {
     "cat, backward": 56,
     "layer_norm, backward": 65,
     "move, backward": 38,
-    "plan, forward": 63,
-    "plan, forward and backward": 93,
+    "plan, forward": 62,
+    "plan, forward and backward": 92,
     "replicate step": 700,
     "fully_shard step": 2010,
 }

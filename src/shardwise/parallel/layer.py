@@ -128,7 +128,8 @@ class Layer:
         program = self._program(module, value)
         if program is not None:
             return self._run(module, program, value)
-        found = in_layout(self._annotated(module, value), self.mesh, self.given, self.recipe.input, async_op=True)
+        given = value if is_dtensor(value) else self._annotated(module, value)
+        found = in_layout(given, self.mesh, self.given, self.recipe.input, async_op=True)
         if found._spec.mesh != self.mesh:  # not "is not", see local_of
             see_on(module, self.mesh, found._spec.mesh)
         return found
@@ -142,8 +143,6 @@ class Layer:
 
     def _annotated(self, module: nn.Module, value: torch.Tensor) -> AnyDTensor:
         """A plain input as a DTensor; the module knows its number of features, however they are split."""
-        if is_dtensor(value):
-            return value  # pyright: ignore[reportReturnType]
         shape, features = None, self.recipe.features
         if features is not None and isinstance(self.given, Shard) and self.given.dim in (-1, value.dim() - 1):
             own = module._parameters.get(features[0])
