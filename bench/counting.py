@@ -35,13 +35,22 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-_PERFORMED = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single", "allreduce")
+class Moved(NamedTuple):
+    """What something costs a rank: collectives, and bytes received."""
+
+    collectives: float
+    received: float
+
+
+# of which argument of a collective, the output or the input, this rank gets as much from each of the others
+_PERFORMED = {"_allgather_base": 1, "all_gather_single": 1, "_reduce_scatter_base": 0, "reduce_scatter_single": 0}
 
 
 class Unperformed:
-    """How many collectives were asked for; and each of them, which is over."""
+    """The collectives that were asked for, and the bytes that this rank would have received; each of them is over."""
 
-    count = 0
+    def __init__(self) -> None:
+        self.moved = Moved(0, 0.0)
 
     def wait(self) -> bool:
         return True
@@ -57,24 +66,21 @@ def unperformed_collectives() -> Iterator[Unperformed]:
     kept = {name: vars(dist.ProcessGroup)[name] for name in _PERFORMED if name in vars(dist.ProcessGroup)}
     asked = Unperformed()
 
-    def unperformed(*args: Any, **kwargs: Any) -> Unperformed:
-        asked.count += 1
-        return asked
+    def unperformed(which: int) -> Callable[..., Unperformed]:
+        def method(group: dist.ProcessGroup, *tensors: Any, **options: Any) -> Unperformed:
+            count, received = asked.moved
+            asked.moved = Moved(count + 1, received + (group.size() - 1) * tensors[which].nbytes)
+            return asked
+
+        return method
 
     for name in kept:
-        setattr(dist.ProcessGroup, name, unperformed)
+        setattr(dist.ProcessGroup, name, unperformed(_PERFORMED[name]))
     try:
         yield asked
     finally:
         for name, method in kept.items():
             setattr(dist.ProcessGroup, name, method)
-
-
-class Moved(NamedTuple):
-    """What something costs a rank: collectives, and bytes received."""
-
-    collectives: float
-    received: float
 
 
 class Calls(TorchDispatchMode):
