@@ -261,6 +261,21 @@ def test_compiled() -> None:
         assert close(a.grad, b.grad)
 
 
+@pytest.mark.usefixtures("always_with_halos")
+@pytest.mark.parametrize(
+    "name", ["avg, padding not counted", "max", "adaptive avg", "adaptive max", "bilinear", "same"]
+)
+def test_channels_last_stay_last(name: str) -> None:
+    fn, (size, *others) = {**POOLS, **RESIZED, **CONVOLUTIONS}[name]
+    plain = [torch.randn(size).to(memory_format=torch.channels_last), *map(torch.randn, others)]
+    given = [laid((4,), t, [Shard(2)], i == 0).detach() for i, t in enumerate(plain)]
+    wanted, got = fn(*plain), fn(*given)
+    assert got.stride() == wanted.stride()
+    assert close(got, wanted)
+    for local in got._local_tensor.tensors:
+        assert not local.numel() or local.is_contiguous(memory_format=torch.channels_last)
+
+
 def received_rows(fn: Callable[[Any], Any], ranks: int, row: int, *size: int, dim: int = 2) -> float:
     """Rows that a rank receives, forward."""
     with sw.dry_run() as run:

@@ -15,7 +15,7 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.rules.notation import FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, Halo, rule
 from shardwise.rules.scans import lowest
-from shardwise.rules.taps import averaging, bins
+from shardwise.rules.taps import averaging, bins, in_memory_of
 from shardwise.rules.windows import SPACE, Places, at, kernel_window, window_of, with_rows, with_value
 
 aten = torch.ops.aten
@@ -212,7 +212,7 @@ def adaptive_maximum_halo(call: Call, space: int) -> Halo:
                 value, index = values.index_select(dim, step), indices.index_select(dim, step)
                 better = (value > best) | value.isnan()  # as the kernel: of several the first, of NaN the last
                 best, where = torch.where(better, value, best), torch.where(better, index, where)
-            values, indices = best, where
+            values, indices = in_memory_of(best, local), in_memory_of(where, local)
         offsets = offsets_of(places, local.dim(), space)
         return values, renumbered(indices, local.shape[-space:], image[-space:], offsets, [1] * space)
 

@@ -14,7 +14,7 @@ from numpy import ndarray  # by this name the types of fields are found at run t
 
 from shardwise.rules.registry import Place
 
-__all__ = ["Resampling", "Taps", "averaging", "bins"]
+__all__ = ["Resampling", "Taps", "averaging", "bins", "in_memory_of"]
 
 
 class Taps(NamedTuple):
@@ -34,7 +34,7 @@ class Taps(NamedTuple):
             part = local.index_select(dim, _tensor(rows, local)) * _along(weights, local, dim)
             result = part if result is None else result + part
         assert result is not None
-        return result
+        return in_memory_of(result, local)
 
     def spread(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """The gradient of `apply`: each row is added to the `size` rows of the window that it was made of."""
@@ -42,6 +42,15 @@ class Taps(NamedTuple):
         for rows, weights in self.each():
             result = result.index_add(dim, _tensor(rows, local), local * _along(weights, local, dim))
         return result
+
+
+def in_memory_of(result: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A result with channels last where they are last in the local, as kernels give it."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(local.dim())
+    if last is None or local.is_contiguous() or not local.is_contiguous(memory_format=last):
+        return result
+    return result.contiguous(memory_format=last)
 
 
 def _tensor(rows: list[int], like: torch.Tensor) -> torch.Tensor:
