@@ -14,8 +14,10 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.broadcast import keeping_broadcast
 from shardwise.dispatch.operands import bringing, reduces
+from shardwise.dispatch.owner_exchanges import exchanging_by_owner
 from shardwise.dispatch.row_exchanges import exchanging_halos, exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
@@ -24,7 +26,8 @@ from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.routes import BoundRoute
 from shardwise.fabric.virtual import RankTensor, parts_of, virtual
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates, sparing_empty
-from shardwise.plan.propagate import OutputSharding
+from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
+from shardwise.plan.step import OwnerExchange, RowExchange
 from shardwise.rules.view import NOT_A_VIEW
 from shardwise.schema import OpInfo, kernel_of
 
@@ -41,8 +44,10 @@ Patches = Mapping[Coordinate, Mapping[str, Any]]
 def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     """What runs a call as its rule has laid it out."""
     info, specs = signature.info, signature.specs
-    if sharding.exchange is not None:
+    if isinstance(sharding.exchange, RowExchange):
         return watched(signature.wrapping, info, exchanging_rows(signature, sharding, sharding.exchange))
+    if sharding.exchange is not None:
+        return watched(signature.wrapping, info, _by_owner(signature, sharding, sharding.exchange))
     if sharding.halo is not None:
         on_windows = sharding.halo.halo.local_op
         if any_complex(specs, sharding.outputs):
@@ -80,6 +85,24 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
             return run
     run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
     return watched(signature.wrapping, info, run)
+
+
+def _by_owner(signature: Signature, sharding: OutputSharding, step: OwnerExchange) -> Executor:
+    """What runs a call by an exchange by owner. In a graph, which knows no values, it runs as the rule says."""
+    run, info = exchanging_by_owner(signature, sharding, step), signature.info
+    traced: list[Executor] = []
+
+    def run_or_trace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not is_tracing():
+            return run(args, kwargs)
+        if not traced:
+            schema = OpSchema(info.op, signature.arguments, signature.specs)
+            found = ShardingPropagator(by_owner=False).propagate(schema, sharding.call.results, signature.pinned)
+            assert found is not None, "every rule has rows that exchange nothing by owner"
+            traced.append(executor(signature, found))
+        return traced[0](args, kwargs)
+
+    return run_or_trace
 
 
 def _may_be_refused_when_empty(signature: Signature, sharding: OutputSharding) -> bool:

@@ -18,12 +18,15 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
 from shardwise.plan.route import Route
-from shardwise.plan.step import Rotate, RowExchange, Step
+from shardwise.plan.step import OwnerExchange, Rotate, RowExchange, Step
+from shardwise.rules.owners import Exchanging, Items
 
 __all__ = [
     "BoundRows",
     "BoundStep",
     "Fabric",
+    "advance",
+    "check_counts",
     "device_of",
     "fabric_of",
     "fabrics",
@@ -104,6 +107,15 @@ class Fabric(ABC):
         """
 
     @abstractmethod
+    def exchange_by_owner(
+        self,
+        step: OwnerExchange,
+        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
+        locals_: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Run the program that `start` gives for each rank here, of its coordinate and its locals; its results."""
+
+    @abstractmethod
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
     ) -> torch.Tensor:
@@ -167,6 +179,21 @@ class Fabric(ABC):
             return finish
 
         return start
+
+
+def check_counts(step: OwnerExchange, counts: Sequence[int]) -> None:
+    """Refuse, on every rank that exchanges, items that one of them cannot send: some index is not in the dim."""
+    if any(count < 0 for count in counts):
+        size = step.before.shape[step.dim]
+        raise IndexError(f"an index is out of range for dim {step.dim} of size {size} of {step.before}")
+
+
+def advance(program: Exchanging, arrived: Items | None) -> tuple[Items | None, list[torch.Tensor]]:
+    """What a program sends next, given what has arrived for it; at its end None and the results."""
+    try:
+        return (next(program) if arrived is None else program.send(arrived)), []
+    except StopIteration as end:
+        return None, list(end.value)
 
 
 def check_source(mesh: DeviceMesh, source: int | None) -> None:

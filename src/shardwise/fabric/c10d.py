@@ -32,6 +32,7 @@ from shardwise.fabric.base import (
     BoundRows,
     BoundStep,
     Fabric,
+    advance,
     check_source,
     fabrics,
     on_new_world,
@@ -48,6 +49,7 @@ from shardwise.fabric.collectives import (
     all_reduce,
     all_to_all,
     exchange,
+    exchange_items,
     exchange_rows,
     reduce_by_gathering,
     reduce_scatter,
@@ -74,6 +76,7 @@ from shardwise.plan.step import (
     AllReduce,
     AllToAll,
     Exchange,
+    OwnerExchange,
     ReduceScatter,
     Rotate,
     RowExchange,
@@ -81,6 +84,7 @@ from shardwise.plan.step import (
     Unreduce,
     reduction,
 )
+from shardwise.rules.owners import Exchanging
 
 __all__ = ["C10dFabric", "c10d", "new_group"]
 
@@ -508,6 +512,22 @@ class C10dFabric(Fabric):
             lambda: rotate(self._carrier(line.ranks, step), goods),
             lambda: recorded_rotation(goods, self.group_of(line.ranks), step.distance),
         )
+
+    def exchange_by_owner(
+        self,
+        step: OwnerExchange,
+        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
+        locals_: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        mesh = step.before.mesh
+        coordinate = self.coordinate(mesh)
+        assert coordinate is not None, "a rank outside the mesh has nothing to exchange"
+        line = self._line(mesh, step.over)
+        group, program = self._carrier(line.ranks, step), start(coordinate, list(locals_))
+        sent, results = advance(program, None)
+        while sent is not None:
+            sent, results = advance(program, exchange_items(step, group, line, sent))
+        return results
 
     def _nothing_to_send(self, step: Step) -> Start:
         """A tensor without elements: every rank knows, so none is called."""

@@ -6,6 +6,7 @@ gives the function that waits for it. Knows nothing of where groups come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.mesh import Coordinate
-from shardwise.fabric.base import BoundRows
+from shardwise.fabric.base import BoundRows, check_counts
 from shardwise.fabric.packing import Line, Parcels, gathering, pack, scattering, split_in_front, swapping
 from shardwise.fabric.pieces import average_divider, reduce_tensors, slicer
 from shardwise.fabric.row_packing import RowParcels
 from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
-from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, reduction
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, OwnerExchange, ReduceScatter, reduction
+from shardwise.rules.owners import Items
 
 __all__ = [
     "Rotation",
@@ -28,6 +30,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "exchange",
+    "exchange_items",
     "exchange_rows",
     "reduce_by_gathering",
     "reduce_scatter",
@@ -218,6 +221,56 @@ def rotate(group: Any, goods: Rotation) -> Start:
         return _after(group.alltoall_base(carried, as_carried(sent), *splits), buffer)
 
     return start
+
+
+def exchange_items(step: OwnerExchange, group: Any, line: Line, items: Items) -> Items:
+    """What arrives of items that go to their owners. Sizes go first, unless they are known: the host waits for them.
+
+    Items are in the order of the coordinates; the group may number its ranks in another.
+    """
+    sizes, arriving, tensors = items.counts, items.arriving, items.tensors
+    if arriving is None:
+        counts = sizes if isinstance(sizes, torch.Tensor) else torch.tensor(sizes, device=tensors[0].device)
+        counts = counts if line.in_order else counts[_by_rank(line)]
+        incoming = torch.empty_like(counts)
+        group.alltoall_base(incoming, counts, [], []).wait()
+        both = torch.stack([counts, incoming]).tolist()
+        sizes, arriving = (tuple(_by_coordinate(line, own)) for own in both)
+        check_counts(step, (*sizes, *arriving))
+    assert isinstance(sizes, tuple)
+    got = tuple(_exchanged_rows(group, line, tensor, sizes, arriving) for tensor in tensors)
+    return Items(got, arriving, sizes)
+
+
+def _by_rank(line: Line) -> list[int]:
+    """The position by coordinate of each rank of the group."""
+    positions = [0] * len(line.order)
+    for position, rank in enumerate(line.order):
+        positions[rank] = position
+    return positions
+
+
+def _by_coordinate(line: Line, sizes: Sequence[int]) -> list[int]:
+    return list(sizes) if line.in_order else [sizes[rank] for rank in line.order]
+
+
+def _exchanged_rows(
+    group: Any, line: Line, tensor: torch.Tensor, sent: Sequence[int], got: Sequence[int]
+) -> torch.Tensor:
+    """One all-to-all of rows: so many to each, so many from each, by coordinate."""
+    if not line.in_order:
+        parts, positions = tensor.split(list(sent)), _by_rank(line)
+        tensor = torch.cat([parts[position] for position in positions])
+        sent, got = [sent[position] for position in positions], [got[position] for position in positions]
+    buffer = tensor.new_empty((sum(got), *tensor.shape[1:]))
+    carried = as_carried(buffer.view(-1))
+    scale = math.prod(tensor.shape[1:]) * (tensor.element_size() // carried.element_size())
+    packed = as_carried(tensor.contiguous().view(-1))
+    group.alltoall_base(carried, packed, [n * scale for n in got], [n * scale for n in sent]).wait()
+    if line.in_order:
+        return buffer
+    parts = buffer.split(list(got))
+    return torch.cat([parts[rank] for rank in line.order])
 
 
 def _after(work: Any, result: torch.Tensor) -> Wait:

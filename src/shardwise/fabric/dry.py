@@ -8,6 +8,7 @@ locals, and of what plain operators compute from them, are followed to their pea
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
-from shardwise.fabric.base import BoundRows, BoundStep, Fabric, check_source, register
+from shardwise.fabric.base import BoundRows, BoundStep, Fabric, advance, check_source, register
 from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
+from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
-from shardwise.plan.step import Compact, Expand, Rotate, RowExchange, Step
+from shardwise.plan.step import Compact, Expand, OwnerExchange, Rotate, RowExchange, Step
+from shardwise.rules.owners import Exchanging, Items
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
 
@@ -218,6 +221,30 @@ class DryFabric(Fabric):
         records = [RecordedStep(*pair) for pair in zip(route.steps, route.costs, strict=True)]
         for dry_run in self.runs.values():
             dry_run.steps.extend(records)
+
+    def exchange_by_owner(
+        self,
+        step: OwnerExchange,
+        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
+        locals_: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """As if every rank sent equally much to each: as many items arrive as are sent."""
+        mesh = step.before.mesh
+        members = math.prod(mesh.shape[axis] for axis in step.over)
+        program = start((0,) * mesh.ndim, list(locals_))
+        sent, results = advance(program, None)
+        while sent is not None:
+            arrived = tuple(self.track(torch.empty_like(tensor)) for tensor in sent.tensors)
+            held = sum(tensor.nbytes for tensor in arrived)
+            sizes = 0 if sent.arriving is not None else 8 * members
+            received = (held + sizes) * (members - 1) / members
+            record = RecordedStep(
+                step, StepCost(received, current_cost_model().seconds(mesh, step.over, received), held)
+            )
+            for dry_run in self.runs.values():
+                dry_run.steps.append(record)
+            sent, results = advance(program, Items(arrived, (), ()))
+        return [self.track(result) for result in results]
 
     def track(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a local in every dry run that is on here."""

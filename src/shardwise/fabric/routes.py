@@ -22,6 +22,7 @@ from shardwise.plan.step import Expand, Rotate, RowExchange
 __all__ = [
     "BoundRoute",
     "Rotation",
+    "announced",
     "bound_rotations",
     "bound_route",
     "bound_rows",
@@ -149,6 +150,12 @@ def bound_rotations(route: Route) -> tuple[Callable[[], None], dict[int, Rotatio
             _notify(route)
 
     return announce, {step.distance: fabric.start_rotation(step) for step in steps}
+
+
+def announced(route: Route) -> None:
+    """Tell whoever listens that a route is about to run."""
+    if observers:
+        _notify(route)
 
 
 def _notify(route: Route) -> None:

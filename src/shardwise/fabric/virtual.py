@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
-from shardwise.fabric.base import BoundRows, BoundStep, Fabric, check_source, register
+from shardwise.fabric.base import BoundRows, BoundStep, Fabric, advance, check_counts, check_source, register
 from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
 from shardwise.fabric.packing import pack_traced
 from shardwise.fabric.pieces import (
@@ -42,7 +42,8 @@ from shardwise.fabric.shared_writes import (
     is_traced,
     written_arguments,
 )
-from shardwise.plan.step import AllGather, AllReduce, ReduceScatter, Rotate, RowExchange, Step, reduction
+from shardwise.plan.step import AllGather, AllReduce, OwnerExchange, ReduceScatter, Rotate, RowExchange, Step, reduction
+from shardwise.rules.owners import Exchanging, Items
 
 __all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
@@ -485,6 +486,29 @@ class VirtualFabric(Fabric):
 
         return start
 
+    def exchange_by_owner(
+        self,
+        step: OwnerExchange,
+        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
+        locals_: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The programs of the ranks of a line in lockstep."""
+        mesh = step.before.mesh
+        columns, here = [_tensors(local, mesh) for local in locals_], self.coordinates(mesh)
+        results: list[Any] = [None] * mesh.grid_size
+        for line in mesh.groups(step.over).tolist():
+            programs = [start(here[i], [column[i] for column in columns]) for i in line]
+            arrived: Sequence[Items | None] = [None] * len(line)
+            while True:
+                told = [advance(program, items) for program, items in zip(programs, arrived, strict=True)]
+                sent = [items for items, _ in told if items is not None]
+                if not sent:
+                    break
+                arrived = _swapped_items(step, sent)
+            for i, (_, made) in zip(line, told, strict=True):
+                results[i] = made
+        return [RankTensor(made) for made in zip(*results, strict=True)]
+
     def _reduce(self, step: AllReduce | ReduceScatter) -> BoundStep:
         """The reduction of each group, of which every rank gets its part: after an all-reduce, a copy of all."""
         mesh = step.before.mesh
@@ -514,6 +538,23 @@ def _swapped(parcels: Sequence[RowParcels], given: Sequence[Sequence[torch.Tenso
             at += size
     nothing = given[0][0].reshape(-1)[:0]
     return [torch.cat([nothing, *(sent[by, me] for by, _ in own.got)]) for me, own in enumerate(parcels)]
+
+
+def _swapped_items(step: OwnerExchange, sent: Sequence[Items]) -> list[Items]:
+    """What each rank of a line gets of the items that all of them send."""
+    counts = [
+        tuple(items.counts.tolist()) if isinstance(items.counts, torch.Tensor) else items.counts for items in sent
+    ]
+    for own in counts:
+        check_counts(step, own)
+    parts = [
+        [tensor.split(own) for tensor in items.tensors] for items, own in zip(sent, counts, strict=True)
+    ]  # of each sender, of each tensor, for each receiver
+    arrived = []
+    for me, items in enumerate(sent):
+        tensors = tuple(torch.cat([by[k][me] for by in parts]) for k in range(len(items.tensors)))
+        arrived.append(Items(tensors, tuple(own[me] for own in counts), counts[me]))
+    return arrived
 
 
 def _tensors(local: torch.Tensor, mesh: DeviceMesh) -> Sequence[torch.Tensor]:

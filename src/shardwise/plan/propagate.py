@@ -22,8 +22,8 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.halo import HaloExchange, halo_exchange, halo_rows
 from shardwise.plan.route import DTensorRedistributePlanner
-from shardwise.plan.step import RowExchange
-from shardwise.rules.notation import Factors, Row, candidates
+from shardwise.plan.step import OwnerExchange, RowExchange
+from shardwise.rules.notation import Factors, Owned, Row, candidates
 from shardwise.rules.registry import Call, Halo, Rule, find_rule
 
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
@@ -61,16 +61,16 @@ class OpSchema:
 class OutputSharding:
     """Where the operands must lie, where the results then lie, and how the rule got there.
 
-    `exchange` is what ranks exchange where a dim whose indices change stays sharded, in place of the operator; `halo`
-    what they exchange around it, where a window slides over a sharded dim. `way` is the way of the rule that the
-    operator is run in, "" for the operator itself on locals.
+    `exchange` takes the place of the operator: of rows where a dim whose indices change stays sharded, or by owner.
+    `halo` is what ranks exchange around the operator, where a window slides over a sharded dim. `way` is the way of the
+    rule that the operator is run in, "" for the operator itself on locals.
     """
 
     inputs: tuple[DTensorSpec, ...]
     outputs: tuple[DTensorSpec, ...]
     call: Call
     rule: Rule
-    exchange: RowExchange | None = None
+    exchange: RowExchange | OwnerExchange | None = None
     halo: HaloExchange | None = None
     way: str = ""
 
@@ -94,10 +94,16 @@ def _metas(value: Any) -> Any:
 
 
 class ShardingPropagator:
-    """Chooses layouts for operators. Holds no state but the cost model."""
+    """Chooses layouts for operators. Holds no state but the cost model.
 
-    def __init__(self, cost_model: CostModel | None = None) -> None:
+    Args:
+        cost_model: what moving costs; the current one if not given.
+        by_owner: whether items may be exchanged by owner. A graph cannot: sizes depend on values.
+    """
+
+    def __init__(self, cost_model: CostModel | None = None, by_owner: bool = True) -> None:
         self.cost_model = cost_model or current_cost_model()
+        self.by_owner = by_owner
 
     def propagate(
         self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = (), way: str = ""
@@ -140,6 +146,8 @@ class ShardingPropagator:
             return OutputSharding(specs, outputs, call, rule)
         if factors.exchanged and any(spec.tensor_meta.is_symbolic for spec in specs):
             factors = _not_exchanged(factors, factors.exchanged)  # who lacks what is worked out in numbers
+        if factors.owned and (not self.by_owner or any(spec.tensor_meta.is_symbolic for spec in specs)):
+            factors = replace(factors, owned=())
         sharded = _splits_exchanged(factors, specs)
         halo = rule.halo(call) if rule.halo is not None and sharded else None
         if halo is not None:
@@ -147,7 +155,8 @@ class ShardingPropagator:
         if rule.halo is not None:
             factors = _not_exchanged(factors, factors.exchanged)
         laid_out = self._laid_out(schema, call, rule, factors, pinned)
-        if laid_out is not None and laid_out[0].inputs == specs and not (factors.even or factors.nonempty or sharded):
+        plain = laid_out is not None and laid_out[0].inputs == specs and laid_out[0].exchange is None
+        if laid_out is not None and plain and not (factors.even or factors.nonempty or sharded):
             _fitting.keep(layouts, tuple((out.placements, out.dim_axes) for out in laid_out[0].outputs))
         return None if laid_out is None else laid_out[0]
 
@@ -195,6 +204,13 @@ class ShardingPropagator:
             if unfit:
                 factors = replace(factors, barred=factors.barred | unfit)
                 continue
+            owned = [axis for axis, row in enumerate(rows) if any(row is other.row for other in factors.owned)]
+            if owned:
+                by_owner = _owner_exchange(factors, rows, owned, inputs, outputs)
+                if by_owner is None or any(inputs[i] is not specs[i] for i in pinned):
+                    factors = replace(factors, owned=())
+                    continue
+                return OutputSharding(inputs, outputs, call, rule, by_owner), rows
             names = _exchanged(factors, inputs, outputs, halo)
             if len(names) > 1 and halo is None:  # one dim at a time
                 factors = _not_exchanged(factors, frozenset(names[1:]))
@@ -237,11 +253,12 @@ class ShardingPropagator:
                 known[given] = rows
             if axis in whole_axes:
                 rows = [row for row in rows if not any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
-            if not rows:
+            if not rows and not factors.owned:
                 return None
             fitting = [row for row in rows if row.inputs == given]
             if not fitting:
-                moving[axis] = rows
+                owned = [other.row for other in factors.owned if specs[0].mesh.shape[axis] > 1]
+                moving[axis] = [*rows, *(row for row in owned if not pinned or _keeps(row, given, pinned))]
             elif len(fitting) > 1 and factors.exchanged and _is_little(specs[0], results[0], given[0]):
                 chosen[axis] = fitting[-1]
             else:
@@ -266,7 +283,14 @@ class ShardingPropagator:
         halo: Halo | None,
     ) -> Row | None:
         """The row of an axis that costs the least; where something must be moved, with what its results then owe."""
+        if not rows:
+            return None
         costs = [self.row_cost(specs, axis, held, row) for row in rows]
+        for owned in factors.owned:
+            if owned.row in rows:
+                at = rows.index(owned.row)
+                more = self._by_owner(specs[0].mesh, results, axis, held, owned)
+                costs[at] = (costs[at][0] + more, *costs[at][1:])
         least = min(costs)[0]
         if math.isinf(least):
             return None
@@ -296,6 +320,19 @@ class ShardingPropagator:
                 longest = max(specs[i].largest_local_shape[p.dim], 1)
                 received.append(size if halo is None else min(halo_rows(halo, dims[p.dim]) / longest, 1.0) * size)
         return self.cost_model.seconds(mesh, (axis,), sum(received)) if received and mesh.shape[axis] > 1 else 0.0
+
+    def _by_owner(
+        self, mesh: DeviceMesh, results: Sequence[TensorMeta], axis: int, held: Sequence[int], owned: Owned
+    ) -> float:
+        """Seconds of an exchange by owner, of sizes and then of items, if every rank owns equally many of them."""
+        if mesh.shape[axis] == 1:
+            return 0.0
+        metas = [results[i].hinted() for i in owned.received]
+        returned = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas) / mesh.shape[axis]
+        sent = sum(held[i] for i in owned.sent)
+        return owned.rounds * self.cost_model.seconds(mesh, (axis,), 0) + self.cost_model.seconds(
+            mesh, (axis,), sent + returned
+        )
 
     def owed(
         self, mesh: DeviceMesh, results: Sequence[TensorMeta], axis: int, row: Row, others: Mapping[int, Row]
@@ -401,6 +438,28 @@ def _row_exchange(
     rows = rule.rows(call, dim)
     over = outputs[0].dim_axes[dim]
     return RowExchange(inputs[0], outputs[0], inputs, outputs, dim, rows.segments, over, rows.adds)
+
+
+def _owner_exchange(
+    factors: Factors,
+    rows: Sequence[Row],
+    owned: Sequence[int],
+    inputs: tuple[DTensorSpec, ...],
+    outputs: tuple[DTensorSpec, ...],
+) -> OwnerExchange | None:
+    """The exchange over these axes; None where the axes do not split everything in one order, and nothing else."""
+    (chosen, *others) = [next(o for o in factors.owned if o.row is rows[axis]) for axis in owned]
+    placement = (*chosen.row.inputs, *chosen.row.outputs)[chosen.table]
+    table = (*inputs, *outputs)[chosen.table]
+    assert isinstance(placement, Shard)
+    over = table.dim_axes[placement.dim]
+    if any(other is not chosen for other in others) or set(over) != set(owned):
+        return None
+    for spec in (*inputs, *outputs):
+        orders = [tuple(axis for axis in axes if axis in over) for axes in spec.dim_axes]
+        if spec.is_strided or any(order and order != over for order in orders):
+            return None
+    return OwnerExchange(table, outputs[0], placement.dim, over)
 
 
 def _clashing(rows: Sequence[Row]) -> int | None:

@@ -17,8 +17,8 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "ReduceScatter", "Rotate",
-    "RowExchange", "Slice", "Step", "Unreduce", "Windowed",
+    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "OwnerExchange",
+    "ReduceScatter", "Rotate", "RowExchange", "Slice", "Step", "Unreduce", "Windowed",
 ]  # fmt: skip
 
 
@@ -278,6 +278,21 @@ class Rotate(Collective):
         """How many elements the rank at a coordinate sends to the one at another."""
         owner = receiver if self.back else sender
         return sum(math.prod(spec.local_shape(owner)) for spec in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerExchange(Collective):
+    """Items go to the ranks that own them, and may be answered. The values say which and how many.
+
+    `before` is the tensor whose dim `dim` says who owns what, `after` the first result.
+    """
+
+    dim: int
+    over: tuple[int, ...]
+    collective = "all_to_all"
+
+    def describe(self) -> str:
+        return f"exchange by owners of dim {self.dim} over {self._names(self.over)}"
 
 
 def reduction(step: AllReduce | ReduceScatter) -> str:

@@ -13,6 +13,8 @@ import torch
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import MaskPartial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
+from shardwise.rules import owners
+from shardwise.rules.indexing import looked_up
 from shardwise.rules.notation import Dim, Factors, Row
 from shardwise.rules.registry import Call, rule
 
@@ -51,12 +53,14 @@ def look_up(
     return found.masked_fill_(missing.unsqueeze(-1), 0)
 
 
-@rule(aten.embedding.default, localize=held_rows, local_op=look_up)
+@rule(aten.embedding.default, localize=held_rows, local_op=look_up, program=owners.embedding)
 def embedding(call: Call) -> Factors:
     """Rows of a table, a row for each index."""
     own = index_dims(call)
     masked = Row((Shard(0), Replicate()), (MaskPartial(),))
-    return Factors((("v", "d"), own), ((*own, "d"),), whole=frozenset("v"), linear=((0,),), rows=(masked,))
+    operands, result = (("v", "d"), own), (*own, "d")
+    asked = looked_up(operands, result, [0])
+    return Factors(operands, (result,), whole=frozenset("v"), linear=((0,),), rows=(masked,), owned=asked)
 
 
 @rule(aten.embedding_dense_backward.default)

@@ -13,10 +13,11 @@ import torch
 
 from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placement import Partial
+from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules import owners
+from shardwise.rules.notation import Dim, Factors, Owned, Row
 from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike
 from shardwise.rules.registry import Call, decomposition, rule
 from shardwise.rules.slicing import sums_masks
@@ -29,11 +30,40 @@ def lookup(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dtype: 
     """The factors of a look-up in the first operand along the dim "at" of it.
 
     Where that may be sharded only sums pass: a sum over one axis and an extremum over another are not one reduction.
+    Where indices are sharded too, they are exchanged by owner.
     """
     count, everything = len(operands), tuple(operands)
+    asked = looked_up(everything, result, [everything[0].index("at")])
     if not sums_masks(dtype):
-        return Factors(everything, (result,), frozenset({"at"}), rows=alike(count, (0,)))
-    return Factors(everything, (result,), reduce={"at": "mask"}, rows=alike(count, (0,), kinds=SUMS))
+        return Factors(everything, (result,), frozenset({"at"}), rows=alike(count, (0,)), owned=asked)
+    return Factors(everything, (result,), reduce={"at": "mask"}, rows=alike(count, (0,), kinds=SUMS), owned=asked)
+
+
+def sharded_by(name: Dim, dims: Sequence[Dim]) -> Shard | Replicate:
+    """A tensor sharded along its dim of this factor, if it has one."""
+    return Shard(dims.index(name)) if name is not None and name in dims else Replicate()
+
+
+def looked_up(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dims: Sequence[int]) -> tuple[Owned, ...]:
+    """Rows of a look-up in one of these dims of the first operand: what follows is sharded along a dim of indices."""
+    names = dict.fromkeys(name for index in operands[1:] for name in index if name and name not in operands[0])
+    return tuple(
+        Owned(
+            Row((Shard(dim), *(sharded_by(name, index) for index in operands[1:])), (sharded_by(name, result),)),
+            sent=tuple(range(1, len(operands))),
+            received=(0,),
+            rounds=2,
+        )
+        for dim in dims
+        for name in names
+    )
+
+
+def written_by_owner(operands: Sequence[tuple[Dim, ...]], name: Dim, dims: Sequence[int]) -> tuple[Owned, ...]:
+    """Rows of a write to one of these dims of the first operand, of indices and values sharded by a factor."""
+    others = tuple(sharded_by(name, part) for part in operands[1:])
+    sent = tuple(i for i, placement in enumerate(others, start=1) if isinstance(placement, Shard))
+    return tuple(Owned(Row((Shard(dim), *others), (Shard(dim),)), sent) for dim in dims) if sent else ()
 
 
 class Held(NamedTuple):
@@ -133,7 +163,13 @@ def local_index(
     return taken.masked_fill_((at < 0).reshape(*at.shape, *(1,) * len(after)), 0)
 
 
-@rule(aten._unsafe_index.Tensor, aten.index.Tensor, localize=held_along(first_indexed), local_op=local_index)
+@rule(
+    aten._unsafe_index.Tensor,
+    aten.index.Tensor,
+    localize=held_along(first_indexed),
+    local_op=local_index,
+    program=owners.index,
+)
 def index(call: Call) -> Factors | None:
     """Elements by indices that broadcast together."""
     found = indexed(call)
@@ -142,7 +178,8 @@ def index(call: Call) -> Factors | None:
     operands = (found.tensor, *found.indices)
     if len(found.dims) == 1:
         return lookup(operands, found.taken, call["self"].dtype)
-    return Factors(operands, (found.taken,), rows=alike(len(operands), (0,)))
+    asked = looked_up(operands, found.taken, found.dims)
+    return Factors(operands, (found.taken,), rows=alike(len(operands), (0,)), owned=asked)
 
 
 def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
@@ -182,10 +219,12 @@ def index_put(call: Call) -> Factors | None:
         return None
     given = aligned(values.shape, found.taken, found.shape)
     operands, pair = (found.tensor, *found.indices, given), (0, count - 1)
+    places = [name for name in found.taken if name is not None and name.startswith("i")]
+    # of values put at one place the last stays: ranks must come in the order of the indices
+    owned = written_by_owner(operands, places[0], found.dims) if places else ()
     if call["accumulate"]:
-        return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,))
-    places = frozenset(name for name in found.taken if name is not None and name.startswith("i"))
-    return Factors(operands, (found.tensor,), whole=places, rows=alike(count, pair, kinds=SUMS))
+        return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,), owned=owned)
+    return Factors(operands, (found.tensor,), whole=frozenset(places), rows=alike(count, pair, kinds=SUMS), owned=owned)
 
 
 def declare_write(
@@ -194,22 +233,24 @@ def declare_write(
     factors: Callable[[Call], Factors | None],
     dim_of: Callable[[Call], int] = own_dim,
     reads: Sequence[str] = (),
+    program: Callable[[Any], owners.Program] = owners.scatter,
 ) -> None:
     """Enter the rule of a writing operator and of its in-place form, if it has one."""
     here = held_along(dim_of)
-    rule(functional, localize=here, reads=reads, local_op=spare_slot(functional))(factors)
+    by_owner = program(functional)
+    rule(functional, localize=here, reads=reads, local_op=spare_slot(functional), program=by_owner)(factors)
     aside = spare_slot(functional, in_place=True)
 
     def local(*args: Any, held: Held | None = None, **kwargs: Any) -> torch.Tensor:
         return in_place(*args, **kwargs) if held is None else aside(*args, held=held, **kwargs)
 
     if in_place is not None:
-        rule(in_place, localize=here, reads=reads, local_op=local)(factors)
+        rule(in_place, localize=here, reads=reads, local_op=local, program=by_owner)(factors)
 
 
-declare_write(aten.index_put.default, aten.index_put_.default, index_put, first_indexed)
-declare_write(aten._index_put_impl.default, aten._index_put_impl_.default, index_put, first_indexed)
-declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed)
+declare_write(aten.index_put.default, aten.index_put_.default, index_put, first_indexed, program=owners.index_put)
+declare_write(aten._index_put_impl.default, aten._index_put_impl_.default, index_put, first_indexed, program=owners.index_put)
+declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed, program=owners.index_put)
 
 
 def without_masks(tensor: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -271,7 +312,12 @@ def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
     return run
 
 
-@rule(aten.index_select.default, localize=held_along(own_dim), local_op=local_lookup(aten.index_select.default))
+@rule(
+    aten.index_select.default,
+    localize=held_along(own_dim),
+    local_op=local_lookup(aten.index_select.default),
+    program=owners.index_select,
+)
 def index_select(call: Call) -> Factors:
     """Some indices of a dim."""
     ndim, at = len(call["self"].shape), own_dim(call)
@@ -293,7 +339,12 @@ def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
     return [f"d{d}" if d != at and all(shape[d] == first[d] for shape in others) else None for d in range(ndim)]
 
 
-@rule(aten.gather.default, localize=held_along(own_dim), local_op=local_lookup(aten.gather.default))
+@rule(
+    aten.gather.default,
+    localize=held_along(own_dim),
+    local_op=local_lookup(aten.gather.default),
+    program=owners.gather,
+)
 def gather(call: Call) -> Factors:
     """For each index one element along a dim."""
     at = own_dim(call)
@@ -330,7 +381,8 @@ def write_factors(call: Call, kind: Write, own: Sequence[Dim], operands: Sequenc
     whole = frozenset() if kind.adds else frozenset({"k"})
     linear = (pair,) if kind.adds or kind.averages else ()
     additive = (0,) if kind.adds else ()
-    return Factors((tensor, *operands), (tensor,), whole, linear=linear, additive=additive, rows=rows)
+    owned = written_by_owner((tensor, *operands), "k", [at])
+    return Factors((tensor, *operands), (tensor,), whole, linear=linear, additive=additive, rows=rows, owned=owned)
 
 
 def scatter_kind(call: Call) -> Write:
@@ -386,11 +438,12 @@ for overload, read in (("src", ()), ("value", ("value",)), ("reduce", ()), ("val
     declare_write(getattr(aten.scatter, overload), getattr(aten.scatter_, overload), scatter, reads=read)
 declare_write(aten.scatter_add.default, aten.scatter_add_.default, scatter)
 declare_write(aten.scatter_reduce.two, aten.scatter_reduce_.two, scatter)
-declare_write(aten.index_add.default, aten.index_add_.default, index_write(Write("source", adds=True)))
-declare_write(aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=SUMS)))
-declare_write(aten.index_reduce.default, aten.index_reduce_.default, index_write(Write("source")))
-declare_write(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar, index_write(Write()), reads=("value",))
-declare_write(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_write(Write("value", picks=SUMS)))
+by_rows = owners.index_write
+declare_write(aten.index_add.default, aten.index_add_.default, index_write(Write("source", adds=True)), program=by_rows)
+declare_write(aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=SUMS)), program=by_rows)
+declare_write(aten.index_reduce.default, aten.index_reduce_.default, index_write(Write("source")), program=by_rows)
+declare_write(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar, index_write(Write()), reads=("value",), program=by_rows)
+declare_write(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_write(Write("value", picks=SUMS)), program=by_rows)
 
 
 @rule(aten.take.default)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.errors import NotationError
 
-__all__ = ["Factors", "Pattern", "Row", "candidates", "parse"]
+__all__ = ["Factors", "Owned", "Pattern", "Row", "candidates", "parse"]
 
 REPLICATE = Replicate()
 # groups of operands in which an operator is linear: the first; each of two while the other is whole; both together
@@ -35,6 +35,24 @@ class Row(NamedTuple):
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
+
+
+class Owned(NamedTuple):
+    """A row that the operator's program carries out: ranks exchange items with those that own them.
+
+    Args:
+        row: the placements.
+        sent: the operands whose elements are sent to their owners.
+        received: the results whose elements come back.
+        rounds: how many exchanges there are; sizes are exchanged before the first.
+        table: who owns what: the position among operands and results of the tensor that `row` shards.
+    """
+
+    row: Row
+    sent: tuple[int, ...]
+    received: tuple[int, ...] = ()
+    rounds: int = 1
+    table: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,7 @@ class Factors:
             or `halo`.
         barred: factors that turned out not to fit a call; not even a row given by hand may shard them.
         rows: further rows that do not fit the scheme.
+        owned: further rows, carried out by the rule's `program`.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -78,6 +97,7 @@ class Factors:
     exchanged: frozenset[str] = frozenset()
     barred: frozenset[str] = frozenset()
     rows: tuple[Row, ...] = ()
+    owned: tuple[Owned, ...] = ()
 
     @property
     def names(self) -> list[str]:

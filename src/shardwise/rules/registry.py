@@ -16,6 +16,7 @@ from shardwise.core.layout import Segment, Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.notation import Factors, Pattern, factors_of, parse
+from shardwise.rules.owners import Program
 
 __all__ = ["Call", "Halo", "Place", "Rows", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
 
@@ -124,6 +125,7 @@ class Rule:
         rows: for a call and a dim whose factor is exchanged, where the rows of the results come from.
         halo: for a call, how it runs with its exchanged factors sharded; None where it cannot.
         ways: by name, the factors of other ways to run the operator, which dispatch knows how to carry out.
+        program: what a rank does where an owned row of the factors is chosen.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -135,6 +137,7 @@ class Rule:
     rows: Callable[[Call, int], Rows] | None = None
     halo: Callable[[Call], Halo | None] | None = None
     ways: Mapping[str, Callable[[Call], Factors | None]] = field(default_factory=dict)
+    program: Program | None = None
 
     def factors_by(self, way: str, call: Call) -> Factors | None:
         """The factors of a call that is run in one of its ways, "" for the operator itself."""
@@ -154,6 +157,7 @@ def rule(
     rows: Callable[[Call, int], Rows] | None = None,
     halo: Callable[[Call], Halo | None] | None = None,
     ways: Mapping[str, Callable[[Call], Factors | None]] | None = None,
+    program: Program | None = None,
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
@@ -161,7 +165,9 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        made = Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {})
+        made = Rule(
+            factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {}, program
+        )
         declare_rule(made, *ops)
         return factors
 
