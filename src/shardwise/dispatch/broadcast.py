@@ -57,6 +57,7 @@ ANY_STRIDES = {
     aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.mm.default,
     aten.bmm.default, aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.copy.default,
     aten.cat.default, aten.linalg_vector_norm.default, aten.slice_backward.default, aten.select_backward.default,
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.gather.default, aten.index_select.default,
 }  # fmt: skip
 
 

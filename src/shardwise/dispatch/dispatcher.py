@@ -34,11 +34,13 @@ from shardwise.dispatch.origins import (
     GROUPED,
     JOINING,
     PUTTING_BACK,
+    TABLE_BACKWARD,
     TAKING,
     noting_base,
     noting_experts,
     noting_origin,
     putting_back,
+    sent_to_owners,
     with_zeros_of_unused,
 )
 from shardwise.dispatch.outside import holding_nothing
@@ -205,6 +207,8 @@ class OpDispatcher:
                 return run
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
             decided("rule", signature, sharding)
+            if info.op is TABLE_BACKWARD:
+                return sent_to_owners(signature, sharding, lambda laid_out: executor(signature, laid_out))
             if info.op in PUTTING_BACK:
                 return putting_back(signature, sharding, lambda laid_out: executor(signature, laid_out))
             run = self._laid_out(signature, key, sharding)

@@ -17,22 +17,27 @@ import torch
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.signature import Executor, Signature
+from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OutputSharding
+from shardwise.plan.step import OwnerExchange
 from shardwise.rules.dims import wrapped
 from shardwise.schema import OpInfo
 
 __all__ = [
-    "GROUPED", "JOINING", "PUTTING_BACK", "TAKING", "current_node", "noting_base", "noting_experts", "noting_origin",
-    "origin_of", "putting_back", "with_zeros_of_unused",
+    "GROUPED", "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "current_node", "noting_base", "noting_experts",
+    "noting_origin", "origin_of", "putting_back", "sent_to_owners", "with_zeros_of_unused",
 ]  # fmt: skip
 
 aten = torch.ops.aten
 TAKING = {
     aten.select.int, aten.slice.Tensor, aten.gather.default, aten.index_select.default, aten.index.Tensor,
+    aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim,
+    aten.mode.default, aten.cummax.default, aten.cummin.default,
 }  # fmt: skip
 JOINING = {aten.cat.default, aten.stack.default}
 SPLITTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}  # nodes of autograd
 GROUPED = aten._grouped_mm.default
+TABLE_BACKWARD = aten.embedding_dense_backward.default
 PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
 current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
@@ -145,6 +150,44 @@ def putting_back(
         found = runs.get(origin)
         if found is None:
             found = runs[origin] = make(_spread(sharding, origin, dim))
+        return found(args, kwargs)
+
+    return run
+
+
+def sent_to_owners(
+    signature: Signature, sharding: OutputSharding, make: Callable[[OutputSharding], Executor]
+) -> Executor:
+    """What runs the gradient of a table: where its rows are sharded as the indices are, each rank gets those it owns.
+
+    Otherwise every rank would have a sum of the size of the whole table, to be reduced later. It stays so where that
+    takes less time, and where the table is replicated.
+    """
+    tensor_class, out, mesh = signature.wrapping.tensor_class, sharding.outputs[0], signature.mesh
+    runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
+    if out.tensor_meta.is_symbolic or sharding.exchange is not None or not out.partial_axes:
+        return runs[None]
+
+    def owned(origin: DTensorSpec) -> Executor:
+        axes = origin.dim_axes[0]
+        alike = all(spec.dim_axes[0] == axes and not spec.is_strided for spec in sharding.inputs)
+        if not axes or not alike or set(out.partial_axes) != set(axes) or origin.is_strided:
+            return runs[None]
+        placements = [Shard(0) if axis in axes else p for axis, p in enumerate(out.placements)]
+        made = DTensorSpec.from_dim_axes(mesh, tuple(placements), out.tensor_meta, (axes, *out.dim_axes[1:]))
+        model, sent = current_cost_model(), sum(spec.local_bytes for spec in sharding.inputs)
+        if model.seconds(mesh, axes, 0) + model.seconds(mesh, axes, sent) > model.seconds(mesh, axes, out.local_bytes):
+            return runs[None]
+        return make(replace(sharding, outputs=(made,), exchange=OwnerExchange(made, made, 0, axes)))
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        origin = origin_of(tensor_class)
+        if origin is not None and (origin.mesh is not mesh or origin.shape != out.shape):
+            origin = None
+        found = runs.get(origin)
+        if found is None:
+            assert origin is not None
+            found = runs[origin] = owned(origin)
         return found(args, kwargs)
 
     return run

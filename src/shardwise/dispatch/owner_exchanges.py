@@ -66,7 +66,10 @@ def _place(step: OwnerExchange, at: Coordinate) -> Place:
     spec, dim = step.before, step.dim
     start, length = spec.starts_and_lengths(dim, np.array([at]))
     parts = tuple(spec.mesh.shape[axis] for axis in step.over)
-    return Place(dim, int(start[0]), int(length[0]), spec.shape[dim], parts)
+    member = 0
+    for axis in step.over:
+        member = member * spec.mesh.shape[axis] + at[axis]
+    return Place(dim, int(start[0]), int(length[0]), spec.shape[dim], parts, member)
 
 
 def _route(step: OwnerExchange, sharding: OutputSharding) -> Route:

@@ -289,7 +289,7 @@ class ShardingPropagator:
         for owned in factors.owned:
             if owned.row in rows:
                 at = rows.index(owned.row)
-                more = self._by_owner(specs[0].mesh, results, axis, held, owned)
+                more = self._by_owner(specs, results, axis, held, owned)
                 costs[at] = (costs[at][0] + more, *costs[at][1:])
         least = min(costs)[0]
         if math.isinf(least):
@@ -322,14 +322,15 @@ class ShardingPropagator:
         return self.cost_model.seconds(mesh, (axis,), sum(received)) if received and mesh.shape[axis] > 1 else 0.0
 
     def _by_owner(
-        self, mesh: DeviceMesh, results: Sequence[TensorMeta], axis: int, held: Sequence[int], owned: Owned
+        self, specs: Sequence[DTensorSpec], results: Sequence[TensorMeta], axis: int, held: Sequence[int], owned: Owned
     ) -> float:
         """Seconds of an exchange by owner, of sizes and then of items, if every rank owns equally many of them."""
-        if mesh.shape[axis] == 1:
-            return 0.0
+        mesh = specs[0].mesh
         metas = [results[i].hinted() for i in owned.received]
         returned = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas) / mesh.shape[axis]
-        sent = sum(held[i] for i in owned.sent)
+        sent = sum(
+            held[i] / (1 if isinstance(specs[i].placements[axis], SHARDS) else mesh.shape[axis]) for i in owned.sent
+        )
         return owned.rounds * self.cost_model.seconds(mesh, (axis,), 0) + self.cost_model.seconds(
             mesh, (axis,), sent + returned
         )

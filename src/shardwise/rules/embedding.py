@@ -15,7 +15,7 @@ from shardwise.core.placement import MaskPartial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules import owners
 from shardwise.rules.indexing import looked_up
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.notation import Dim, Factors, Owned, Row
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -63,13 +63,14 @@ def embedding(call: Call) -> Factors:
     return Factors(operands, (result,), whole=frozenset("v"), linear=((0,),), rows=(masked,), owned=asked)
 
 
-@rule(aten.embedding_dense_backward.default)
+@rule(aten.embedding_dense_backward.default, program=owners.embedding_dense_backward)
 def embedding_dense_backward(call: Call) -> Factors:
     """Gradients added to the rows that they belong to."""
     own = index_dims(call)
     # how often an index occurs is known only from all of them
     whole = frozenset(name for name in own if name is not None and call["scale_grad_by_freq"])
-    return Factors(((*own, "d"), own), (("v", "d"),), whole=whole | {"v"}, linear=((0,),))
+    sent = Owned(Row((Shard(0), Shard(0)), (Shard(0),)), sent=(0, 1), table=2)
+    return Factors(((*own, "d"), own), (("v", "d"),), whole=whole | {"v"}, linear=((0,),), owned=(sent,) if own else ())
 
 
 # ---------------------------------------------------------------- bags

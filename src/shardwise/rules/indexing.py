@@ -15,8 +15,8 @@ from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
 from shardwise.rules import owners
+from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
 from shardwise.rules.notation import Dim, Factors, Owned, Row
 from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike
 from shardwise.rules.registry import Call, decomposition, rule
@@ -249,7 +249,9 @@ def declare_write(
 
 
 declare_write(aten.index_put.default, aten.index_put_.default, index_put, first_indexed, program=owners.index_put)
-declare_write(aten._index_put_impl.default, aten._index_put_impl_.default, index_put, first_indexed, program=owners.index_put)
+declare_write(
+    aten._index_put_impl.default, aten._index_put_impl_.default, index_put, first_indexed, program=owners.index_put
+)
 declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed, program=owners.index_put)
 
 
@@ -440,10 +442,16 @@ declare_write(aten.scatter_add.default, aten.scatter_add_.default, scatter)
 declare_write(aten.scatter_reduce.two, aten.scatter_reduce_.two, scatter)
 by_rows = owners.index_write
 declare_write(aten.index_add.default, aten.index_add_.default, index_write(Write("source", adds=True)), program=by_rows)
-declare_write(aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=SUMS)), program=by_rows)
+declare_write(
+    aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=SUMS)), program=by_rows
+)
 declare_write(aten.index_reduce.default, aten.index_reduce_.default, index_write(Write("source")), program=by_rows)
-declare_write(aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar, index_write(Write()), reads=("value",), program=by_rows)
-declare_write(aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_write(Write("value", picks=SUMS)), program=by_rows)
+declare_write(
+    aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar, index_write(Write()), reads=("value",), program=by_rows
+)
+declare_write(
+    aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, index_write(Write("value", picks=SUMS)), program=by_rows
+)
 
 
 @rule(aten.take.default)

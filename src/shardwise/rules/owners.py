@@ -47,6 +47,7 @@ class Place(NamedTuple):
         length: how many indices are held here.
         size: the global size of the dim.
         parts: the sizes of the mesh axes that split it, the first one major; their product is the number of members.
+        member: which of the members this rank is.
     """
 
     dim: int
@@ -54,6 +55,7 @@ class Place(NamedTuple):
     length: int
     size: int
     parts: tuple[int, ...]
+    member: int
 
     @property
     def members(self) -> int:
@@ -92,7 +94,9 @@ def by_member(place: Place, member: torch.Tensor, wrong: torch.Tensor | None = N
     return order, counts if wrong is None else counts.masked_fill_(wrong, -1)
 
 
-def look_up(place: Place, table: torch.Tensor, member: torch.Tensor, row: torch.Tensor, wrong: torch.Tensor) -> Exchanging:
+def look_up(
+    place: Place, table: torch.Tensor, member: torch.Tensor, row: torch.Tensor, wrong: torch.Tensor
+) -> Exchanging:
     """Rows of the members' tables: requests go to the owners, rows come back."""
     order, counts = by_member(place, member, wrong)
     wanted = yield Items((row[order],), counts)
@@ -189,7 +193,9 @@ def index_write(op: Any) -> Program:
 
     def run(place: Place, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
         local, index, source = named["self"], named["index"], named.get("source")
-        values = None if source is None else _as_rows(source.expand(_with(local.shape, place.dim, len(index))), [place.dim])
+        values = (
+            None if source is None else _as_rows(source.expand(_with(local.shape, place.dim, len(index))), [place.dim])
+        )
         member, row, wrong = _owners(place, index)
         rows, got = yield from write(place, member, row, values, wrong)
         given = {**named, "self": _as_rows(local, [place.dim]), "dim": 0, "index": rows}
@@ -276,3 +282,16 @@ def index_put(op: Any) -> Program:
         return (made.movedim(tuple(range(len(found.dims))), tuple(found.dims)),)
 
     return run
+
+
+def embedding_dense_backward(
+    place: Place, named: Mapping[str, Any]
+) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
+    """Gradients sent to the owners of the rows that they belong to."""
+    grad, indices, padding = named["grad_output"], named["indices"].reshape(-1), named["padding_idx"]
+    values = grad.reshape(len(indices), grad.shape[-1])
+    member, row, wrong = _owners(place, indices)
+    rows, got = yield from write(place, member, row, values, wrong)
+    here = padding - place.start if place.start <= padding < place.start + place.length else -1
+    by_frequency = named["scale_grad_by_freq"]
+    return (torch.ops.aten.embedding_dense_backward.default(got, rows, place.length, here, by_frequency),)

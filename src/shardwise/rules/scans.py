@@ -138,8 +138,7 @@ def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
     if not goes_by_parts(x, dim, kind):
         return NotImplemented
     extremes = part_by_part(kind, x, dim)
-    position = torch.arange(x.shape[dim], device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
-    places = torch.where(at_extreme(x, extremes), position, 0)
+    places = torch.where(at_extreme(x, extremes), torch.ops.shardwise.positions.default(x, dim), 0)
     return extremes, part_by_part("max", places, dim)
 
 

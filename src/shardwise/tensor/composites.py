@@ -126,6 +126,36 @@ def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
 
     return compute
 
+def _value_selecting_reduction_backward(grad: Any, dim: int, indices: Any, sizes: Any, keepdim: bool) -> Any:
+    """torch makes plain zeros, of the global size on every rank; those of a DTensor may be sharded."""
+    zeros = grad.new_zeros(sizes)
+    if not keepdim and len(sizes):
+        grad, indices = grad.unsqueeze(dim), indices.unsqueeze(dim)
+    return zeros.scatter(dim, indices, grad)
+
+
+def _cummaxmin_backward(grad: Any, input: Any, indices: Any, dim: int) -> Any:  # noqa: A002  as torch has it
+    """Zeros as above."""
+    return grad if not input.numel() else input.new_zeros(input.shape).scatter_add(dim, indices, grad)
+
+
+def _cumprod_backward(grad: Any, input: Any, dim: int, output: Any) -> Any:  # noqa: A002  as torch has it
+    """torch asks for a value and, if a factor is zero, goes step by step. Only a derivative of this needs that.
+
+    Before the first zero, elements after it do not count, and a product is divided by. At the first zero, products of the
+    other factors count up to the second. After it everything is zero.
+    """
+    if torch.is_grad_enabled() or not input.dim() or input.shape[dim] < 2:
+        return _below(aten.cumprod_backward.default)(grad, input, dim, output)
+    is_zero = input == 0
+    zeros = is_zero.cumsum(dim)
+    factors, first = input.conj(), is_zero & (zeros == 1)
+    before = torch.where(zeros == 0, output.conj() * grad, 0)
+    divided = before.flip(dim).cumsum(dim).flip(dim) / torch.where(is_zero, 1, factors)
+    others = torch.where(first, 1, factors).cumprod(dim)
+    at_first = torch.where(zeros == 1, others * grad, 0).sum(dim, keepdim=True)
+    return torch.where(zeros == 0, divided, torch.where(first, at_first, 0)).to(grad.dtype)
+
 
 def _convolution_double_backward(
     ggI: Any, ggW: Any, ggb: Any, gO: Any, weight: Any, self: Any, stride: Any, padding: Any, dilation: Any,
@@ -198,6 +228,9 @@ REPLACED: dict[OpOverload, Callable[..., Any]] = {
         op: _with_states_as_input(op)
         for op in (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
     },
+    aten.value_selecting_reduction_backward.default: _value_selecting_reduction_backward,
+    aten.cummaxmin_backward.default: _cummaxmin_backward,
+    aten.cumprod_backward.default: _cumprod_backward,
 }
 
 
