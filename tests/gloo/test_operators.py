@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
+from shardwise.fabric.routes import observers
+from shardwise.plan.cost import current_cost_model, set_cost_model
+from shardwise.plan.propagate import ShardingPropagator
 
 FLOAT = torch.float64
 
@@ -135,3 +138,63 @@ def rows_compiled(rows: int) -> bool:
 def test_rows_are_exchanged_in_compiled_programs(gloo4):
     for rows in (8, 9):
         assert gloo4.run(rows_compiled, rows, timeout=120) == [True] * 4
+
+
+def exchange_by_owner() -> int:
+    """Look-ups, writes and sorting along a sharded dim, with indices that are sharded, against one device."""
+    torch.manual_seed(0)
+    always, before = (lambda *_: -1.0), ShardingPropagator._by_owner
+    ShardingPropagator._by_owner = always
+    seen: list[str] = []
+    observers.append(lambda route: seen.extend(type(step).__name__ for step in route.steps))
+    set_cost_model(current_cost_model())  # forget what was chosen
+    try:
+        meshes = [sw.init_device_mesh("cpu", (4,)), sw.init_device_mesh("cpu", (2, 2))]
+        meshes.append(sw.DeviceMesh("cpu", [2, 0, 3, 1]))
+        for mesh in meshes:
+            for length, count in ((11, 9), (3, 6)):
+                x, index = torch.randn(length, 3, dtype=FLOAT), torch.randint(0, length, (count, 3))
+                source, split = torch.randn(count, 3, dtype=FLOAT), [sw.Shard(0)] * mesh.ndim
+                given = [distributed(t, mesh, *split) for t in (x, index, source)]
+                for name, program in BY_OWNER.items():
+                    plain = [t.clone().requires_grad_(t.is_floating_point()) for t in (x, index, source)]
+                    found, wanted = program(*given), program(*plain)
+                    torch.testing.assert_close(found.full_tensor(), wanted, msg=name)
+                    if wanted.requires_grad:
+                        (got,) = torch.autograd.grad((found * found).sum(), given[0])
+                        (want,) = torch.autograd.grad((wanted * wanted).sum(), plain[0])
+                        torch.testing.assert_close(got.full_tensor(), want, msg=name)
+        wrong = torch.zeros(8, 3, dtype=torch.int64)
+        wrong[5, 1] = 99  # one rank has it, all raise
+        given = [distributed(t, meshes[0], sw.Shard(0)) for t in (torch.randn(16, 3), wrong)]
+        try:
+            given[0].gather(0, given[1])
+        except IndexError:
+            seen.append("refused")
+        assert given[0].sort(0).values.full_tensor()[0].shape == (3,)
+    finally:
+        ShardingPropagator._by_owner = before
+        observers.clear()
+        set_cost_model(current_cost_model())
+    assert "refused" in seen
+    return seen.count("OwnerExchange")
+
+
+BY_OWNER = {
+    "gather": lambda x, i, s: x.gather(0, i),
+    "index": lambda x, i, s: x[i[:, 0]],
+    "embedding": lambda x, i, s: F.embedding(i, x),
+    "scatter_add": lambda x, i, s: x.scatter_add(0, i, s),
+    "scatter": lambda x, i, s: x.detach().scatter(0, i, s.detach()),
+    "index_put": lambda x, i, s: x.index_put((i[:, 0], i[:, 1] % 3), s[:, 0], accumulate=True),
+    "of booleans": lambda x, i, s: (x > 0).gather(0, i),
+    "sort": lambda x, i, s: x.sort(0).values,
+    "argsort": lambda x, i, s: (x > 0).sort(dim=0, stable=True, descending=True).indices,
+    "quantile": lambda x, i, s: x.quantile(0.3, 0),
+    "searchsorted": lambda x, i, s: torch.searchsorted(x[:, 0].detach().sort().values, s[:, 0].detach()),
+}
+
+
+def test_items_are_exchanged_by_owner(gloo4):
+    counts = gloo4.run(exchange_by_owner)
+    assert min(counts) == max(counts) > 100

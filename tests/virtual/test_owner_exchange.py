@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
@@ -21,10 +21,6 @@ from shardwise.rules import searching
 
 # the sizes of a dim and of indices: shards are even, uneven, and empty
 MESHES = {(4,): ((16, 8), (3, 6)), (3,): ((11, 9), (1, 4)), (2, 2): ((11, 9), (7, 2))}
-    (4,): ((16, 8), (3, 6)),
-    (3,): ((11, 9), (1, 4)),
-    (2, 2): ((11, 9), (7, 2)),
-}  # and lengths: some shards are empty
 KINDS = {16: "different", 11: "different", 3: "ties", 1: "in order", 7: "nan"}
 
 

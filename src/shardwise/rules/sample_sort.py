@@ -109,7 +109,7 @@ def _splitters(place: Place, own: _Sequence, descending: bool) -> Exchanging:
 
 
 def _ends(place: Place, own: _Sequence, bounds: _Sequence, descending: bool) -> torch.Tensor:
-    """Where the elements of a sorted sequence begin that belong to each member, and where the last end: by bisection."""
+    """Where the elements of each member begin in a sorted sequence, and where the last end: by bisection."""
     count, size = len(own.values), place.size
     low = torch.zeros(len(bounds.values), dtype=torch.int64, device=own.values.device)
     high = torch.full_like(low, count)

@@ -123,7 +123,7 @@ MANY = 8  # ranks: sorting moves values and indices twice, six times a rank's pa
 
 
 def sorts_by_owner(x: Any, dim: int) -> bool:
-    """Whether a sharded dim is to be sorted where it is: no other dim can be split instead, and there are many parts."""
+    """Whether a sharded dim is to be sorted where it is: no other can be split instead, and there are many parts."""
     axes = split_axes(x, (dim,))
     parts = math.prod(x.device_mesh.shape[a] for a in axes)
     if parts < MANY or not x.numel() or x.dtype not in sample_sort.SORTED_BY_OWNER or x.spec.is_strided:

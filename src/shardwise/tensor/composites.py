@@ -142,8 +142,8 @@ def _cummaxmin_backward(grad: Any, input: Any, indices: Any, dim: int) -> Any:  
 def _cumprod_backward(grad: Any, input: Any, dim: int, output: Any) -> Any:  # noqa: A002  as torch has it
     """torch asks for a value and, if a factor is zero, goes step by step. Only a derivative of this needs that.
 
-    Before the first zero, elements after it do not count, and a product is divided by. At the first zero, products of the
-    other factors count up to the second. After it everything is zero.
+    Before the first zero a product is divided by the factor. At the first zero, products of the other factors count, up
+    to the second zero. After it everything is zero.
     """
     if torch.is_grad_enabled() or not input.dim() or input.shape[dim] < 2:
         return _below(aten.cumprod_backward.default)(grad, input, dim, output)
