@@ -17,7 +17,7 @@ from shardwise.fabric.routes import observers
 from shardwise.plan.cost import current_cost_model, set_cost_model
 from shardwise.plan.propagate import ShardingPropagator
 from shardwise.plan.step import OwnerExchange
-from shardwise.rules import searching
+from shardwise.rules import masks, searching
 
 # the sizes of a dim and of indices: shards are even, uneven, and empty
 MESHES = {(4,): ((16, 8), (3, 6)), (3,): ((11, 9), (1, 4)), (2, 2): ((11, 9), (7, 2))}
@@ -373,3 +373,49 @@ def test_the_step_says_what_it_is() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     spec = distributed(torch.randn(16), mesh, 0).spec
     assert OwnerExchange(spec, spec, 0, (0,)).describe() == "exchange by owners of dim 0 over 0"
+
+
+# ---------------------------------------------------------------- masks
+
+
+MASKED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nonzero": lambda x: (x > 1).nonzero(),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "masked_select of nothing": lambda x: x.masked_select(x > 99),
+    "masks": lambda x: x[x > 1] * 2,
+    "masks of rows": lambda x: x[x[:, 0] > 1],
+    "masked_scatter": lambda x: x.masked_scatter(x > 1, x * 3),
+    "setting masked items": lambda x: _set_items(x.detach().clone(), x[:, 0].detach() > 1, x.detach()[:1] * 3),
+    "where": lambda x: torch.where(x > 1)[0],
+    "bincount": lambda x: x.detach().long().flatten().bincount(minlength=3),
+    "bincount of weights": lambda x: x.detach().long().flatten().bincount(x.detach().flatten()),
+    "unique": lambda x: x.detach().unique(),
+    "unique with all": lambda x: tuple(x.detach().unique(return_inverse=True, return_counts=True)),
+    "unique_consecutive": lambda x: tuple(
+        x.detach().sort(0).values.unique_consecutive(return_inverse=True, return_counts=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_are_looked_into_part_by_part(
+    by_owner: list[str], monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(masks, "LARGE", 0)
+    torch.manual_seed(0)
+    mesh = sw.init_device_mesh("cpu", shape)
+    x = torch.randint(0, 5, (12, 2)).double()
+    check(MASKED[name], (x,), (0,), mesh)
+    assert "nothing" in name or "bincount" in name or "OwnerExchange" in by_owner
+
+
+def test_masks_of_uneven_shards(by_owner: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "LARGE", 0)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for length in (11, 3, 1):
+        x = torch.randint(0, 3, (length,)).double()
+        given = distributed(x, mesh, 0)
+        assert torch.equal(given.nonzero().full_tensor(), x.nonzero())
+        assert torch.equal(given[given > 0].full_tensor(), x[x > 0])
+        assert torch.equal(given.unique().full_tensor(), x.unique())

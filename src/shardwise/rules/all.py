@@ -18,6 +18,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     joining,
     linalg,
     loss,
+    masks,
     matmul,
     movement,
     normalization,

@@ -126,6 +126,7 @@ def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
 
     return compute
 
+
 def _value_selecting_reduction_backward(grad: Any, dim: int, indices: Any, sizes: Any, keepdim: bool) -> Any:
     """torch makes plain zeros, of the global size on every rank; those of a DTensor may be sharded."""
     zeros = grad.new_zeros(sizes)
