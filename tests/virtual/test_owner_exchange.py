@@ -131,8 +131,12 @@ def _set_items(x: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch
     return x
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", INDEXED)
+def meshes_of(names: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Each name with one mesh, in turn."""
+    return [(name, list(MESHES)[i % len(MESHES)]) for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(("name", "shape"), meshes_of([*INDEXED]), ids=str)
 def test_indices_and_what_they_index_are_sharded(by_owner: list[str], name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     mesh = sw.init_device_mesh("cpu", shape)
@@ -206,8 +210,7 @@ def numbers(length: int, kind: str, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", [*SORTED, *FLOATS])
+@pytest.mark.parametrize(("name", "shape"), meshes_of([*SORTED, *FLOATS]), ids=str)
 def test_a_sharded_dim_is_sorted(by_owner: list[str], name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     mesh, fn = sw.init_device_mesh("cpu", shape), {**SORTED, **FLOATS}[name]
@@ -397,8 +400,7 @@ MASKED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize(("name", "shape"), meshes_of([*MASKED]), ids=str)
 def test_masks_are_looked_into_part_by_part(
     by_owner: list[str], monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
 ) -> None:
