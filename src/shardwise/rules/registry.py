@@ -165,9 +165,7 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        made = Rule(
-            factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {}, program
-        )
+        made = Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {}, program)
         declare_rule(made, *ops)
         return factors
 
