@@ -15,6 +15,7 @@ from shardwise.errors import LayoutError
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.plan.row_exchange import row_exchange_route
+from shardwise.plan.step import OwnerExchange
 from shardwise.rules.notation import Row, candidates
 from shardwise.rules.registry import find_rule
 
@@ -181,7 +182,8 @@ def _tried(
     planner = DTensorRedistributePlanner()
     if sharding is None or any(planner.plan(*pair).collectives for pair in zip(specs, sharding.inputs, strict=True)):
         return None
-    if any(row_exchange_route(step).collectives for step in sharding.exchanges):
+    by_owner = isinstance(sharding.exchange, OwnerExchange)
+    if by_owner or any(row_exchange_route(step).collectives for step in sharding.exchanges):
         return None
     try:
         route = planner.plan(schema.specs[operand], spec)

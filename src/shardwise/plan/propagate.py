@@ -83,7 +83,8 @@ class OutputSharding:
     def exchanges(self) -> tuple[RowExchange, ...]:
         """All row exchanges, in place of the operator and around it."""
         around = () if self.halo is None else (*self.halo.before, *self.halo.after)
-        return (*(() if self.exchange is None else (self.exchange,)), *(step for steps in around for step in steps))
+        instead = (self.exchange,) if isinstance(self.exchange, RowExchange) else ()
+        return (*instead, *(step for steps in around for step in steps))
 
 
 def _metas(value: Any) -> Any:
