@@ -412,7 +412,7 @@ class DTensor(torch.Tensor):
                     hint="distribute_tensor(gradient, mesh, placements) first",
                 )
             gradient = replicated_operand(DTensor, gradient, self._spec.mesh, "backward", "gradient")
-        elif gradient is None and self.__class__ is DTensor and watching.watcher is None:
+        elif gradient is None and self.__class__ is DTensor and not watching.is_observed():
             gradient = _gradient_of_loss(self)
         super().backward(gradient, *args, **kwargs)
 

@@ -83,6 +83,11 @@ def unrecorded(func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str
     return below(_watched.tensor_class, func, types, args, kwargs)
 
 
+def is_observed() -> bool:
+    """Whether somebody is told of every operator."""
+    return watcher is not None or _recorder is not None
+
+
 def _put_dispatch() -> None:
     above = _recorder or (None if watcher is None else _watched_dispatch)
     _watched.tensor_class.__torch_dispatch__ = _watched.ordinary if above is None else classmethod(above)
