@@ -153,6 +153,8 @@ def test_axes_by_name_and_number(mesh: DeviceMesh) -> None:
 class HostOf:
     """A host that says it is `rank`."""
 
+    name = "virtual"
+
     def __init__(self, rank: int) -> None:
         self.mine = rank
 

@@ -40,6 +40,7 @@ GROUPED = aten._grouped_mm.default
 TABLE_BACKWARD = aten.embedding_dense_backward.default
 PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
 current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
+ACCUMULATING = "AccumulateGrad"  # the node of a leaf
 NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 
 
@@ -109,7 +110,7 @@ def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
     if operand >= len(follows) or follows[operand][0] is None:
         return None
     maker, output = follows[operand]
-    leaf: Any = getattr(maker, "variable", None)
+    leaf: Any = maker.variable if type(maker).__name__ == ACCUMULATING else None
     return leaf._spec if isinstance(leaf, tensor_class) else maker.metadata.get(NOTED, {}).get(output)
 
 

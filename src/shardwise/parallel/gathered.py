@@ -8,17 +8,19 @@ when it is unpacked. Whoever else keeps a tensor keeps its memory. Issues no col
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing, unrecorded
+from shardwise.core.symbolic import is_tracing
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.parallel.managed import ManagedParameter
@@ -26,6 +28,7 @@ from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["Gathered", "Leaves", "Source", "at_once", "completion_token", "save_handles"]
 
+COUNTING = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)  # modes of selective checkpointing
 Take = Callable[[Sequence[torch.Tensor | None]], None]
 
 
@@ -348,5 +351,18 @@ def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
     if transformed:
         stack.enter_context(temporarily_clear_interpreter_stack())
     if not grads and not is_tracing():
-        stack.enter_context(unrecorded())
+        stack.enter_context(_unseen())
     return stack
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide operators from selective checkpointing; other modes (dry runs, profilers) go on to see them."""
+    if not any(isinstance(mode, COUNTING) for mode in _get_current_dispatch_mode_stack()):
+        yield
+        return
+    with _disable_current_modes() as before, contextlib.ExitStack() as others:
+        for mode in reversed(before):
+            if not isinstance(mode, COUNTING):
+                others.enter_context(mode)
+        yield

@@ -19,6 +19,7 @@ __all__ = ["replace_composites"]
 
 aten = torch.ops.aten
 _KEY = "PythonTLSSnapshot"
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MOST_COPIES = 16  # of a dim that are joined
 _library = torch.library.Library("aten", "IMPL")
 
@@ -238,6 +239,8 @@ REPLACED: dict[OpOverload, Callable[..., Any]] = {
 def replace_composites(tensor_class: type[torch.Tensor]) -> None:
     """Compute the operators of `REPLACED` by others if a tensor of this class is among the arguments."""
     for op, compute in REPLACED.items():
+        if op is aten.repeat.default and TORCH < (2, 13):  # which cannot call what it replaces
+            continue
         _library.impl(op.name().removeprefix("aten::"), _kernel(tensor_class, op, compute), _KEY)
 
 
