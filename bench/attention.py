@@ -69,5 +69,5 @@ def main() -> None:
     print(f"causal attention, {TOKENS} tokens, {HEADS} heads of {WIDTH}, {RANKS} gloo processes, {ROUNDS} rounds")
     for way in WAYS:
         print(f"  {way:7} {medians[way]:7.3f} s (best {min(measured[way]):.3f})  {memory[way]:7.1f} MiB")
-    print(f"  {figure('a ring to gathering, seconds', min(measured['ring']) / min(measured['gather']), 1.0)}")
+    print(f"  {figure('a ring to gathering, seconds', medians['ring'] / medians['gather'], 1.0)}")
     print(f"  {figure('a ring to gathering, memory', memory['ring'] / memory['gather'], 1.0)}")

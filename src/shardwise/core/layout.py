@@ -60,7 +60,7 @@ class Window(NamedTuple):
 
     Example:
         >>> Window(-1, 1).over(4, 8)  # a kernel of three rows with a padding of one
-        (3, 6)
+        (3, 10)
     """
 
     first: int
