@@ -299,3 +299,21 @@ def test_multihead_attention() -> None:
         for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
             assert mine.grad is not None
             torch.testing.assert_close(mine.grad.full_tensor(), plain.grad)
+
+
+def test_a_backward_without_a_gradient() -> None:
+    """A function behind attention may give none back; kernels then make none."""
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return None
+
+    x: Any = sw.distribute_tensor(torch.randn(1, 2, 8, 4), sw.init_device_mesh("cpu", (4,)), [sw.Shard(2)])
+    x.requires_grad_()
+    Cut.apply(F.scaled_dot_product_attention(x, x, x)).sum().backward()  # pyright: ignore[reportOptionalMemberAccess]
+    assert x.grad is None

@@ -43,6 +43,8 @@ def attending(signature: Signature, sharding: OutputSharding, metas: tuple[Tenso
     routes = routes_between(signature.specs, sharding.inputs)
     if not any(route is not None and route.communicates for route in routes):
         return None
+    if KERNELS[signature.info.op][1] and not any(slot.name.startswith("grad_out") for slot in signature.slots):
+        return None  # a backward without a gradient, of which kernels make none
     schema = OpSchema(signature.info.op, signature.arguments, signature.specs)
     choice = choose_attention(schema, metas, modes.preferred_attention())
     if choice is None:
