@@ -363,6 +363,6 @@ def _unseen() -> Iterator[None]:
         return
     with _disable_current_modes() as before, contextlib.ExitStack() as others:
         for mode in reversed(before):
-            if not isinstance(mode, COUNTING):
+            if mode is not None and not isinstance(mode, COUNTING):
                 others.enter_context(mode)
         yield
