@@ -20,6 +20,7 @@ __all__ = ["replace_composites"]
 aten = torch.ops.aten
 _KEY = "PythonTLSSnapshot"
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+GATHERED = 64 * 1024  # bytes of a tensor that is rather gathered
 MOST_COPIES = 16  # of a dim that are joined
 _library = torch.library.Library("aten", "IMPL")
 
@@ -209,6 +210,8 @@ def _repeat(self: Any, repeats: Any) -> Any:
         for dim in range(self.dim())
         if new >= 0 and 1 < repeats[new + dim] <= MOST_COPIES and self._spec.dim_axes[dim]
     ]
+    if self.numel() * self.element_size() <= GATHERED:
+        joined = []
     times = [1 if dim - new in joined else count for dim, count in enumerate(repeats)]
     made = _below(aten.repeat.default)(self, times)
     for dim in joined:

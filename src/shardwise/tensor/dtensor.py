@@ -333,7 +333,8 @@ class DTensor(torch.Tensor):
             given = grad_placements is not None
             gradient = gradient_spec_as(spec, grad_placements) if given else gradient_spec_of_local(spec)
             return apply_function(ToLocal, self, spec, gradient)
-        return with_version_of(self, writable_local(self).detach())
+        local = writable_local(self)
+        return local if is_tracing() or transforming() else with_version_of(self, local.detach())
 
     def redistribute(
         self,
@@ -1190,6 +1191,7 @@ def _plain_tangent(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.Te
 
 made_from_plain(DTensor, _plain_tangent)
 never_traced(
+    _gradient_of_loss,
     DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
     PendingDTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
     *(
