@@ -89,6 +89,7 @@ def always_with_halos(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from shardwise.plan import propagate
     from shardwise.plan.cost import current_cost_model, set_cost_model
 
+    monkeypatch.setattr("shardwise.tensor.composites.GATHERED", 0)
     monkeypatch.setattr(propagate.ShardingPropagator, "_seconds", lambda *args: 0.0)
     monkeypatch.setattr(propagate, "halo_rows", lambda *args: 0.0)
     set_cost_model(current_cost_model())  # what was chosen before is forgotten
