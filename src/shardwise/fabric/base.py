@@ -25,6 +25,7 @@ __all__ = [
     "BoundRows",
     "BoundStep",
     "Fabric",
+    "StartExchange",
     "advance",
     "check_counts",
     "device_of",
@@ -44,6 +45,8 @@ __all__ = [
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
 # The locals of the operands of a row exchange and the fill value, to the locals of its results.
 BoundRows = Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]]
+# The program by which a rank takes part in an exchange by owner, from its coordinate and its locals.
+StartExchange = Callable[[Coordinate, list[torch.Tensor]], Exchanging]
 
 
 class Fabric(ABC):
@@ -108,10 +111,7 @@ class Fabric(ABC):
 
     @abstractmethod
     def exchange_by_owner(
-        self,
-        step: OwnerExchange,
-        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
-        locals_: Sequence[torch.Tensor],
+        self, step: OwnerExchange, start: StartExchange, locals_: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Run the program that `start` gives for each rank here, of its coordinate and its locals; its results."""
 

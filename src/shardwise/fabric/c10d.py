@@ -32,6 +32,7 @@ from shardwise.fabric.base import (
     BoundRows,
     BoundStep,
     Fabric,
+    StartExchange,
     advance,
     check_source,
     fabrics,
@@ -84,7 +85,6 @@ from shardwise.plan.step import (
     Unreduce,
     reduction,
 )
-from shardwise.rules.owners import Exchanging
 
 __all__ = ["C10dFabric", "c10d", "new_group"]
 
@@ -514,10 +514,7 @@ class C10dFabric(Fabric):
         )
 
     def exchange_by_owner(
-        self,
-        step: OwnerExchange,
-        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
-        locals_: Sequence[torch.Tensor],
+        self, step: OwnerExchange, start: StartExchange, locals_: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         mesh = step.before.mesh
         coordinate = self.coordinate(mesh)

@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
-from shardwise.fabric.base import BoundRows, BoundStep, Fabric, advance, check_source, register
+from shardwise.fabric.base import BoundRows, BoundStep, Fabric, StartExchange, advance, check_source, register
 from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import Compact, Expand, OwnerExchange, Rotate, RowExchange, Step
-from shardwise.rules.owners import Exchanging, Items
+from shardwise.rules.owners import Items
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
 
@@ -223,10 +223,7 @@ class DryFabric(Fabric):
             dry_run.steps.extend(records)
 
     def exchange_by_owner(
-        self,
-        step: OwnerExchange,
-        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
-        locals_: Sequence[torch.Tensor],
+        self, step: OwnerExchange, start: StartExchange, locals_: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """As if every rank sent equally much to each: as many items arrive as are sent."""
         mesh = step.before.mesh

@@ -16,7 +16,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
-from shardwise.fabric.base import BoundRows, BoundStep, Fabric, advance, check_counts, check_source, register
+from shardwise.fabric.base import (
+    BoundRows,
+    BoundStep,
+    Fabric,
+    StartExchange,
+    advance,
+    check_counts,
+    check_source,
+    register,
+)
 from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
 from shardwise.fabric.packing import pack_traced
 from shardwise.fabric.pieces import (
@@ -43,7 +52,7 @@ from shardwise.fabric.shared_writes import (
     written_arguments,
 )
 from shardwise.plan.step import AllGather, AllReduce, OwnerExchange, ReduceScatter, Rotate, RowExchange, Step, reduction
-from shardwise.rules.owners import Exchanging, Items
+from shardwise.rules.owners import Items
 
 __all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
@@ -487,10 +496,7 @@ class VirtualFabric(Fabric):
         return start
 
     def exchange_by_owner(
-        self,
-        step: OwnerExchange,
-        start: Callable[[Coordinate, list[torch.Tensor]], Exchanging],
-        locals_: Sequence[torch.Tensor],
+        self, step: OwnerExchange, start: StartExchange, locals_: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """The programs of the ranks of a line in lockstep."""
         mesh = step.before.mesh

@@ -19,7 +19,6 @@ __all__ = ["replace_composites"]
 
 aten = torch.ops.aten
 _KEY = "PythonTLSSnapshot"
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GATHERED = 64 * 1024  # bytes of a tensor that is rather gathered
 MOST_COPIES = 16  # of a dim that are joined
 _library = torch.library.Library("aten", "IMPL")
@@ -242,7 +241,7 @@ REPLACED: dict[OpOverload, Callable[..., Any]] = {
 def replace_composites(tensor_class: type[torch.Tensor]) -> None:
     """Compute the operators of `REPLACED` by others if a tensor of this class is among the arguments."""
     for op, compute in REPLACED.items():
-        if op is aten.repeat.default and TORCH < (2, 13):  # which cannot call what it replaces
+        if op is aten.repeat.default and torch.__version__ < "2.13":  # which cannot call what it replaces
             continue
         _library.impl(op.name().removeprefix("aten::"), _kernel(tensor_class, op, compute), _KEY)
 
