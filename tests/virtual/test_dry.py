@@ -242,3 +242,57 @@ def test_a_run_that_is_left_out_of_order_counts_no_more() -> None:
     assert (one.live_bytes, other.live_bytes) == (8, 16)
     assert torch._C._len_torch_dispatch_stack() == 0 == torch._C._len_torch_function_stack()
     assert z.shape == (2,)
+
+
+DEPENDENT = {
+    "masked": lambda x, i: x[x > 0],
+    "masked with a gradient": lambda x, i: x.requires_grad_()[x > 0].sum().backward(),
+    "put by a mask": lambda x, i: x.__setitem__(x > 0, x[x > 0]),
+    "nonzero": lambda x, i: x.nonzero(),
+    "where": lambda x, i: torch.where(x > 0),
+    "masked_select": lambda x, i: x.masked_select(x > 0),
+    "bincount": lambda x, i: i.bincount(),
+    "unique": lambda x, i: i.unique(return_inverse=True),
+    "unique rows": lambda x, i: x.unique(dim=0),
+    "unique_consecutive": lambda x, i: i.unique_consecutive(),
+    "corrcoef": lambda x, i: torch.corrcoef(x),
+    "cov": lambda x, i: torch.cov(x),
+    "cov with weights": lambda x, i: torch.cov(x.t(), fweights=i),
+    "equal": lambda x, i: torch.equal(x, x.clone()),
+    "allclose": lambda x, i: torch.allclose(x, x.clone()),
+    "item": lambda x, i: x.sum().item(),
+    "bool": lambda x, i: 1 if (x > 0).any() else 0,
+    "index": lambda x, i: x[i[0] :],
+    "tolist": lambda x, i: x.tolist(),
+    "repeat_interleave": lambda x, i: x.repeat_interleave(i, 0),
+    "one_hot": lambda x, i: torch.nn.functional.one_hot(i),
+    "tensor_split": lambda x, i: torch.tensor_split(x, i),
+    "histogram": lambda x, i: torch.histogram(x.reshape(-1), 10),
+    "lstsq": lambda x, i: torch.linalg.lstsq(x, x),
+    "a local": lambda x, i: x.to_local().nonzero(),
+    "a gathered tensor": lambda x, i: float(x.full_tensor().sum()),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_depends_on_values_is_refused(name: str, placement: sw.Placement) -> None:
+    with sw.dry_run() as run:
+        layout = {"device_mesh": sw.init_device_mesh("cpu", (4,)), "placements": [placement]}
+        x, i = sw.zeros(16, 4, **layout), sw.zeros(16, dtype=torch.int64, **layout)
+        with pytest.raises(sw.UnsupportedError, match=r"a dry run .*\n  hint: use a form whose sizes are known"):
+            DEPENDENT[name](x, i)
+        assert (x + 1).sum().shape == ()  # goes on
+    assert run.peak_bytes > 0
+
+
+def test_forms_whose_sizes_are_known_run() -> None:
+    with sw.dry_run():
+        layout = {"device_mesh": sw.init_device_mesh("cpu", (4,)), "placements": [Shard(0)]}
+        x, i = sw.zeros(16, 4, **layout), sw.zeros(16, dtype=torch.int64, **layout)
+        assert torch.where(x > 0, x, 0.0).shape == (16, 4)
+        assert torch.nn.functional.one_hot(i, 10).shape == (16, 10)
+        assert x.repeat_interleave(i.redistribute(placements=[Replicate()]), 0, output_size=100).shape == (100, 4)
+        assert x.masked_fill(x > 0, 1.0).shape == x[i].shape == (16, 4)
+        with pytest.raises(RuntimeError, match="size of tensor a"):  # errors of torch stay
+            torch.add(x.to_local(), torch.zeros(7, device="meta"))

@@ -13,14 +13,13 @@ from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.key import Key
 from shardwise.dispatch.signature import Signature, sparse_result
 from shardwise.plan.propagate import meta_tensor
-from shardwise.rules.registry import RULES
+from shardwise.rules.registry import RULES, VALUE_DEPENDENT
 from shardwise.rules.shapes import SHAPES, broadcast_shape
 from shardwise.schema import OpInfo
 
 __all__ = ["ResultMetas"]
 
 MAX_DTYPES = 16384
-VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class ResultMetas:

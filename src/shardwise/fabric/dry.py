@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
+from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import BoundRows, BoundStep, Fabric, StartExchange, advance, check_source, register
 from shardwise.fabric.pieces import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
@@ -31,8 +32,19 @@ from shardwise.plan.route import Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import Compact, Expand, OwnerExchange, Rotate, RowExchange, Step
 from shardwise.rules.owners import Items
+from shardwise.rules.registry import VALUE_DEPENDENT
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
+
+# Operators that users call by another name.
+READS = {
+    torch.ops.aten._local_scalar_dense.default: "item(), bool() or a number made of a tensor",
+    torch.ops.aten._to_copy.default: "a copy to another device",
+}
+NO_VALUES = (
+    "use a form whose sizes are known (torch.where for x[mask], one_hot(ids, num_classes), "
+    "repeat_interleave(..., output_size=n)), leave it out of the dry run, or run it on a virtual mesh"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +135,12 @@ class _Following(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for kind in types):  # pyright: ignore[reportAttributeAccessIssue]
             return NotImplemented  # what it computes on its locals comes here again
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if self.live and _needs_values(func, error, args):
+                raise _without_values(func) from error
+            raise
         run = self.run
         if self.live and any(tensor.is_meta and run.holds(tensor) for tensor in _tensors(args)):
             for tensor in _tensors((result,)):
@@ -146,6 +163,23 @@ class _Fused(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         return func(*args, **(kwargs or {}))
+
+
+def _needs_values(func: Any, error: RuntimeError, args: Any) -> bool:
+    """Whether an operator failed because meta tensors have no values, or because it does not run on them."""
+    if not any(tensor.is_meta for tensor in _tensors(args)):
+        return False
+    return isinstance(error, NotImplementedError) or not VALUE_DEPENDENT.isdisjoint(func.tags)
+
+
+def _without_values(func: Any) -> UnsupportedError:
+    if func in READS:
+        problem = f"a dry run has no values, and {READS[func]} reads them"
+    elif not VALUE_DEPENDENT.isdisjoint(func.tags):
+        problem = f"a dry run has no values, and the result of {func}, or its size, depends on them"
+    else:
+        problem = f"a dry run cannot follow {func}, which torch does not run on meta tensors"
+    return UnsupportedError(problem, hint=NO_VALUES)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -44,6 +44,8 @@ class Call:
         return {name: value for name, value in given if isinstance(value, TensorMeta)}
 
 
+# Tags of operators whose results, or the sizes of these, depend on values.
+VALUE_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 # What the operator must be called with on the rank at a coordinate, when its plain arguments depend on the layout.
 Localize = Callable[[Call, Sequence[DTensorSpec], Sequence[DTensorSpec], Coordinate], Mapping[str, Any]]
 # For operators whose layouts do not fall apart by axis (views): the specs wanted and the specs that result.
