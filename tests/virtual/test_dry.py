@@ -294,5 +294,5 @@ def test_forms_whose_sizes_are_known_run() -> None:
         assert torch.nn.functional.one_hot(i, 10).shape == (16, 10)
         assert x.repeat_interleave(i.redistribute(placements=[Replicate()]), 0, output_size=100).shape == (100, 4)
         assert x.masked_fill(x > 0, 1.0).shape == x[i].shape == (16, 4)
-        with pytest.raises(RuntimeError, match="size of tensor a"):  # errors of torch stay
+        with pytest.raises(RuntimeError, match=r"broadcast|size of tensor"):  # errors of torch stay
             torch.add(x.to_local(), torch.zeros(7, device="meta"))
