@@ -11,7 +11,16 @@ from typing import Any
 
 from shardwise.errors import NotationError
 
-__all__ = ["DottedName", "broken_at_dots", "human_bytes", "human_seconds", "parse_bytes", "print_lines", "slim_table"]
+__all__ = [
+    "DottedName",
+    "broken_at_dots",
+    "human_bytes",
+    "human_seconds",
+    "parse_bytes",
+    "plural",
+    "print_lines",
+    "slim_table",
+]
 
 WIDTH = 80  # of what is not a terminal
 WIDEST = 100  # on one that is wider
@@ -49,6 +58,16 @@ def human_seconds(seconds: float) -> str:
         if seconds * scale >= 1:
             return f"{seconds * scale:.2f} {unit}"
     return f"{seconds * 1e6:.2f} us" if seconds else "0 s"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    Example:
+        >>> plural(1, "collective"), plural(3, "collective")
+        ('1 collective', '3 collectives')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def parse_bytes(text: str) -> int:

@@ -13,8 +13,8 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.core.notation import parse_spec
 from shardwise.debug import visualize_sharding
-from shardwise.debug.tiles import Face, face_of
-from shardwise.debug.visualize import picture_text
+from shardwise.debug.pictures.draw_text import picture_text
+from shardwise.debug.pictures.tiles import Face, face_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 MESHES = {"dp=4": (4,), "dp=2,tp=2": (2, 2), "dp=2,tp=3": (2, 3), "dp=2,tp=2,cp=2": (2, 2, 2)}
@@ -128,8 +128,8 @@ def labels(lines: Sequence[str]) -> list[str]:
     [
         ("dp=2,tp=2", "f32[10,7] dp:S0 tp:S1", ["0", "1", "2", "3"], None),
         ("dp=2,tp=2", "f32[10,7] dp:S0 tp:R", ["0,1", "2,3"], "replicated over tp: each block is held 2 times"),
-        ("dp=2,tp=2", "f32[10,7] dp:P tp:S0", ["0+2", "1+3"], "partial over dp: the sum of"),
-        ("dp=2,tp=2", "f32[4] dp:P(max) tp:R", ["max(0,2), max(1,3)"], "partial over dp: the max of"),
+        ("dp=2,tp=2", "f32[10,7] dp:P tp:S0", ["0+2", "1+3"], "partial over dp: a block is the sum of"),
+        ("dp=2,tp=2", "f32[4] dp:P(max) tp:R", ["max(0,2), max(1,3)"], "partial over dp: a block is the max of"),
         ("dp=4", "f32[5] dp:S0", ["0", "1", "2"], "rank 3 holds nothing"),
         ("dp=2,tp=2", "f32[8,2] dp:S0/2 tp:R", ["0,1", "2,3", "0,1", "2,3"], None),
     ],
@@ -196,10 +196,10 @@ def test_visualize_sharding_prints(rich: bool, capsys: pytest.CaptureFixture[str
 
 
 def test_what_cannot_be_drawn() -> None:
-    with pytest.raises(sw.LayoutError, match="on which mesh"):
+    with pytest.raises(sw.LayoutError, match="needs a mesh"):
         sw.draw("f32[4] S0")
     wrong: Any = 3
-    with pytest.raises(sw.LayoutError, match="draw a int"):
+    with pytest.raises(sw.LayoutError, match="does not support int"):
         sw.draw(wrong)
     with pytest.raises(sw.LayoutError, match="draws DTensors"):
         visualize_sharding(torch.ones(3))

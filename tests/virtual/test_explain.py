@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.debug.records import Record
+from shardwise.debug.recording.records import Record
 from shardwise.tensor import DTensor
 from tests.virtual import block
 from tests.virtual.block import HIDDEN, ROWS, WIDTH, Block, batch, line_of, train
@@ -327,7 +327,7 @@ def test_advice_names_a_change_with_which_nothing_moves(mesh: sw.DeviceMesh) -> 
     best, *others = report.changes(record)
     assert (best.operand, best.spec.layout, [str(o.layout) for o in best.outputs]) == (0, "tp:R", ["tp:S1"])
     assert ("tp:S0", ["tp:P"]) in [(c.spec.layout, [o.layout for o in c.outputs]) for c in others]
-    assert "self is tp:S1, mat2 is tp:S1. Were self tp:R, nothing would move" in report.advice(record)
+    assert "self is tp:S1, mat2 is tp:S1. With self as tp:R, nothing moves" in report.advice(record)
     for change in (best, *others):  # each of them is true
         operands = [a, b]
         operands[change.operand] = operands[change.operand].redistribute(placements=change.spec.placements)
@@ -357,9 +357,9 @@ def test_a_sum_that_has_to_be_made_is_called_that(mesh: sw.DeviceMesh) -> None:
     with sw.explain() as report:
         x.sum(1).exp()
     text = report.advice(report.records[1])
-    assert "a sum that has to be made before aten.exp can use it" in text
-    assert "comes out of aten.sum at test_explain.py:" in text
-    assert "To tp:S0 it takes less: reduce-scatter (sum) onto dim 0 over tp, 24 B." in text
+    assert "and must be reduced before aten.exp" in text
+    assert "is a result of aten.sum at test_explain.py:" in text
+    assert "Redistributing it to tp:S0 costs less: reduce-scatter (sum) onto dim 0 over tp, 24 B." in text
 
 
 # ---------------------------------------------------------------- forms
@@ -380,7 +380,7 @@ def test_the_table_keeps_to_its_width(report: sw.debug.Report) -> None:
     plain = str(report)
     assert "\x1b" not in plain
     assert "\x1b[" in report.table(color=True)
-    for word in ("3 collectives", "all_reduce tp", f"block.py:{line_of('tanh')}", "backward", "what would spare it"):
+    for word in ("3 collectives", "all_reduce tp", f"block.py:{line_of('tanh')}", "backward", "how to avoid it"):
         assert word in plain
 
 

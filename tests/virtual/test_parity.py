@@ -118,7 +118,7 @@ def test_copies_that_differ_are_found_where_they_came_in() -> None:
     (found,) = check.findings
     assert (found.kind, found.line) == ("replicas", line)
     assert found.ranks == ((0, 1), (1, 1))
-    with pytest.raises(sw.ParityError, match="differs from rank to rank"), sw.parity():
+    with pytest.raises(sw.ParityError, match="differs between ranks"), sw.parity():
         sw.DTensor.from_local(locals_, mesh, [sw.Shard(0), sw.Replicate()])
 
 
@@ -177,7 +177,7 @@ def test_rounding_of_a_reordered_sum_is_not_wrong() -> None:
     assert check.first_rounding is not None
     assert (check.first_rounding.kind, check.first_rounding.line) == ("rounding", line)
     assert check.first_rounding.error <= check.first_rounding.allowed
-    assert "rounds otherwise" in str(check)
+    assert "rounds differently" in str(check)
 
 
 def test_what_users_change_by_hand_is_carried_not_wrong() -> None:
@@ -381,7 +381,7 @@ def test_a_wrong_gradient_and_a_wrong_parameter_are_named() -> None:
         weight.add_(1e-3)
     with pytest.raises(sw.ParityError, match=r"the parameter 0\.up\.weight gave a wrong value"), sw.parity(plain):
         model(x)
-    with pytest.raises(sw.UnsupportedError, match="not made of the same parts"), sw.parity(plain[0], model):
+    with pytest.raises(sw.UnsupportedError, match="different submodules or parameters"), sw.parity(plain[0], model):
         pass
 
 

@@ -10,8 +10,8 @@ from shardwise.cli.command import Command
 from shardwise.cli.words import parse_change, parse_mesh, writable
 from shardwise.core.notation import parse_spec
 from shardwise.core.spec import DTensorSpec, dtype_name
-from shardwise.debug.drawing import draw
-from shardwise.debug.visualize import visualize_sharding
+from shardwise.debug.pictures.draw_svg import draw
+from shardwise.debug.pictures.draw_text import visualize_sharding
 from shardwise.errors import LayoutError
 from shardwise.plan.route import DTensorRedistributePlanner
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from shardwise.cli.command import Command
 from shardwise.cli.scripts import MESHES, add_script_arguments, end_as, run_script
 from shardwise.cli.words import writable
-from shardwise.debug.explaining import explain
-from shardwise.debug.report import Report
+from shardwise.debug.explain_report.explain_context import explain
+from shardwise.debug.explain_report.report import Report
 from shardwise.text import print_lines
 
 __all__ = ["COMMAND"]

@@ -1,6 +1,6 @@
-"""What DTensors do, for people to see: which collectives were issued, from which lines, and why; pictures; parity.
+"""Debugging tools: which collectives were issued, by which lines, and why; pictures of layouts; parity with one device.
 
-What is for people who look, not for programs that run, is loaded when it is first asked for.
+Each tool is imported on first use.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.debug.agreement import check_ranks
-    from shardwise.debug.comm import CommDebugMode
-    from shardwise.debug.compare import parity
-    from shardwise.debug.drawing import Drawing, draw
-    from shardwise.debug.explaining import explain
-    from shardwise.debug.graph import make_fx
-    from shardwise.debug.guards import Budget, check_lock, comm_budget
-    from shardwise.debug.parity_report import Difference, ParityReport
-    from shardwise.debug.report import Report
-    from shardwise.debug.summary import Total
-    from shardwise.debug.visualize import visualize_sharding
+    from shardwise.debug.comm_mode import CommDebugMode
+    from shardwise.debug.explain_report.explain_context import explain
+    from shardwise.debug.explain_report.report import Report
+    from shardwise.debug.explain_report.summary import Total
+    from shardwise.debug.fx_graph import make_fx
+    from shardwise.debug.limits.budget import Budget, comm_budget
+    from shardwise.debug.limits.lock_check import check_lock
+    from shardwise.debug.parity_check.parity_context import parity
+    from shardwise.debug.parity_check.parity_report import Difference, ParityReport
+    from shardwise.debug.pictures.draw_svg import Drawing, draw
+    from shardwise.debug.pictures.draw_text import visualize_sharding
+    from shardwise.debug.rank_checks import check_ranks
 
 __all__ = [
     "Budget", "CommDebugMode", "Difference", "Drawing", "ParityReport", "Report", "Total", "check_lock", "check_ranks",
@@ -27,21 +28,21 @@ __all__ = [
 ]  # fmt: skip
 
 LAZY = {
-    "Budget": "guards",
-    "CommDebugMode": "comm",
-    "Difference": "parity_report",
-    "Drawing": "drawing",
-    "ParityReport": "parity_report",
-    "Report": "report",
-    "Total": "summary",
-    "check_lock": "guards",
-    "check_ranks": "agreement",
-    "comm_budget": "guards",
-    "draw": "drawing",
-    "explain": "explaining",
-    "make_fx": "graph",
-    "parity": "compare",
-    "visualize_sharding": "visualize",
+    "Budget": "limits.budget",
+    "CommDebugMode": "comm_mode",
+    "Difference": "parity_check.parity_report",
+    "Drawing": "pictures.draw_svg",
+    "ParityReport": "parity_check.parity_report",
+    "Report": "explain_report.report",
+    "Total": "explain_report.summary",
+    "check_lock": "limits.lock_check",
+    "check_ranks": "rank_checks",
+    "comm_budget": "limits.budget",
+    "draw": "pictures.draw_svg",
+    "explain": "explain_report.explain_context",
+    "make_fx": "fx_graph",
+    "parity": "parity_check.parity_context",
+    "visualize_sharding": "pictures.draw_text",
 }
 
 

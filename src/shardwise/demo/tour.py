@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.debug.report import Report
-from shardwise.debug.visualize import picture_text
+from shardwise.debug.explain_report.report import Report
+from shardwise.debug.pictures.draw_text import picture_text
 from shardwise.demo.corpus import TITLE, Corpus, read_corpus
 from shardwise.demo.model import spread
 from shardwise.demo.page import Page
@@ -121,7 +121,7 @@ class Tour:
         self.page.say(f"Most of it in: {', '.join(named)}.")
         if self.html:
             report.to_html(self.html)
-            self.page.say(f"Line by line, with what would spare it: {self.html}, a page for your browser.")
+            self.page.say(f"Line by line, with how to avoid it: {self.html}, a page for your browser.")
 
     def show_cluster(self) -> None:
         """The same code on more devices than anyone has at hand."""

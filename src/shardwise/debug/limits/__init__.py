@@ -1,0 +1,1 @@
+"""Limits on communication: budgets and lock files."""

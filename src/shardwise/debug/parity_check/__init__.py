@@ -1,0 +1,1 @@
+"""What `parity` does: compares a sharded program with the same program on one device."""

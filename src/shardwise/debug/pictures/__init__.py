@@ -1,0 +1,1 @@
+"""Pictures of layouts, routes and meshes: characters and SVG."""

@@ -1,0 +1,84 @@
+"""The user's line of a call, in forward and in backward: by Python's frames and autograd's sequence numbers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise import modes
+from shardwise.debug.recording.records import NO_LINE, SourceLine
+
+__all__ = ["BackwardLines", "StackLines", "stack_lines"]
+
+MOST_LINES = 65536
+CHECKPOINTS = os.path.join(os.path.dirname(torch.__file__), "utils", "checkpoint.py")
+
+
+class StackLines(NamedTuple):
+    """The user's lines on the Python stack.
+
+    Args:
+        inner: the innermost user line, up to the start of backward; NO_LINE if there is none.
+        called: the user line that started backward; NO_LINE in forward.
+        recomputing: whether a checkpointed forward is recomputed.
+    """
+
+    inner: SourceLine
+    called: SourceLine
+    recomputing: bool
+
+
+def stack_lines(in_backward: bool) -> StackLines:
+    """The user's lines on this thread's stack."""
+    frame = sys._getframe(1)
+    inner, called, recomputing, past_engine = NO_LINE, NO_LINE, False, False
+    while frame is not None:
+        code = frame.f_code
+        if modes.is_library_file(code.co_filename):
+            if in_backward and not past_engine:
+                recomputing |= inner is not NO_LINE and code.co_filename == CHECKPOINTS
+                past_engine = code.co_name == "_engine_run_backward"
+        elif past_engine:
+            called = _source_line(frame)
+            break
+        elif inner is NO_LINE:
+            inner = _source_line(frame)
+            if not in_backward:
+                break
+        frame = frame.f_back
+    return StackLines(inner, called, recomputing)
+
+
+def _source_line(frame: Any) -> SourceLine:
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+
+
+class BackwardLines:
+    """Maps the autograd sequence number of each forward operator to the user's line that called it."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, str] = {}
+
+    def note(self) -> None:
+        """Store the line of the forward operator that just ran: autograd numbered its node last."""
+        if _node() is not None:
+            return
+        number = torch.autograd._get_sequence_nr() - 1
+        if number not in self._lines:  # operators without a gradient repeat the last number: keep the first line
+            if len(self._lines) >= MOST_LINES:
+                del self._lines[next(iter(self._lines))]
+            self._lines[number] = modes.user_line()
+
+    def here(self) -> tuple[str, bool]:
+        """The current user line, in backward the line of the forward operator; and whether this is backward."""
+        node = _node()
+        if node is None:
+            return modes.user_line(), False
+        return self._lines.get(node._sequence_nr(), modes.user_line()), True
+
+
+def _node() -> torch.autograd.graph.Node | None:
+    return torch._C._current_autograd_node()
