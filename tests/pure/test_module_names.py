@@ -52,4 +52,4 @@ def test_known_duplicates_are_current() -> None:
 
 
 def test_a_duplicate_is_found() -> None:
-    assert duplicates(["a.x", "b.x", "b.y", "x", "y.z"]) == {"x": {"a.x", "b.x", "x"}, "y": {"b.y", "y"}}
+    assert duplicates(["a.x", "b.x", "b.y", "x", "y", "y.z"]) == {"x": {"a.x", "b.x", "x"}, "y": {"b.y", "y"}}
