@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -496,6 +497,15 @@ def test_a_parameter_that_differs_between_ranks_is_named(run_ranks: RunRanks) ->
     assert "argument 'weight' (the parameter 1.norm.weight) is a plain torch.Tensor among DTensors" in ran.err
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt. Processes in the background of a shell ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_rank_that_runs(run_ranks: RunRanks) -> None:
     ran = run_ranks(
         """
@@ -504,7 +514,7 @@ def test_an_interrupt_ends_the_rank_that_runs(run_ranks: RunRanks) -> None:
         dist.barrier()
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
-            while True:
+            for _ in range(6000):
                 time.sleep(0.01)
         dist.barrier()
         """
