@@ -97,3 +97,16 @@ def own_rows(mesh: sw.DeviceMesh) -> Callable[[Tensor], Tensor]:
         return lambda batch: sw.RankTensor([batch.chunk(parts)[at] for at in numbers])
     own = number(mesh.get_coordinate())
     return lambda batch: batch.chunk(parts)[own]
+
+
+class Adapted(nn.Module):
+    """A layer, with an adapter of low rank beside it. peft uses these names."""
+
+    def __init__(self, base_layer: Any, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))

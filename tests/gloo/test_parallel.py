@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from tests.gloo.processes import ProcessPool
-from tests.plans import spread_plain
+from tests.plans import Adapted, spread_plain
 from tests.virtual.training import Case, Sort, Step, assert_same_steps, make_model, train, train_under, whole
 
 STEPS = 10
@@ -94,3 +94,29 @@ def test_a_model_on_the_meta_device(gloo4: ProcessPool) -> None:
 
 def test_uneven_layers(gloo4: ProcessPool) -> None:
     assert gloo4.run(odd_layers, timeout=120) == [[]] * 4
+
+
+def adapted_layers() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Layers of a plan with adapters, and the same without the plan: results and gradients."""
+    mesh, found = sw.init_device_mesh("cpu", (4,)), []
+    for is_parallel in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5)).double()
+        if is_parallel:
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model.requires_grad_(False)
+        torch.manual_seed(1)
+        model[0], model[2] = Adapted(model[0]).double(), Adapted(model[2]).double()
+        out = model(torch.randn(7, 6, dtype=torch.float64))
+        out.square().mean().backward()
+        found.append((out.detach(), [p.grad for p in model.parameters() if p.grad is not None]))
+    return found
+
+
+def test_adapters_around_layers_of_a_plan(gloo4: ProcessPool) -> None:
+    for (out, gradients), (wanted, theirs) in gloo4.run(adapted_layers):
+        torch.testing.assert_close(out, wanted)
+        assert len(gradients) == len(theirs) == 4
+        for a, b in zip(gradients, theirs, strict=True):
+            assert type(a) is torch.Tensor
+            torch.testing.assert_close(a, b)

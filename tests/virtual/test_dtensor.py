@@ -306,3 +306,33 @@ def test_lists_and_arrays_are_of_the_whole_tensor() -> None:
     for refused in (x.detach().share_memory_, lambda: x.detach().apply_(abs)):
         with pytest.raises(sw.UnsupportedError, match="DTensor"):
             refused()
+
+
+def test_locals_in_inference_mode_share_the_counter_of_what_was_made_outside() -> None:
+    line = sw.init_device_mesh("cpu", (4,))
+    x = torch.ones(3)
+    weight = torch.ones(3, requires_grad=True)
+    product = weight * x  # saves x
+    with torch.inference_mode():
+        spread = DTensor.from_local(x, line, [Replicate()])
+        assert not spread.is_inference()
+        spread.to_local().add_(1)
+        fresh = DTensor.from_local(torch.ones(3), line, [Replicate()])
+        assert fresh.is_inference()
+        assert torch.equal((fresh * 2).to_local().tensors[0], torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_plans_in_inference_mode() -> None:
+    line = sw.init_device_mesh("cpu", (4,))
+    for width in (8, 7):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 5))
+        x = torch.randn(3, 6)
+        wanted = model(x)
+        styles = {"0": sw.parallel.ColwiseParallel(), "2": sw.parallel.RowwiseParallel()}
+        sw.parallel.parallelize_module(model, line, styles)
+        with torch.inference_mode():
+            found: Any = model(x)
+        torch.testing.assert_close(found.tensors[0], wanted)

@@ -23,6 +23,7 @@ from shardwise.parallel import (
     replicate,
     share_comm_ctx,
 )
+from tests.plans import Adapted
 
 R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
 
@@ -383,63 +384,153 @@ def test_weights_that_a_hook_computes(line: sw.DeviceMesh) -> None:
         parallelize_module(normed, line, ColwiseParallel())
 
 
-class Adapted(nn.Module):
-    """A layer of a plan, with an adapter of low rank beside it."""
+class Doubled(nn.Module):
+    """An adapter of an adapter."""
 
-    def __init__(self, base: Any, rank: int = 2) -> None:
+    def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
+        self.base_layer = base_layer
+        self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        return self.base_layer(x) * (1 + self.scale)
 
 
-def two_layers(mesh: sw.DeviceMesh | None) -> nn.Sequential:
-    """The same weights each time; split by columns and by rows where there is a mesh."""
+def two_layers(adapt: bool = False) -> nn.Sequential:
+    """The same weights each time."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    if mesh is not None:
-        styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
-        parallelize_module(model, mesh, styles)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    return with_adapters(model) if adapt else model
+
+
+def with_adapters(model: nn.Sequential) -> nn.Sequential:
+    """Adapters around both layers; nothing else is trained."""
+    torch.manual_seed(1)
+    model.requires_grad_(False)
+    model[0], model[2] = Doubled(Adapted(model[0])), Adapted(model[2])
     return model
 
 
-@pytest.mark.parametrize("shape", [(4,), (3,)])
-def test_adapters_of_low_rank_after_a_plan(shape: tuple[int, ...]) -> None:
-    mesh = sw.init_device_mesh("cpu", shape)
-    x, models = torch.randn(5, 4), []
-    for is_parallel in (True, False):
-        model = two_layers(mesh if is_parallel else None)
-        model.requires_grad_(False)
-        model[0], model[2] = Adapted(model[0]), Adapted(model[2])
-        models.append(model)
-    wanted = [[p for p in model.parameters() if p.requires_grad] for model in models]
-    optimizers = [torch.optim.AdamW(own, lr=0.1) for own in wanted]
+STYLES = {
+    "local": {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    "global": {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)},
+}
+INSIDE = {"0.base_layer.base_layer": ColwiseParallel(), "2.base_layer": RowwiseParallel()}
+EVERY_PART = {
+    "0.base_layer.base_layer": ColwiseParallel(output_layouts=R),
+    "0.base_layer.lora_B": ColwiseParallel(output_layouts=R),
+    "2.base_layer": RowwiseParallel(input_layouts=R),
+    "2.lora_A": RowwiseParallel(input_layouts=R),
+}
+ADAPTED = {
+    "before": lambda mesh, styles: with_adapters(parallelize_module(two_layers(), mesh, styles)),  # pyright: ignore[reportArgumentType]
+    "after": lambda mesh, styles: parallelize_module(two_layers(adapt=True), mesh, styles),
+    "inside": lambda mesh, styles: parallelize_module(two_layers(adapt=True), mesh, INSIDE),
+    "twice": lambda mesh, styles: parallelize_module(
+        parallelize_module(two_layers(adapt=True), mesh, styles), mesh, styles
+    ),
+}
+
+
+def assert_same_training(ours: nn.Module, theirs: nn.Module, x: torch.Tensor, given: Any = None) -> None:
+    """Results, gradients of the input and parameters after two steps."""
+    entered = x if given is None else given
     for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(x).square().mean().backward()
+        found = []
+        for model, value in ((ours, entered), (theirs, x)):
+            value = value.detach().clone().requires_grad_()
+            wanted = [p for p in model.parameters() if p.requires_grad]
+            assert wanted
+            optimizer = torch.optim.SGD(wanted, lr=0.1)
+            out = model(value)
+            out.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for ours, theirs in zip(*wanted, strict=True):
-        torch.testing.assert_close(ours.detach(), theirs.detach())
+            found.append((whole(out), whole(value.grad)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert a.requires_grad == b.requires_grad
+        torch.testing.assert_close(whole(a.detach()), b.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def whole(value: Any) -> torch.Tensor:
+    """What all ranks agree on."""
+    if isinstance(value, sw.RankTensor):
+        for part in value.tensors[1:]:
+            assert torch.equal(part, value.tensors[0])
+        return value.tensors[0]
+    return value.full_tensor() if isinstance(value, sw.DTensor) else value
+
+
+@pytest.mark.parametrize(
+    ("order", "output", "shape"),
+    [("before", "local", (4,)), ("before", "local", (3,)), ("before", "global", (2,)), ("after", "local", (3,)),
+     ("after", "global", (4,)), ("inside", "local", (3,)), ("twice", "local", (4,))],
+)  # fmt: skip
+def test_adapters_around_layers_of_a_plan(order: str, output: str, shape: tuple[int, ...]) -> None:
+    mesh = sw.init_device_mesh("cpu", shape)
+    model = ADAPTED[order](mesh, STYLES[output])
+    assert_same_training(model, two_layers(adapt=True), torch.randn(7, 6))
+    assert_same_training(copy.deepcopy(model), two_layers_after(model), torch.randn(7, 6))
+
+
+def two_layers_after(model: nn.Module) -> nn.Sequential:
+    """A plain model with the values that a parallel one has."""
+    plain = two_layers(adapt=True)
+    plain.load_state_dict({name: whole(value.detach()) for name, value in model.state_dict().items()})
+    return plain
+
+
+def test_adapters_with_sequences_in_shards(line: sw.DeviceMesh) -> None:
+    styles = {"0": ColwiseParallel(input_layouts=S1), "2": RowwiseParallel(output_layouts=S1, use_local_output=False)}
+    x = torch.randn(2, 8, 6)
+    model = with_adapters(parallelize_module(two_layers(), line, styles))  # pyright: ignore[reportArgumentType]
+    assert_same_training(model, two_layers(adapt=True), x, sw.distribute_tensor(x, line, [S1]))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adapters_with_batches_on_a_larger_mesh(square: sw.DeviceMesh, sharded: bool) -> None:
+    x = torch.randn(5, 6)
+    model = ADAPTED["before"](square["tp"], STYLES["local"])
+    if sharded:
+        fully_shard(model, square["dp"])
+    assert_same_training(model, two_layers(adapt=True), x, sw.distribute_tensor(x, square, [S0, R]))
+
+
+def test_adapter_whose_parts_have_styles(line: sw.DeviceMesh) -> None:
+    x = torch.randn(7, 6)
+    at_once = parallelize_module(two_layers(adapt=True), line, EVERY_PART)
+    first = {"0": EVERY_PART["0.base_layer.base_layer"], "2": EVERY_PART["2.base_layer"]}
+    later = parallelize_module(ADAPTED["before"](line, first), line, EVERY_PART)
+    for model in (at_once, later):
+        assert isinstance(model.get_submodule("0.base_layer.lora_B").weight, sw.DTensor)
+        assert isinstance(model.get_submodule("2.lora_A").weight, sw.DTensor)
+        assert_same_training(model, two_layers(adapt=True), x)
+
+
+def test_layer_that_loses_its_adapter(line: sw.DeviceMesh) -> None:
+    model: Any = ADAPTED["before"](line, STYLES["local"])
+    assert isinstance(model[0].base_layer.base_layer(torch.ones(3, 6)), sw.DTensor)  # inside the adapter
+    model[0] = model[0].base_layer
+    model[0] = model[0].base_layer
+    model[2] = model[2].base_layer
+    assert isinstance(model[0](torch.ones(3, 6)), sw.RankTensor)
+    x = torch.randn(7, 6)
+    torch.testing.assert_close(whole(model(x)), two_layers()(x))
 
 
 def test_adapters_of_peft_after_a_plan(line: sw.DeviceMesh) -> None:
     peft = pytest.importorskip("peft")
-    x, models = torch.randn(5, 4), []
-    for is_parallel in (True, False):
-        model = two_layers(line if is_parallel else None)
+    x, models = torch.randn(5, 6), []
+    for mesh in (line, None):
+        model = two_layers() if mesh is None else parallelize_module(two_layers(), mesh, STYLES["local"])
         torch.manual_seed(1)
         config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
         models.append(peft.get_peft_model(model, config))
-    for model in models:
-        model(x).square().mean().backward()
-    for (name, ours), (_, theirs) in zip(*(model.named_parameters() for model in models), strict=True):
-        assert ours.requires_grad == theirs.requires_grad == ("lora" in name)
-        if ours.requires_grad:
-            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same_training(*models, x)
+    merged, plain = (model.merge_and_unload() for model in models)
+    torch.testing.assert_close(whole(merged(x)), plain(x))
 
 
 # ---------------------------------------------------------------- functions of locals

@@ -27,9 +27,10 @@ from shardwise.parallel.parameters import see_on, unsee
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed
 from shardwise.transforms import innermost
 
-__all__ = ["Layer", "Recipe"]
+__all__ = ["Layer", "Recipe", "features_of", "layer_of", "reinstall", "uninstall"]
 
 MAX_KEPT = 256
+_INSTALLED = "_shardwise_layers"  # on a module: the layers whose hooks it has, and the keys of the hooks
 _RUNNING = "_shardwise_running"  # on a module that runs on locals: how, its own parameters, what is looked up elsewhere
 
 
@@ -43,7 +44,8 @@ class Recipe:
         result: how the result comes out.
         input_gradient: what the ranks' gradients of the input are together, where they do not lie as the input does.
         gradients: the same of parameters.
-        features: a parameter, and its dim that is as long as the input's last: where that is sharded, how long it is.
+        features: how long the last dim of the input is, for inputs that are sharded in it: a number, or a parameter
+            and its dim of that length.
         inside: how parameters lie that a layer computes with in another layout than they have; what is added to a sum
             is to be a sum too.
         exact: the forward functions that can run on locals.
@@ -55,7 +57,7 @@ class Recipe:
     result: Placement | None = None
     input_gradient: Placement | None = None
     gradients: Mapping[str, Placement] = field(default_factory=dict)
-    features: tuple[str, int] | None = None
+    features: tuple[str, int] | int | None = None
     inside: Mapping[str, Placement] = field(default_factory=dict)
     exact: tuple[Any, ...] = ()
     looks_up: bool = False
@@ -89,9 +91,10 @@ class Layer:
     def install(self, module: nn.Module) -> nn.Module:
         """Put the hooks around the forward of a module."""
         before = module.register_forward_pre_hook(self.before, with_kwargs=True)
-        _under_fixed_key(before.id, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        first = _under_fixed_key(before.id, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
         after = module.register_forward_hook(self.after, always_call=True)
-        _under_fixed_key(after.id, module._forward_hooks, module._forward_hooks_always_called)
+        last = _under_fixed_key(after.id, module._forward_hooks, module._forward_hooks_always_called)
+        module.__dict__.setdefault(_INSTALLED, []).append((self, first, last))
         return module
 
     def before(
@@ -145,11 +148,7 @@ class Layer:
         """A plain input as a DTensor; the module knows its number of features, however they are split."""
         shape, features = None, self.recipe.features
         if features is not None and isinstance(self.given, Shard) and self.given.dim in (-1, value.dim() - 1):
-            own = module._parameters.get(features[0])
-            size: Any = (
-                module.in_features if own is None else own.shape[features[1]]
-            )  # None: a parametrization computes it
-            shape = (*value.shape[:-1], size)
+            shape = (*value.shape[:-1], features_of(module, features))
         return DTensor.from_local(value, self.mesh, (self.given,), shape=shape)
 
     # ---------------------------------------------------------------- on locals
@@ -251,8 +250,39 @@ class Layer:
         return source, source if self.output is None else target_of(source, self.mesh, self.output)
 
 
-def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
-    """Keep a hook under a key that is the same on all modules alike.
+def layer_of(module: nn.Module) -> Layer | None:
+    """The layer whose hooks a module has, if it is one."""
+    installed = module.__dict__.get(_INSTALLED, ())
+    return installed[0][0] if len(installed) == 1 else None
+
+
+def reinstall(module: nn.Module, layer: Layer) -> None:
+    """Give a module the hooks of `layer`, in place of those that it has."""
+    ((_, first, last),) = module.__dict__[_INSTALLED]
+    module._forward_pre_hooks[first] = layer.before
+    module._forward_hooks[last] = layer.after
+    module.__dict__[_INSTALLED] = [(layer, first, last)]
+
+
+def uninstall(module: nn.Module) -> None:
+    """Take away the hooks of the one layer that a module has."""
+    ((_, first, last),) = module.__dict__.pop(_INSTALLED)
+    for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+        del hooks[first]
+    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+        del hooks[last]
+
+
+def features_of(module: nn.Module, features: tuple[str, int] | int) -> Any:
+    """How long the last dim of a layer's input is, as the recipe says it."""
+    if isinstance(features, int):
+        return features
+    own = module._parameters.get(features[0])
+    return module.in_features if own is None else own.shape[features[1]]  # None: a parametrization computes it
+
+
+def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]) -> int:
+    """Keep a hook under a key that is the same on all modules alike, and give the key.
 
     torch numbers the hooks of a process, and Dynamo guards the numbers: each block of a model would be compiled anew.
     """
@@ -261,6 +291,7 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
         key -= 1
     for kept in (hooks, *marks):
         kept[key] = kept.pop(number)
+    return key
 
 
 def _treats_alike(module: nn.Module, recipe: Recipe, ndim: int) -> bool:

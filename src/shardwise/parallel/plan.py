@@ -15,12 +15,12 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
 from shardwise.errors import LayoutError, MeshError
 from shardwise.fabric.world import as_mesh
+from shardwise.parallel.adapters import convert_around_adapters
 from shardwise.parallel.parameters import check_parameters, keep_one_gradient, update_ties
-from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.style import STYLES, ParallelStyle
 
 __all__ = ["parallelize_module"]
 
-_APPLIED = "_shardwise_styles"  # on a module: the styles it has, in words, and their meshes
 Plan = ParallelStyle | Mapping[str, Any] | None
 
 
@@ -80,7 +80,8 @@ def parallelize_module(
     for entry in fresh:
         entry.style.src_data_rank = src_data_rank
         entry.style._apply(entry.module, mesh)
-        entry.module.__dict__.setdefault(_APPLIED, []).append((repr(entry.style), mesh))
+        entry.module.__dict__.setdefault(STYLES, []).append((repr(entry.style), mesh))
+    convert_around_adapters(module)
     update_ties(module)
     keep_one_gradient(module.named_parameters(), mesh)
     return module
@@ -99,7 +100,7 @@ def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
 def _entries(module: nn.Module, prefix: str, plan: Any, unknown: list[str]) -> Iterator[Entry]:
     """The modules that a plan for `module` names, in its order."""
     if isinstance(plan, ParallelStyle):
-        yield Entry(prefix, module, plan)
+        yield Entry(*plan._layer_of(prefix, module), plan)
     elif isinstance(plan, Mapping):
         for key, style in plan.items():
             found = list(_matching(module, prefix, key.split(".") if key else []))
@@ -141,7 +142,7 @@ def _checked(entries: list[Entry], mesh: DeviceMesh) -> list[Entry]:
     fresh: list[Entry] = []
     for entry in entries:
         words = repr(entry.style)
-        applied = entry.module.__dict__.get(_APPLIED, ())
+        applied = entry.module.__dict__.get(STYLES, ())
         if (id(entry.module), words) in seen or (words, mesh) in applied:
             continue  # a module that is reached by two paths, or a plan that is applied again
         seen.add((id(entry.module), words))

@@ -12,7 +12,9 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, as_placement
 from shardwise.errors import LayoutError
 
-__all__ = ["ParallelStyle", "placement_of", "placements_of"]
+__all__ = ["STYLES", "ParallelStyle", "placement_of", "placements_of"]
+
+STYLES = "_shardwise_styles"  # on a module: the styles that it has, in words, and their meshes
 
 
 class ParallelStyle(ABC):
@@ -41,6 +43,10 @@ class ParallelStyle(ABC):
     def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
         """How parameters of the module will lie; raises if the style does not fit it. Asked before any is changed."""
         return {}
+
+    def _layer_of(self, path: str, module: nn.Module) -> tuple[str, nn.Module]:
+        """The module that the style is for, where a plan names `module`, and its path."""
+        return path, module
 
 
 def placement_of(value: Any, style: ParallelStyle, argument: str) -> Placement:

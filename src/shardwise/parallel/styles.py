@@ -15,6 +15,7 @@ from shardwise.api import replicate_rest
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.errors import LayoutError
+from shardwise.parallel.adapters import BASE
 from shardwise.parallel.gradients import add_up_after_backward
 from shardwise.parallel.layer import Layer, Recipe
 from shardwise.parallel.parameters import lay_out
@@ -46,6 +47,12 @@ class _LayerStyle(ParallelStyle):
             hint="norms and dropout take SequenceParallel(); for other modules shard the parameters with "
             "distribute_module(module, mesh, partition_fn), or subclass ParallelStyle",
         )
+
+    def _layer_of(self, path: str, module: nn.Module) -> tuple[str, nn.Module]:
+        """The layer inside, where an adapter (LoRA) is around it."""
+        while isinstance(base := module._modules.get(BASE), nn.Module):
+            path, module = f"{path}.{BASE}" if path else BASE, base
+        return path, module
 
     def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
         placements = self._recipe(module, who).parameters
@@ -178,6 +185,9 @@ class SequenceParallel(_LayerStyle):
         super().__init__(
             input_layouts=Shard(sequence_dim), output_layouts=Shard(sequence_dim), use_local_output=use_local_output
         )
+
+    def _layer_of(self, path: str, module: nn.Module) -> tuple[str, nn.Module]:
+        return path, module
 
     def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
         return {name: Replicate() for name in module._parameters}

@@ -297,6 +297,12 @@ class DTensor(torch.Tensor):
             return _from_local_in_graph(
                 local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
             )
+        if torch.is_inference_mode_enabled() and not local_tensor.is_inference():  # as for views: one counter
+            with torch.inference_mode(False), torch.no_grad():
+                return DTensor.from_local(
+                    local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride,
+                    grad_placements=grad_placements, shard_order=shard_order,
+                )  # fmt: skip
         mesh = device_mesh if device_mesh.__class__ is DeviceMesh else as_mesh(device_mesh)
         if transforming():
             refuse_functionalize("from_local")
@@ -333,6 +339,9 @@ class DTensor(torch.Tensor):
             given = grad_placements is not None
             gradient = gradient_spec_as(spec, grad_placements) if given else gradient_spec_of_local(spec)
             return apply_function(ToLocal, self, spec, gradient)
+        if torch.is_inference_mode_enabled() and not self.is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.to_local(grad_placements=grad_placements)
         local = writable_local(self)
         return local if is_tracing() or transforming() else with_version_of(self, local.detach())
 

@@ -40,7 +40,7 @@ def with_version_of(source: torch.Tensor, made: AnyTensor) -> AnyTensor:
         >>> one._version
         1
     """
-    if transforming() or is_tracing():
+    if transforming() or is_tracing() or made.is_inference():  # inference tensors have no counter
         return made
     # torch gives the result of `detach` the counter of its operand, whatever the dispatched operator returns
     mode = _Result.__new__(_Result)
