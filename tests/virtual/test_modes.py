@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import shardwise as sw
 from shardwise import modes
 from shardwise.core.mode_stack import entries_in_force
-from shardwise.debug import recorder
+from shardwise.debug.recording import recorder
 from shardwise.errors import CommunicationError, ImplicitCommunicationError, PlainTensorError
 from shardwise.fabric.dry import dry
 from shardwise.fabric.recorded import functional_collectives
