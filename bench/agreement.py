@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.fabric.agreement import RankCheck
+from shardwise.fabric.rank_agreement import RankCheck
 from tests.gloo.processes import run_processes
 
 ROUNDS, CALLS = 30, 100

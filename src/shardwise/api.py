@@ -16,8 +16,8 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.fabric.block_copies import slicer
 from shardwise.fabric.c10d import c10d
-from shardwise.fabric.pieces import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, entered, is_dtensor

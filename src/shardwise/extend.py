@@ -20,7 +20,7 @@ from shardwise.core.placement import Partial, Placement, Replicate, as_placement
 from shardwise.core.spec import TensorMeta
 from shardwise.errors import LayoutError, RuleError
 from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
-from shardwise.rules.notation import Factors, Row, candidates, parse
+from shardwise.rules.engine import Factors, Row, candidates, parse
 from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
 from shardwise.schema import OpInfo, load_rules
 from shardwise.tensor import DTensor, dtensor_of, forget_operators, is_dtensor

@@ -11,7 +11,7 @@ from shardwise.api import cut_block
 from shardwise.compilers import traceable
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.dispatch.drawing import fill_parts
+from shardwise.dispatch.random_ops import fill_parts
 from shardwise.errors import LayoutError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route

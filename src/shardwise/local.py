@@ -39,7 +39,7 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
     hide = torch._C._dispatch_tls_set_dispatch_key_excluded
     keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_resolving_conjugates(*args: Any, **kwargs: Any) -> Any:
         hidden = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
         for key in keys:
             hide(key, False)
@@ -50,7 +50,7 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
             for key, was in zip(keys, hidden, strict=True):
                 hide(key, was)
 
-    return run
+    return run_resolving_conjugates
 
 
 def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
     The shapes are found on meta tensors. What is written to is given back as it is.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_unless_empty(*args: Any, **kwargs: Any) -> Any:
         given = _tensors((args, kwargs))
         if all(tensor.numel() for tensor in given) or any(tensor.is_meta for tensor in given):
             return op(*args, **kwargs)
@@ -79,7 +79,7 @@ def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
             return op(*args, **kwargs)
         return tree_map(lambda result: _empty_on(given[0].device, result), results)
 
-    return run
+    return run_unless_empty
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise import modes
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.dispatch.together import SideBySide, alike
+from shardwise.dispatch.flat_buffer import SideBySide, alike
 from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["align_gradients", "install"]

@@ -15,7 +15,7 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.mode_stack import mode_context
-from shardwise.dispatch.drawing import agree_on_state
+from shardwise.dispatch.random_ops import agree_on_state
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.base import device_of, fabric_of
 from shardwise.fabric.world import as_mesh

@@ -15,7 +15,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.core.placement import Placement
 from shardwise.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from shardwise.parallel.parameters import lay_out, see_on, unsee
+from shardwise.parallel.tensor_parallel.module_parameters import lay_out, see_on, unsee
 
 __all__ = ["has_plan", "plan_of"]
 

@@ -12,14 +12,7 @@ KNOWN_DUPLICATES: dict[str, set[str]] = {
     "checkpoint": {"checkpoint", "cli.checkpoint"},
     "demo": {"cli.demo", "demo"},
     "draw": {"cli.draw", "rng.draw"},
-    "gradients": {"parallel.gradients", "tensor.gradients"},
-    "loss": {"parallel.loss", "rules.loss"},
-    "notation": {"core.notation", "rules.notation"},
-    "owners": {"checkpoint.owners", "rules.owners"},
-    "plan": {"cli.plan", "parallel.plan", "plan"},
-    "random": {"random", "rules.random"},
-    "together": {"checkpoint.together", "dispatch.together", "parallel.together"},
-    "tree": {"checkpoint.tree", "parallel.tree"},
+    "plan": {"cli.plan", "plan"},
 }
 
 

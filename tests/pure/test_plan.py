@@ -21,8 +21,8 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard, Strid
 from shardwise.core.spec import DTensorSpec, TensorMeta, default_shard_order
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
 from shardwise.plan import search
-from shardwise.plan.bound import seconds_left, seconds_left_at_least
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
+from shardwise.plan.heuristic import seconds_left, seconds_left_at_least
 from shardwise.plan.route import DTensorRedistributePlanner, Route, plain_route
 from shardwise.plan.search import Path, cheapest_path
 from shardwise.plan.state import Problem

@@ -29,18 +29,18 @@ ANY_ORDER = {
     "shardwise.tensor.dtensor.Redistribute",
     "shardwise.tensor.ranks.OnEveryRank",
     "shardwise.tensor.ranks.FirstRank",
-    "shardwise.parallel.boundary._ToLayer",
-    "shardwise.parallel.boundary._FromLayer",
+    "shardwise.parallel.tensor_parallel.local_region._ToLayer",
+    "shardwise.parallel.tensor_parallel.local_region._FromLayer",
     "shardwise.interop._FromTorch",  # tests/gloo/test_derivatives.py
     "shardwise.interop._ToTorch",
 }
 # their derivative raises
 ONCE = {
-    "shardwise.tensor.gradients.ProductOfOthers",
+    "shardwise.tensor.gradient_layouts.ProductOfOthers",
     "shardwise.fabric.target_kernels.FusedRMSNorm",
-    "shardwise.parallel.gathered.Leaves",
+    "shardwise.parallel.data_parallel.gathered_params.Leaves",
 }
-NO_GRADIENT = {"shardwise.parallel.gathered.Completion"}  # a signal: nothing flows through it
+NO_GRADIENT = {"shardwise.parallel.data_parallel.gathered_params.Completion"}  # a signal: nothing flows through it
 
 
 def mesh_of(*shape: int) -> sw.DeviceMesh:

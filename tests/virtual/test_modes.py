@@ -18,7 +18,7 @@ from shardwise.core.mode_stack import entries_in_force
 from shardwise.debug.recording import recorder
 from shardwise.errors import CommunicationError, ImplicitCommunicationError, PlainTensorError
 from shardwise.fabric.dry import dry
-from shardwise.fabric.recorded import functional_collectives
+from shardwise.fabric.traced_collectives import functional_collectives
 from shardwise.tensor import DTensor
 
 

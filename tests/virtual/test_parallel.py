@@ -22,7 +22,7 @@ from shardwise.parallel import (
     SequenceParallel,
     loss_parallel,
 )
-from shardwise.parallel.gradients import add_up
+from shardwise.parallel.tensor_parallel.norm_gradients import add_up
 from tests.virtual.training import whole
 
 parallelize_module: Any = sw.parallel.parallelize_module  # what comes back is indexed

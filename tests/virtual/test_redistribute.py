@@ -14,7 +14,7 @@ from hypothesis import given, settings
 import shardwise as sw
 from shardwise import DeviceMesh, DTensor, DTensorSpec, MaskPartial, Partial, RankTensor, Replicate, Shard, StridedShard
 from shardwise.fabric import routes
-from shardwise.fabric.traffic import traffic
+from shardwise.fabric.exchange_plan import traffic
 from tests.pure.layouts import held, spec_pairs
 from tests.pure.strategies import LAYOUT_KINDS
 from tests.virtual.cases import EXCHANGES

@@ -117,14 +117,14 @@ def async_save(
         raise
     interrupt = None if isinstance(turn.error, Exception) else turn.error
 
-    def run() -> None:  # also after an error, for the others to hear of it
+    def write_in_background() -> None:  # also after an error, for the others to hear of it
         try:
             run_job(turn, apart)
         except BaseException as error:
             if error is not interrupt:
                 raise
 
-    saving = start_pending(run)
+    saving = start_pending(write_in_background)
     if interrupt is not None:
         raise interrupt
     return saving

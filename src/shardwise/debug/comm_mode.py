@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.core.mode_stack import ModeContext
 from shardwise.debug.recording.recorder import Listener, listening
 from shardwise.debug.recording.records import MoveRecord, Record
-from shardwise.fabric.recorded import functional_collectives
+from shardwise.fabric.traced_collectives import functional_collectives
 from shardwise.tensor import DTensor
 
 __all__ = ["CommDebugMode"]

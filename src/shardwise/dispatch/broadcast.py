@@ -20,14 +20,14 @@ from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.origins import current_node, origin_of
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.block_copies import compacted, local_step
 from shardwise.fabric.dry import dry
-from shardwise.fabric.pieces import compacted, local_step
 from shardwise.fabric.routes import bound_route
 from shardwise.fabric.virtual import virtual
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
+from shardwise.rules.engine import Factors
 from shardwise.rules.movement import where_triangle
-from shardwise.rules.notation import Factors
 from shardwise.rules.reduction import local_share
 from shardwise.rules.slicing import local_input_sizes, where_put_back
 from shardwise.rules.view import NOT_A_VIEW, groups_of
@@ -68,7 +68,7 @@ class Constant(NamedTuple):
     results: tuple[tuple[int, int], ...]
 
 
-class Kept(NamedTuple):
+class BroadcastCall(NamedTuple):
     """A call that keeps broadcast dims.
 
     Args:
@@ -82,7 +82,7 @@ class Kept(NamedTuple):
     runs_as: OutputSharding
 
 
-def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callable[..., Any]) -> Kept:
+def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callable[..., Any]) -> BroadcastCall:
     """The call with broadcast dims of its results marked, and what to run on the locals in place of `op`."""
     info = signature.info
     if info.is_view or info.op in VIEWS_OF_COPIES:
@@ -94,16 +94,16 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
             else:
                 dims = [[] for _ in sharding.outputs]
         sharding = _with_broadcast(sharding, dims)
-        return Kept(sharding, _apart(op, sharding.outputs) if sharding.inputs[0].is_lazy else op, sharding)
+        return BroadcastCall(sharding, _apart(op, sharding.outputs) if sharding.inputs[0].is_lazy else op, sharding)
     if not info.pointwise and info.op not in ANY_STRIDES:
         op = _on_dense(op, [slot for slot, spec in zip(signature.slots, signature.specs, strict=True) if spec.is_lazy])
     if info.writes or info.draws or sharding.rule.layouts is not None or sharding.rule.localize not in UNIFORM:
-        return Kept(sharding, op, sharding)
+        return BroadcastCall(sharding, op, sharding)
     factors = sharding.factors
     last = UNIFORM[sharding.rule.localize]
     constant = [] if factors is None else list(_constant_factors(factors, sharding, last))
     if not constant:
-        return Kept(sharding, op, sharding)
+        return BroadcastCall(sharding, op, sharding)
     operands = _dims_of_each([found.operands for found in constant], len(sharding.inputs))
     results = _dims_of_each([found.results for found in constant], len(sharding.outputs))
     runs_as = replace(
@@ -112,7 +112,7 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
         outputs=tuple(map(_of_size_one, sharding.outputs, results)),
     )
     run = _run_once(op, signature, constant, operands, sharding.outputs[0])
-    return Kept(_with_broadcast(sharding, results), run, runs_as)
+    return BroadcastCall(_with_broadcast(sharding, results), run, runs_as)
 
 
 def _dims_of_each(places: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[int]]:
@@ -196,7 +196,7 @@ def _run_once(
             return _run_once_alone(op, operands[0], shape)
         return _run_once_in_front(op, given, sources[0], None if result.tensor_meta.is_symbolic else shape)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_once(*args: Any, **kwargs: Any) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         for slot, dims in given:
             slot.put(new_args, new_kwargs, compacted(slot.get(args, kwargs), dims))
@@ -206,16 +206,16 @@ def _run_once(
             return like(made, (_expanded(one, found, args, kwargs) for one, found in pairs))
         return _expanded(made, sources[0], args, kwargs)
 
-    return run
+    return run_once
 
 
 def _run_once_alone(op: Callable[..., Any], dims: Sequence[int], shape: list[int]) -> Callable[..., Any]:
     """The same for one operand and one result: what gradients of means need."""
 
-    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_once_alone(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return op(compacted(local, dims), *args, **kwargs).expand(shape)
 
-    return run
+    return run_once_alone
 
 
 def _run_once_in_front(
@@ -230,7 +230,7 @@ def _run_once_in_front(
     """
     compact: list[tuple[Any, Sequence[int]]] = [(slot.index, dims) for slot, dims in given]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_once_in_front(*args: Any, **kwargs: Any) -> Any:
         new_args = list(args)
         for index, dims in compact:
             new_args[index] = compacted(args[index], dims)
@@ -239,7 +239,7 @@ def _run_once_in_front(
             return like(made, iter([_expanded(made[0], sources, args, kwargs), *made[1:]]))
         return _expanded(made, sources, args, kwargs) if shape is None else made.expand(shape)
 
-    return run
+    return run_once_in_front
 
 
 def _on_dense(op: Callable[..., Any], slots: Sequence[Slot]) -> Callable[..., Any]:
@@ -247,13 +247,13 @@ def _on_dense(op: Callable[..., Any], slots: Sequence[Slot]) -> Callable[..., An
     if not slots:
         return op
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_on_dense(*args: Any, **kwargs: Any) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         for slot in slots:
             slot.put(new_args, new_kwargs, slot.get(args, kwargs).contiguous())
         return op(*new_args, **new_kwargs)
 
-    return run
+    return run_on_dense
 
 
 def _expanded(made: Any, dims: Sequence[tuple[int, Slot, int]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -330,14 +330,14 @@ def _apart(op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[.
     A view that is itself stored so is given another local when it is written to. Any other gets memory of its own.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_apart(*args: Any, **kwargs: Any) -> Any:
         views = op(*args, **kwargs)
         if not isinstance(views, tuple | list):
             return views if outputs[0].is_lazy else views.clone()
         pairs = zip(views, outputs, strict=True)
         return like(views, (view if spec.is_lazy else view.clone() for view, spec in pairs))
 
-    return run
+    return run_apart
 
 
 def _is_zero(stride: Any) -> bool:

@@ -22,13 +22,11 @@ from shardwise.dispatch.broadcast import (
     into_leaf,
     scanned_as_origin,
 )
+from shardwise.dispatch.cross_mesh import on_one_mesh
 from shardwise.dispatch.decision import Decision, decided, listening
-from shardwise.dispatch.drawing import agree_once, drawing, filling
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, is_symbolic, key_of
-from shardwise.dispatch.meshes import on_one_mesh
-from shardwise.dispatch.metas import ResultMetas
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.origins import (
     GROUPED,
@@ -43,11 +41,13 @@ from shardwise.dispatch.origins import (
     sent_to_owners,
     with_zeros_of_unused,
 )
-from shardwise.dispatch.outside import holding_nothing
+from shardwise.dispatch.outside_mesh import holding_nothing
 from shardwise.dispatch.plain_operands import with_plain_operands
-from shardwise.dispatch.recipes import Recipes
+from shardwise.dispatch.random_ops import agree_once, drawing, filling
+from shardwise.dispatch.result_meta import ResultMetas
 from shardwise.dispatch.ring_attention import attending
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
+from shardwise.dispatch.size_generic import KnownCalls
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
 from shardwise.errors import UnsupportedError
@@ -89,7 +89,7 @@ class OpDispatcher:
         self.cache: BoundedCache[Key, Executor] = BoundedCache(MAX_ENTRIES)
         self.misses = 0
         self._metas = ResultMetas()
-        self._recipes = Recipes()
+        self._recipes = KnownCalls()
         on_new_world.append(self.forget)  # executors know which ranks are here
         on_found.append(self.cache.clear)  # a known call would not raise what was found
         on_new_model.append(self.forget)  # and move what it is cheapest to move

@@ -360,7 +360,7 @@ def _moving(
     wrapping = signature.wrapping
     wrap = None if signature.pinned else wrapping.wrapper(outputs[0])
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_moving_operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
         given = list(args)
@@ -375,7 +375,7 @@ def _moving(
             push_back(wrapping, info, target)
         return target
 
-    return run
+    return run_moving_operands
 
 
 # ---------------------------------------------------------------- all others
@@ -398,7 +398,7 @@ def general_executor(
     wraps = None if outputs is None else [wrapping.wrapper(spec) for spec in outputs]
     moving = [route.route for route in routes if route is not None and route.communicates]
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_general(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(op, moving)
         locals_ = bring(args, kwargs)
@@ -418,7 +418,7 @@ def general_executor(
             mark_views(info, args, kwargs, wrapped)
         return wrapped
 
-    return run
+    return run_general
 
 
 def _was_copied(result: Any, local: Any) -> bool:

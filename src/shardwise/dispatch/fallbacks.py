@@ -64,7 +64,7 @@ def decomposed(
     """
     info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_decomposed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if modes.is_decomposing(info.op):
             return directly()(args, kwargs)
         with modes.decomposing(info.op):
@@ -76,7 +76,7 @@ def decomposed(
             return results
         return results if metas is None else wrapping.in_memory_order(results, metas)
 
-    return run
+    return run_decomposed
 
 
 def made_elsewhere(wrapping: Wrapping, info: OpInfo) -> Executor:
@@ -85,10 +85,10 @@ def made_elsewhere(wrapping: Wrapping, info: OpInfo) -> Executor:
     def stand_in(value: Any) -> Any:
         return meta_tensor(value._spec.tensor_meta) if isinstance(value, wrapping.tensor_class) else value
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_made_elsewhere(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return info.op(*map(stand_in, args), **kwargs)
 
-    return run
+    return run_made_elsewhere
 
 
 def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Executor:
@@ -121,13 +121,13 @@ def _in_memory_order(signature: Signature) -> Callable[..., Any]:
     """The operator on operands that lie in memory as on one device; what was moved may lie otherwise."""
     op, slots, specs = signature.info.op, signature.slots, signature.specs
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_in_memory_order(*args: Any, **kwargs: Any) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         for slot, spec in zip(slots, specs, strict=True):
             slot.put(new_args, new_kwargs, _with_strides(slot.get(args, kwargs), spec.tensor_meta.stride))
         return op(*new_args, **new_kwargs)
 
-    return run
+    return run_in_memory_order
 
 
 def _with_strides(whole: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.flat_buffer import SideBySide, alike
 from shardwise.dispatch.signature import Executor, Signature, Wrapping
-from shardwise.dispatch.together import SideBySide, alike
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import RankTensor
 from shardwise.schema import OpInfo, Slot
@@ -136,7 +136,7 @@ def _together(positions: list[int], specs: Sequence[DTensorSpec]) -> _Together:
 def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Executor:
     """The same call with these operands reduced, those that lie alike in one collective."""
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_on_reduced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         tensors = [slot.get(args, kwargs) for slot in slots]
         for several in _several({i: tensor._spec for i, tensor in enumerate(tensors)}):
@@ -146,4 +146,4 @@ def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Ex
             slot.put(new_args, new_kwargs, wrapping.wrapper(spec)(_settled(tensor, bound_route(tensor._spec, spec))))
         return info.op(*new_args, **new_kwargs)
 
-    return run
+    return run_on_reduced

@@ -142,7 +142,7 @@ def putting_back(
     find = _experts_of if grouped else origin_of
     compared = 1 if grouped else None  # matrices of experts may be transposed
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def put_back(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         origin = find(tensor_class)
         if origin is not None and (
             origin.mesh is not spec.mesh or origin.shape[:compared] != spec.shape[:compared] or origin.is_strided
@@ -153,7 +153,7 @@ def putting_back(
             found = runs[origin] = make(_spread(sharding, origin, dim))
         return found(args, kwargs)
 
-    return run
+    return put_back
 
 
 def sent_to_owners(
@@ -181,7 +181,7 @@ def sent_to_owners(
             return runs[None]
         return make(replace(sharding, outputs=(made,), exchange=OwnerExchange(made, made, 0, axes)))
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def send_to_owners(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         origin = origin_of(tensor_class)
         if origin is not None and (origin.mesh is not mesh or origin.shape != out.shape):
             origin = None
@@ -191,7 +191,7 @@ def sent_to_owners(
             found = runs[origin] = owned(origin)
         return found(args, kwargs)
 
-    return run
+    return send_to_owners
 
 
 def _experts_of(tensor_class: Any) -> DTensorSpec | None:

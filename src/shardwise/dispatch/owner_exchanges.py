@@ -23,7 +23,7 @@ from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OutputSharding
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.step import OwnerExchange
-from shardwise.rules.owners import Exchanging, Place
+from shardwise.rules.owner_programs import Exchanging, OwnedPart
 
 __all__ = ["exchanging_by_owner"]
 
@@ -40,7 +40,7 @@ def exchanging_by_owner(signature: Signature, sharding: OutputSharding, step: Ow
     wraps = [signature.wrapping.wrapper(spec) for spec in sharding.outputs]
     strides = [spec.tensor_meta.stride for spec in sharding.outputs]
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_owner_program(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         modes.check_strict(info.op, moving)
         locals_ = bring(args, kwargs)
         announced(route)
@@ -59,17 +59,17 @@ def exchanging_by_owner(signature: Signature, sharding: OutputSharding, step: Ow
         results = [wrap(in_order_of(local, stride)) for wrap, local, stride in zip(wraps, made, strides, strict=True)]
         return results[0] if info.returns == ("Tensor",) else tuple(results)
 
-    return run
+    return run_owner_program
 
 
-def _place(step: OwnerExchange, at: Coordinate) -> Place:
+def _place(step: OwnerExchange, at: Coordinate) -> OwnedPart:
     spec, dim = step.before, step.dim
     start, length = spec.starts_and_lengths(dim, np.array([at]))
     parts = tuple(spec.mesh.shape[axis] for axis in step.over)
     member = 0
     for axis in step.over:
         member = member * spec.mesh.shape[axis] + at[axis]
-    return Place(dim, int(start[0]), int(length[0]), spec.shape[dim], parts, member)
+    return OwnedPart(dim, int(start[0]), int(length[0]), spec.shape[dim], parts, member)
 
 
 def _route(step: OwnerExchange, sharding: OutputSharding) -> Route:

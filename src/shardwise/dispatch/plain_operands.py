@@ -17,7 +17,7 @@ from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.sequence import argument_name
+from shardwise.fabric.collective_log import argument_name
 from shardwise.fabric.virtual import RankTensor, virtual
 from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot

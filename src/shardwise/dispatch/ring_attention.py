@@ -20,14 +20,14 @@ from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
-from shardwise.fabric.recorded import is_recorded
 from shardwise.fabric.routes import BoundRoute, Rotation, bound_rotations
+from shardwise.fabric.traced_collectives import is_recorded
 from shardwise.local import in_order_of
 from shardwise.plan.propagate import OpSchema, OutputSharding
 from shardwise.plan.route import Route
 from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention
 from shardwise.rules.attention import KERNELS
-from shardwise.rules.attention_blocks import SEQUENCE, BackwardBlocks, ForwardBlocks, Tile, tiles
+from shardwise.rules.attention_blocks import SEQUENCE, BackwardBlocks, ForwardBlocks, ScoreTile, tiles
 
 __all__ = ["attending"]
 
@@ -52,7 +52,7 @@ def attending(signature: Signature, sharding: OutputSharding, metas: tuple[Tenso
     decided(choice.way, signature, choice.sharding, choice.why)
     made: dict[str | None, Executor] = {modes.preferred_attention(): _executor(signature, choice)}
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         prefer = modes.preferred_attention()
         known = made.get(prefer)
         if known is None:
@@ -61,7 +61,7 @@ def attending(signature: Signature, sharding: OutputSharding, metas: tuple[Tenso
             known = made[prefer] = _executor(signature, chosen)
         return known(args, kwargs)
 
-    return run
+    return run_attention
 
 
 def _executor(signature: Signature, choice: AttentionChoice) -> Executor:
@@ -99,7 +99,7 @@ class _Plan:
         self.rounds, self.back = _bound(choice.rounds), _bound(choice.back)
         self.kernel, self.is_backward = KERNELS[signature.info.op]
 
-    def tiles(self, coordinate: Coordinate, block: int) -> list[Tile]:
+    def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
         """What a rank computes of a block. In a dry run all of it: one rank stands for the one that computes most."""
         if self.mesh.fabric == dry.name:
             rows, columns = (self.inputs[name].local_shape(coordinate)[SEQUENCE] for name in ("query", "key"))
@@ -143,7 +143,7 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
     compute = _backward if plan.is_backward else _forward
     wraps = [signature.wrapping.wrapper(spec) for spec in outputs]
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def attend_by_blocks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
         plain = info.bind(args, kwargs)
@@ -159,7 +159,7 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
         fresh = iter(zip(wraps, outputs, strict=True))
         return tuple(_wrapped(result, fresh) for result in results)
 
-    return run
+    return attend_by_blocks
 
 
 def _stored(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

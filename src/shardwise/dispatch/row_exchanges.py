@@ -46,7 +46,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
     before = None if rows.first is None else _mapped(signature, rows.first)
     taken = {segment.operand for segment in rows.segments}  # others are read for their sizes
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def exchange_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
         fill = 0 if fill_name is None else info.bind(args, kwargs)[fill_name]
@@ -59,7 +59,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
             mark_views(info, args, kwargs, wrapped)
         return wrapped
 
-    return run
+    return exchange_rows
 
 
 def exchanging_halos(
@@ -83,7 +83,7 @@ def exchanging_halos(
             made = fabric.map(mesh, lambda _, *locals_: halo.last[i](*locals_), made, *own)
         return wraps[i](made)
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def exchange_halos(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
         own = bring(args, kwargs)
@@ -100,7 +100,7 @@ def exchanging_halos(
         at = itertools.count()
         return like(results, (finished(next(at), r, own) if isinstance(r, torch.Tensor) else r for r in results))
 
-    return run
+    return exchange_halos
 
 
 def _patches(sharding: OutputSharding, exchange: HaloExchange, mesh: DeviceMesh) -> dict[Coordinate, dict[str, Any]]:
@@ -121,7 +121,9 @@ def _sparing_no_rows(info: OpInfo, local_op: Callable[..., Any], outputs: Sequen
     """`local_op` on all arguments in order. A rank that has no rows to work on does not call it, and gives zeros."""
     dtypes = [spec.tensor_meta.dtype for spec in outputs]
 
-    def run(*args: Any, places: Any, nothing: Sequence[tuple[int, ...] | None] | None, **kwargs: Any) -> Any:
+    def skip_empty_windows(
+        *args: Any, places: Any, nothing: Sequence[tuple[int, ...] | None] | None, **kwargs: Any
+    ) -> Any:
         if nothing is None:
             bound = info.bind(args, kwargs)
             return local_op(*[bound[name] for name in info.names], places=places)
@@ -129,7 +131,7 @@ def _sparing_no_rows(info: OpInfo, local_op: Callable[..., Any], outputs: Sequen
         made = [None if shape is None else args[0].new_zeros(shape, dtype=next(left)) for shape in nothing]
         return tuple(made) if len(made) > 1 else made[0]
 
-    return run
+    return skip_empty_windows
 
 
 def _mapped(signature: Signature, first: OnLocal) -> OnLocal:

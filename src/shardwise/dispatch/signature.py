@@ -143,11 +143,11 @@ def fixed_sizes(wrapping: Wrapping, func: OpOverload) -> Executor:
             return wrapping.wrapper(spec.with_meta(spec.tensor_meta.specialized()))(value._local_tensor)
         return int(value) if isinstance(value, torch.SymInt) else value
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_with_fixed_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         new_args, new_kwargs = tree_map(fixed, (args, dict(kwargs)))
         return func(*new_args, **new_kwargs)
 
-    return run
+    return run_with_fixed_sizes
 
 
 def whole_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

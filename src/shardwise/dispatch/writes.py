@@ -23,7 +23,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
     """`t_`, `squeeze_`, ...: the tensor itself becomes the view."""
     wrapper, op = signature.wrapping.wrapper, signature.info.op
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def reshape_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # a stand-in for what the tensor was: it may itself be a view that was copied
         before: Any = wrapper(args[0]._spec)(args[0]._local_tensor)
         before._mark_copied(args[0]._copied_view)
@@ -34,7 +34,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
         args[0]._mark_copied(view._copied_view)
         return args[0]
 
-    return run
+    return reshape_in_place
 
 
 def replacing_locals(signature: Signature) -> Executor:
@@ -49,7 +49,7 @@ def replacing_locals(signature: Signature) -> Executor:
     if torch.Tag.inplace_view in info.op.tags or info.draws or len(written) > 1:
         functional = None
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def replace_locals(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         targets = [slot.get(args, kwargs) for slot in written]
         if functional is None:
             for target in targets:
@@ -61,7 +61,7 @@ def replacing_locals(signature: Signature) -> Executor:
         replace_local(targets[0], result)
         return targets[0]
 
-    return run
+    return replace_locals
 
 
 def through_copies(signature: Signature) -> Executor:
@@ -99,7 +99,7 @@ def through_functional(signature: Signature, op: OpOverload) -> Executor:
     info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
     written = [slot for slot in signature.slots if slot.name in info.writes]
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def write_functional_result(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = [slot.get(args, kwargs) for slot in written]
         # all by name: the two forms of an operator need not have the same defaults
         kept = {name: value for name, value in info.bind(args, kwargs).items() if name not in info.outs}
@@ -109,4 +109,4 @@ def through_functional(signature: Signature, op: OpOverload) -> Executor:
             write(wrapping, info, target, result)
         return with_written(wrapping, info, args, kwargs, (None,) * len(info.returns), None, mesh)
 
-    return run
+    return write_functional_result

@@ -19,7 +19,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
 from shardwise.plan.route import Route
 from shardwise.plan.step import OwnerExchange, Rotate, RowExchange, Step
-from shardwise.rules.owners import Exchanging, Items
+from shardwise.rules.owner_programs import Exchanging, Items
 
 __all__ = [
     "BoundRows",
@@ -151,12 +151,12 @@ class Fabric(ABC):
         if len(bound) == 1:
             return bound[0]
 
-        def run(local: torch.Tensor) -> torch.Tensor:
+        def run_route(local: torch.Tensor) -> torch.Tensor:
             for step in bound:
                 local = step(local)
             return local
 
-        return run
+        return run_route
 
     def start_route(self, route: Route) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         """Like `bind_route`, with the last collective left in flight: what comes back waits for it and finishes."""

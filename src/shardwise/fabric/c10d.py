@@ -27,7 +27,6 @@ from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.symbolic import is_tracing, unrecorded
 from shardwise.errors import AgreementError, MeshError, UnsupportedError
-from shardwise.fabric.agreement import CheckedGroup, RankCheck, exit_with
 from shardwise.fabric.base import (
     BoundRows,
     BoundStep,
@@ -43,6 +42,7 @@ from shardwise.fabric.base import (
     report_found,
     was_raised,
 )
+from shardwise.fabric.block_copies import empty_block, local_step
 from shardwise.fabric.collectives import (
     Rotation,
     Start,
@@ -57,10 +57,13 @@ from shardwise.fabric.collectives import (
     rotate,
 )
 from shardwise.fabric.digests import PlainCheck
+from shardwise.fabric.encoding import as_carried
+from shardwise.fabric.exchange_plan import traffic
 from shardwise.fabric.packing import Line, Parcels, parcels
-from shardwise.fabric.pieces import empty_block, local_step
+from shardwise.fabric.rank_agreement import CheckedGroup, RankCheck, exit_with
 from shardwise.fabric.rank_threads import rank_threads
-from shardwise.fabric.recorded import (
+from shardwise.fabric.row_packing import row_parcels
+from shardwise.fabric.traced_collectives import (
     is_recorded,
     recorded_exchange,
     recorded_rotation,
@@ -68,9 +71,6 @@ from shardwise.fabric.recorded import (
     recorded_step,
     recorded_unreduce,
 )
-from shardwise.fabric.row_packing import row_parcels
-from shardwise.fabric.traffic import traffic
-from shardwise.fabric.wire import as_carried
 from shardwise.plan.route import Route
 from shardwise.plan.step import (
     AllGather,
@@ -650,7 +650,7 @@ def _of_this_world(
     """
     world, made = dist.group.WORLD, make()
 
-    def run(local: torch.Tensor) -> T:
+    def check_world_first(local: torch.Tensor) -> T:
         nonlocal world, made
         if (local.__class__ is not _Tensor or _modes_active()) and record is not None and is_recorded(local):
             return record()(local)
@@ -658,7 +658,7 @@ def _of_this_world(
             world, made = dist.group.WORLD, make()
         return made(local)
 
-    return run
+    return check_world_first
 
 
 _numbers = itertools.count()

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from shardwise.core.mesh import Coordinate
 from shardwise.fabric.base import BoundRows, check_counts
+from shardwise.fabric.block_copies import average_divider, reduce_tensors, slicer
+from shardwise.fabric.encoding import as_carried, as_reducible, from_reducible
 from shardwise.fabric.packing import Line, Parcels, gathering, pack, scattering, split_in_front, swapping
-from shardwise.fabric.pieces import average_divider, reduce_tensors, slicer
 from shardwise.fabric.row_packing import RowParcels
-from shardwise.fabric.wire import as_carried, as_reducible, from_reducible
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, OwnerExchange, ReduceScatter, reduction
-from shardwise.rules.owners import Items
+from shardwise.rules.owner_programs import Items
 
 __all__ = [
     "Rotation",
@@ -183,14 +183,14 @@ def exchange_rows(group: Any, goods: RowParcels) -> BoundRows:
     """One all-to-all of the rows of several tensors. Splits are made for each call: most of them are zero."""
     sent, got = (sum(size for _, size in pairs) for pairs in (goods.sent, goods.got))
 
-    def run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+    def run_row_exchange(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
         packed, buffer = pack(goods.packed(locals_), locals_[0].new_empty(sent)), locals_[0].new_empty(got)
         carried = as_carried(buffer)
         splits = goods.splits(buffer.element_size() // carried.element_size())
         group.alltoall_base(carried, as_carried(packed), *splits).wait()
         return goods.unpack(locals_, buffer, fill)
 
-    return run
+    return run_row_exchange
 
 
 class Rotation(NamedTuple):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.symbolic import is_tracing
-from shardwise.fabric.sequence import LIBRARIES, Ranks, argument_name, ranks_name
+from shardwise.fabric.collective_log import LIBRARIES, Ranks, argument_name, ranks_name
 
 __all__ = ["PlainCheck", "digest_of", "is_sampled"]
 
@@ -123,7 +123,7 @@ class Use(NamedTuple):
     digests: Mapping[str, Digest]
 
 
-class Report(Protocol):
+class Reporter(Protocol):
     """Where a disagreement is reported."""
 
     def found(self, text: str) -> None:
@@ -151,7 +151,7 @@ class PlainCheck:
     """
 
     def __init__(
-        self, store: Any, rank: int, report: Report, let_others_run: Callable[[], object] | None = None
+        self, store: Any, rank: int, report: Reporter, let_others_run: Callable[[], object] | None = None
     ) -> None:
         self.rank, self.verdict = rank, ""
         self._store, self._report, self._process = store, report, os.getpid()

@@ -25,13 +25,13 @@ from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import BoundRows, BoundStep, Fabric, StartExchange, advance, check_source, register
-from shardwise.fabric.pieces import empty_block, local_step
+from shardwise.fabric.block_copies import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import Compact, Expand, OwnerExchange, Rotate, RowExchange, Step
-from shardwise.rules.owners import Items
+from shardwise.rules.owner_programs import Items
 from shardwise.rules.registry import VALUE_DEPENDENT
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
@@ -236,12 +236,12 @@ class DryFabric(Fabric):
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
         records = [RecordedStep(step, cost) for cost in row_exchange_route(step).costs]
 
-        def run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+        def record_row_exchange(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
             for dry_run in self.runs.values():
                 dry_run.steps.extend(records)
             return [self.track(empty_block(spec, (0,) * spec.mesh.ndim, locals_[0])) for spec in step.results]
 
-        return run
+        return record_row_exchange
 
     def start_rotation(self, step: Rotate) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         def start(flat: torch.Tensor) -> Callable[[], torch.Tensor]:

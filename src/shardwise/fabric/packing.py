@@ -18,8 +18,8 @@ from shardwise.core.layout import Block, dense_strides, equal_chunks
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import specialized
-from shardwise.fabric.pieces import chunk_rows, chunk_views, overlap
-from shardwise.fabric.traffic import Boxes, Traffic
+from shardwise.fabric.block_copies import chunk_rows, chunk_views, overlap
+from shardwise.fabric.exchange_plan import Boxes, Traffic
 from shardwise.plan.step import AllGather, AllToAll, Exchange, ReduceScatter
 
 __all__ = [
@@ -118,14 +118,14 @@ def scattering(step: ReduceScatter, line: Line, coordinate: Coordinate) -> Scatt
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Rows(NamedTuple):
+class PaddedRows(NamedTuple):
     """A row for each rank of a line, as long as the largest block, with its block of a tensor in front."""
 
     size: int
     pairs: Callable[[torch.Tensor, torch.Tensor], Pairs]  # of a buffer and the tensor: views of equal elements
 
 
-def _rows(spec: DTensorSpec, axes: Sequence[int], dim: int, line: Line, gathered: Block) -> Rows:
+def _rows(spec: DTensorSpec, axes: Sequence[int], dim: int, line: Line, gathered: Block) -> PaddedRows:
     """The rows of the blocks of `spec` into which `axes`, the most minor ones of `dim`, split the block `gathered`."""
     if not line.in_order or any(spec.rows(axis) for axis in spec.dim_axes[dim]):
         return _rows_of_blocks(spec, line, gathered)
@@ -142,10 +142,10 @@ def _rows(spec: DTensorSpec, axes: Sequence[int], dim: int, line: Line, gathered
             found.append((chunk_rows(grid, 0, view.shape, chunks), view))
         return found
 
-    return Rows(max(kinds, key=lambda kind: kind.length).length * others, pairs)
+    return PaddedRows(max(kinds, key=lambda kind: kind.length).length * others, pairs)
 
 
-def _rows_of_blocks(spec: DTensorSpec, line: Line, gathered: Block) -> Rows:
+def _rows_of_blocks(spec: DTensorSpec, line: Line, gathered: Block) -> PaddedRows:
     """The same rank by rank, where blocks are strided or ranks are not in the order of their coordinates."""
     blocks = [spec.block(coordinate) for coordinate in line.coordinates.tolist()]
     local = [block.shape for block in blocks]
@@ -158,7 +158,7 @@ def _rows_of_blocks(spec: DTensorSpec, line: Line, gathered: Block) -> Rows:
             for box in of_rank
         ]
 
-    return Rows(max(map(math.prod, local)), pairs)
+    return PaddedRows(max(map(math.prod, local)), pairs)
 
 
 # ---------------------------------------------------------------- all-to-all

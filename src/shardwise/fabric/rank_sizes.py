@@ -167,12 +167,12 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _binary(compute: Callable[[Any, Any], Any]) -> Callable[[RankNumber, Any], RankNumber]:
-    def run(self: RankNumber, other: Any) -> RankNumber:
+    def binary_by_rank(self: RankNumber, other: Any) -> RankNumber:
         (others,) = self._values(other)
         values = [compute(a, b) for a, b in zip(self.values, others, strict=True)]
         return RankNumber(values, self._general(compute, other, others) if len(set(values)) > 1 else None)
 
-    return run
+    return binary_by_rank
 
 
 def _or(a: bool, b: bool) -> bool:
@@ -189,11 +189,11 @@ def _divide(a: float, b: float) -> float:
 
 
 def _unary(compute: Callable[[Any], Any]) -> Callable[[RankNumber], RankNumber]:
-    def run(self: RankNumber) -> RankNumber:
+    def unary_by_rank(self: RankNumber) -> RankNumber:
         general = not self.general if compute is operator.not_ and self.general is not None else None
         return RankNumber([compute(value) for value in self.values], general)
 
-    return run
+    return unary_by_rank
 
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.base import rank_state
-from shardwise.fabric.sequence import LIBRARIES, caller
+from shardwise.fabric.collective_log import LIBRARIES, caller
 
 __all__ = ["RankThreads", "rank_threads", "torchrun_environment"]
 

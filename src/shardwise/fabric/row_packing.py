@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.exchange_plan import Boxes
 from shardwise.fabric.packing import Strip, offsets_of, sizes_by_rank, strips_of
-from shardwise.fabric.traffic import Boxes
 from shardwise.plan.row_exchange import Places, places_after, places_before
 from shardwise.plan.step import RowExchange, Windowed
 
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
     strips: list[Strip]
 
 
-class Kept(NamedTuple):
+class KeptRows(NamedTuple):
     """Rows of an operand that the same rank has as rows of a result."""
 
     source: RowView
@@ -65,7 +65,7 @@ class RowParcels(NamedTuple):
     got: tuple[tuple[int, int], ...]
     sends: list[Sent]
     receives: list[Sent]
-    keeps: list[Kept]
+    keeps: list[KeptRows]
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # shape and stride of each result
     filled: list[bool]  # whether rows of a result come from nowhere
     adds: bool  # whether rows that come from several ranks are added up
@@ -126,7 +126,7 @@ def row_parcels(step: RowExchange, me: int, coordinates: np.ndarray) -> RowParce
     ranks, here = len(coordinates), tuple(coordinates[me].tolist())
     sends: list[tuple[RowView, Boxes]] = []
     receives: list[tuple[RowView, Boxes]] = []
-    keeps: list[Kept] = []
+    keeps: list[KeptRows] = []
     for segment in step.segments:
         have, want = places_before(step, segment, coordinates), places_after(step, segment, coordinates)
         source = _view(segment.operand, step.dim, have, me, segment.step)
@@ -138,7 +138,7 @@ def row_parcels(step: RowExchange, me: int, coordinates: np.ndarray) -> RowParce
                 found.append((view, boxes))
         low, high = max(have.low[me], want.low[me]), min(have.high[me], want.high[me])
         if low < high:
-            keeps.append(Kept(_part(source, have.low[me], low, high), _part(target, want.low[me], low, high)))
+            keeps.append(KeptRows(_part(source, have.low[me], low, high), _part(target, want.low[me], low, high)))
     sent, got = (sizes_by_rank([boxes for _, boxes in found], ranks) for found in (sends, receives))
     sent[me] = got[me] = 1  # for the tag
     return RowParcels(

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.errors import AgreementError, UnsupportedError
+from shardwise.fabric.collective_log import caller, ranks_name
 from shardwise.fabric.rank_threads import RankThreads, rank_threads
-from shardwise.fabric.sequence import caller, ranks_name
 
 __all__ = ["ThreadGroup", "forget_groups", "thread_groups"]
 

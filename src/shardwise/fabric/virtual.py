@@ -26,9 +26,7 @@ from shardwise.fabric.base import (
     check_source,
     register,
 )
-from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
-from shardwise.fabric.packing import pack_traced
-from shardwise.fabric.pieces import (
+from shardwise.fabric.block_copies import (
     distinct_blocks,
     divide_average,
     empty_block,
@@ -38,6 +36,8 @@ from shardwise.fabric.pieces import (
     reduce_tensors,
     slicer,
 )
+from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
+from shardwise.fabric.packing import pack_traced
 from shardwise.fabric.rank_generators import draws, draws_alike
 from shardwise.fabric.rank_sizes import of_rank, rank_sizes
 from shardwise.fabric.rank_tangents import RankTangents, in_forward_mode
@@ -52,7 +52,7 @@ from shardwise.fabric.shared_writes import (
     written_arguments,
 )
 from shardwise.plan.step import AllGather, AllReduce, OwnerExchange, ReduceScatter, Rotate, RowExchange, Step, reduction
-from shardwise.rules.owners import Items
+from shardwise.rules.owner_programs import Items
 
 __all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
@@ -420,7 +420,7 @@ class VirtualFabric(Fabric):
             return self._move(step)
         rows = step.before.mesh.groups(step.over).tolist()
 
-        def run(local: torch.Tensor) -> torch.Tensor:
+        def run_all_gather(local: torch.Tensor) -> torch.Tensor:
             tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
             out: list[Any] = [None] * len(tensors)
             for row in rows:
@@ -429,7 +429,7 @@ class VirtualFabric(Fabric):
                     out[i] = torch.cat(parts, step.dim).contiguous()  # row-major, as process groups gather
             return RankTensor(out)
 
-        return run
+        return run_all_gather
 
     def _move(self, step: Step) -> BoundStep:
         """Any movement of blocks: each rank's new block is put together from those that hold its parts."""
@@ -450,7 +450,7 @@ class VirtualFabric(Fabric):
                 receiver = rank % len(ranks) if own is None else own
                 jobs.append((receiver, coordinate, pieces_for(after.block(coordinate), receiver, holders)))
 
-        def run(local: torch.Tensor) -> torch.Tensor:
+        def run_exchange(local: torch.Tensor) -> torch.Tensor:
             tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
             results = []
             for _, coordinate, pieces in jobs:
@@ -460,7 +460,7 @@ class VirtualFabric(Fabric):
                 results.append(out)
             return RankTensor(results)
 
-        return run
+        return run_exchange
 
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
         """As processes do it: each rank packs what it sends, gets its part of what the others have packed, unpacks."""
@@ -468,7 +468,7 @@ class VirtualFabric(Fabric):
         lines = mesh.groups(step.over).tolist()
         goods = [[row_parcels(step, me, mesh.coordinates[line]) for me in range(len(line))] for line in lines]
 
-        def run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+        def run_row_exchange(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
             columns = [_tensors(local, mesh) for local in locals_]
             out: list[list[Any]] = [[None] * mesh.grid_size for _ in step.results]
             for line, parcels in zip(lines, goods, strict=True):
@@ -478,7 +478,7 @@ class VirtualFabric(Fabric):
                         result[i] = made
             return [RankTensor(tensors) for tensors in out]
 
-        return run
+        return run_row_exchange
 
     def start_rotation(self, step: Rotate) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         mesh = step.before.mesh
@@ -522,7 +522,7 @@ class VirtualFabric(Fabric):
         cuts = [slicer(step.before.block(c), step.after.block(c)) for c in self.coordinates(mesh)]
         op = reduction(step)
 
-        def run(local: torch.Tensor) -> torch.Tensor:
+        def run_reduction(local: torch.Tensor) -> torch.Tensor:
             tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
             out: list[Any] = [None] * len(tensors)
             for row in rows:
@@ -531,7 +531,7 @@ class VirtualFabric(Fabric):
                     out[i] = cuts[i](total)
             return RankTensor(out)
 
-        return run
+        return run_reduction
 
 
 def _swapped(parcels: Sequence[RowParcels], given: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from shardwise.parallel.data_axes import DataParallelMeshDims
-from shardwise.parallel.fully_shard import (
+from shardwise.parallel.data_parallel.data_axes import DataParallelMeshDims
+from shardwise.parallel.data_parallel.fully_shard import (
     FSDPModule,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shardwise.parallel.loss import loss_parallel
-from shardwise.parallel.plan import parallelize_module
-from shardwise.parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from shardwise.parallel.replicate import ReplicateModule, replicate
-from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardwise.parallel.data_parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.data_parallel.replicate import ReplicateModule, replicate
+from shardwise.parallel.tensor_parallel.loss_parallel import loss_parallel
+from shardwise.parallel.tensor_parallel.parallelize import parallelize_module
+from shardwise.parallel.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from shardwise.parallel.tensor_parallel.style import ParallelStyle
+from shardwise.parallel.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
     "CPUOffloadPolicy",

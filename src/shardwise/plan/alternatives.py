@@ -16,7 +16,7 @@ from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagato
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import OwnerExchange
-from shardwise.rules.notation import Row, candidates
+from shardwise.rules.engine import Row, candidates
 from shardwise.rules.registry import find_rule
 
 __all__ = ["Candidate", "Change", "candidates_of", "changes_without_communication", "rule_text"]

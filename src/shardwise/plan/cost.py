@@ -15,8 +15,8 @@ from typing import NamedTuple
 from shardwise.core.mesh import DeviceMesh
 
 __all__ = [
+    "AxisGroup",
     "CostModel",
-    "Group",
     "Link",
     "MeshLinks",
     "current_cost_model",
@@ -76,7 +76,7 @@ class CostModel:
         return link.alpha + received * link.beta
 
 
-class Group(NamedTuple):
+class AxisGroup(NamedTuple):
     """The ranks along some axes: how many, and the link between them."""
 
     size: int
@@ -95,20 +95,20 @@ class MeshLinks:
 
     def __init__(self, model: CostModel, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], AxisGroup] = {}
         self.each = tuple(model.link(mesh, (axis,)) for axis in range(mesh.ndim))
         known = self.each or (model.link(mesh, ()),)
         self.best = Link(min(link.alpha for link in known), min(link.beta for link in known))
         self.uniform = len(set(known)) == 1
         self.by_speed = tuple(sorted(range(mesh.ndim), key=lambda axis: (self.each[axis].beta, axis)))
 
-    def group(self, axes: tuple[int, ...]) -> Group:
+    def group(self, axes: tuple[int, ...]) -> AxisGroup:
         """The group over `axes`."""
         found = self._groups.get(axes)
         if found is None:
             link = self._model.link(self._mesh, axes)
             size = math.prod([self._mesh.shape[a] for a in axes])
-            found = self._groups[axes] = Group(size, link.alpha, link.beta)
+            found = self._groups[axes] = AxisGroup(size, link.alpha, link.beta)
         return found
 
 

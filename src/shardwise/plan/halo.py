@@ -13,8 +13,8 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import RowExchange, Windowed
-from shardwise.rules.notation import Dim, Factors
-from shardwise.rules.registry import Halo, Place
+from shardwise.rules.engine import Dim, Factors
+from shardwise.rules.registry import Halo, WindowPart
 
 __all__ = ["HaloExchange", "halo_exchange", "halo_rows"]
 
@@ -47,12 +47,12 @@ class HaloExchange:
         pairs = enumerate(outputs)
         return [Windowed(spec, self.windows) if i in self.halo.adds else spec for i, spec in pairs]
 
-    def places(self, coordinate: Coordinate) -> dict[int, Place]:
+    def places(self, coordinate: Coordinate) -> dict[int, WindowPart]:
         """Where the rank at `coordinate` works, by dim."""
         found = {}
         for dim, window, reference in self.windows:
             ((start, length),) = reference.runs(dim, coordinate)
-            found[dim] = Place(start, length, *window.over(start, length))
+            found[dim] = WindowPart(start, length, *window.over(start, length))
         return found
 
 

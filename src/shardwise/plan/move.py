@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from shardwise.plan.lack import missing
+from shardwise.plan.missing_bytes import missing
 from shardwise.plan.state import DistState, Problem, Splits, common_beginning
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step
 

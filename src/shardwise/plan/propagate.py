@@ -23,7 +23,7 @@ from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.halo import HaloExchange, halo_exchange, halo_rows
 from shardwise.plan.route import DTensorRedistributePlanner
 from shardwise.plan.step import OwnerExchange, RowExchange
-from shardwise.rules.notation import Factors, Owned, Row, candidates
+from shardwise.rules.engine import Factors, Owned, Row, candidates
 from shardwise.rules.registry import Call, Halo, Rule, find_rule
 
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 
-from shardwise.plan.bound import seconds_left, seconds_left_at_least
+from shardwise.plan.heuristic import seconds_left, seconds_left_at_least
 from shardwise.plan.move import Move, last_reductions, moves
 from shardwise.plan.state import DistState, Problem
 

@@ -23,7 +23,7 @@ from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagato
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
 from shardwise.plan.step import Rotate
 from shardwise.rules.attention import KERNELS, WAYS
-from shardwise.rules.attention_blocks import SEQUENCE, Tile, tiles
+from shardwise.rules.attention_blocks import SEQUENCE, ScoreTile, tiles
 from shardwise.text import human_bytes, human_seconds
 
 __all__ = ["AttentionChoice", "Pairs", "choose_attention"]
@@ -88,7 +88,7 @@ class Pairs:
             at = at * self.query_spec.mesh.shape[axis] + coordinate[axis]
         return at
 
-    def tiles(self, coordinate: Coordinate, block: int) -> list[Tile]:
+    def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
         """The parts of the scores of a rank's queries with a block of keys that count."""
         start, rows = self.query_spec.global_offset(coordinate)[SEQUENCE], self.query_spec.local_shape(coordinate)[2]
         offset = start - self.key_starts[block] if self.causal else None

@@ -25,7 +25,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     padding,
     pointwise,
     pooling,
-    random,
+    random_sampling,
     recurrent,
     reduction,
     scans,

@@ -17,7 +17,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.rules.attention_blocks import BlockKernel
 from shardwise.rules.dims import aligned
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
@@ -109,10 +109,10 @@ def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
 def in_rows(op: Callable[..., Any]) -> Callable[..., Any]:
     """`op` on locals whose rows lie in one piece. Its kernel takes that for granted; locals that were moved may not."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def attend_in_rows(*args: Any, **kwargs: Any) -> Any:
         return op(*map(_with_rows, args), **kwargs)
 
-    return run
+    return attend_in_rows
 
 
 def _with_rows(arg: Any) -> Any:

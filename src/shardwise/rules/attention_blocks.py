@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "Tile", "tiles"]
+__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "tiles"]
 
 SEQUENCE = 2  # the dim of queries, keys and values
 
 
-class Tile(NamedTuple):
+class ScoreTile(NamedTuple):
     """A rectangle of a block of scores; of a causal one, which is square, the part up to the diagonal counts."""
 
     row: int
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
         return x if self.columns == x.shape[SEQUENCE] else x.narrow(SEQUENCE, self.column, self.columns)
 
 
-def tiles(rows: int, columns: int, offset: int | None) -> list[Tile]:
+def tiles(rows: int, columns: int, offset: int | None) -> list[ScoreTile]:
     """The rectangles of a block of scores that count, so that kernels see whole ones and causal squares alone.
 
     Args:
@@ -53,16 +53,16 @@ def tiles(rows: int, columns: int, offset: int | None) -> list[Tile]:
     if not rows or not columns:
         return []
     if offset is None or offset >= columns - 1:
-        return [Tile(0, rows, 0, columns, False)]
+        return [ScoreTile(0, rows, 0, columns, False)]
     first, seen = max(0, -offset), max(0, offset)
     left = rows - first
     if left <= 0:
         return []
     size = min(left, columns - seen)
-    found = [Tile(first, left, 0, seen, False)] if seen else []
-    found.append(Tile(first, size, seen, size, True))
+    found = [ScoreTile(first, left, 0, seen, False)] if seen else []
+    found.append(ScoreTile(first, size, seen, size, True))
     if left > size:
-        found.append(Tile(first + size, left - size, seen, size, False))
+        found.append(ScoreTile(first + size, left - size, seen, size, False))
     return found
 
 
@@ -95,7 +95,7 @@ class ForwardBlocks:
         self.lse: torch.Tensor | None = None
         self.others: tuple[Any, ...] = ()  # what kernels return besides
 
-    def add(self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[Tile]) -> None:
+    def add(self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[ScoreTile]) -> None:
         """Take a block of keys into account, which begins at `start` of all keys."""
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
@@ -107,7 +107,7 @@ class ForwardBlocks:
                 lse, out = _without_dead_rows(mask, lse, out)
             self._merge(tile, out, lse)
 
-    def _merge(self, tile: Tile, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def _merge(self, tile: ScoreTile, out: torch.Tensor, lse: torch.Tensor) -> None:
         if self.out is None or self.lse is None:
             if tile.rows == self.query.shape[SEQUENCE]:
                 self.out, self.lse = out.to(lse.dtype), lse
@@ -147,7 +147,7 @@ class BackwardBlocks:
         self.grad_query = self.query.new_zeros(self.query.shape, dtype=wide)
 
     def add(
-        self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[Tile]
+        self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[ScoreTile]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What this block of queries adds to the gradients of a block of keys and values; its own are kept."""
         grads: list[torch.Tensor] | None = None

@@ -11,8 +11,8 @@ import torch
 
 from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.rules.layout_helpers import as_laid_out, as_result, reduced, settled, widened
 from shardwise.rules.normalization import but_channels, over_channels, scaled
-from shardwise.rules.on_the_way import as_laid_out, as_result, reduced, settled, widened
 from shardwise.rules.registry import Call, decomposition, layout_rule
 from shardwise.rules.statistics import moments
 

@@ -14,7 +14,7 @@ from shardwise.core.layout import Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.notation import EACH_ALONE, FIRST, Dim, Factors, Row
+from shardwise.rules.engine import EACH_ALONE, FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, Halo, pattern_rule, rule
 from shardwise.rules.windows import SPACE, Places, at, kernel_window, window_of, with_value
 

@@ -15,7 +15,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.notation import Factors
+from shardwise.rules.engine import Factors
 from shardwise.rules.pointwise import EXTREMA, KINDS, alike, broadcast
 from shardwise.rules.registry import Call, decomposition, layout_rule, rule
 

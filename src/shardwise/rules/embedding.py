@@ -13,9 +13,9 @@ import torch
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import MaskPartial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules import owners
+from shardwise.rules import owner_programs
+from shardwise.rules.engine import Dim, Factors, Owned, Row
 from shardwise.rules.indexing import looked_up
-from shardwise.rules.notation import Dim, Factors, Owned, Row
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def look_up(
     return found.masked_fill_(missing.unsqueeze(-1), 0)
 
 
-@rule(aten.embedding.default, localize=held_rows, local_op=look_up, program=owners.embedding)
+@rule(aten.embedding.default, localize=held_rows, local_op=look_up, program=owner_programs.embedding)
 def embedding(call: Call) -> Factors:
     """Rows of a table, a row for each index."""
     own = index_dims(call)
@@ -63,7 +63,7 @@ def embedding(call: Call) -> Factors:
     return Factors(operands, (result,), whole=frozenset("v"), linear=((0,),), rows=(masked,), owned=asked)
 
 
-@rule(aten.embedding_dense_backward.default, program=owners.embedding_dense_backward)
+@rule(aten.embedding_dense_backward.default, program=owner_programs.embedding_dense_backward)
 def embedding_dense_backward(call: Call) -> Factors:
     """Gradients added to the rows that they belong to."""
     own = index_dims(call)

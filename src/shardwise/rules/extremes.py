@@ -12,8 +12,8 @@ from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.dims import names
-from shardwise.rules.notation import Factors
-from shardwise.rules.on_the_way import HALVES, reduced, settled, split_axes, widened
+from shardwise.rules.engine import Factors
+from shardwise.rules.layout_helpers import HALVES, reduced, settled, split_axes, widened
 from shardwise.rules.reduction import Dims, Sizes, reduced_dims
 from shardwise.rules.registry import Call, decomposition, rule
 

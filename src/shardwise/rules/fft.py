@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.dims import along
-from shardwise.rules.notation import FIRST, Factors
+from shardwise.rules.engine import FIRST, Factors
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten

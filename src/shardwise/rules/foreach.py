@@ -138,11 +138,11 @@ def single_of(name: str, in_place: bool) -> Callable[..., Any]:
         return getattr(aten, f"{name}_" if in_place else name)
     of_tensor, of_number = extremum
 
-    def run(tensor: Any, other: Any) -> Any:
+    def run_single(tensor: Any, other: Any) -> Any:
         result = (of_tensor if isinstance(other, torch.Tensor) else of_number)(tensor, other)
         return aten.copy_.default(tensor, result) if in_place else result
 
-    return run
+    return run_single
 
 
 def in_turn(op: Any) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ def in_turn(op: Any) -> Callable[..., Any]:
         {"value", "scalars"} if name.startswith("addc") else set()
     )
 
-    def run(*args: Any, **kwargs: Any) -> list[Any] | None:
+    def run_in_turn(*args: Any, **kwargs: Any) -> list[Any] | None:
         bound = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         if name.startswith("addc") and isinstance(bound.get("scalars"), torch.Tensor):
             bound["scalars"] = bound["scalars"].tolist()
@@ -167,7 +167,7 @@ def in_turn(op: Any) -> Callable[..., Any]:
             results.append(single(*chosen.values(), **keywords))
         return None if in_place else results
 
-    return run
+    return run_in_turn
 
 
 def declare(name: str) -> None:
@@ -231,12 +231,12 @@ if hasattr(aten, "_foreach_mm"):
 def unless_meta(op: Any) -> Callable[..., None]:
     """A fused optimizer on locals; those without values are left as they are."""
 
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run_unless_meta(*args: Any, **kwargs: Any) -> None:
         parameters = args[0] if args else kwargs["self"]
         if parameters and parameters[0].device.type != "meta":
             op(*args, **kwargs)
 
-    return run
+    return run_unless_meta
 
 
 def _locals(value: Any) -> Any:
@@ -250,7 +250,7 @@ def aligned(op: Any) -> Callable[..., None]:
     """A fused optimizer on lists that do not lie alike: all of a parameter is brought to where that lies."""
     names = [a.name for a in op._schema.arguments]
 
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run_aligned(*args: Any, **kwargs: Any) -> None:
         bound = dict(zip(names, args, strict=False)) | kwargs
         parameters = bound["self"]
         back: list[tuple[Any, Any]] = []
@@ -270,7 +270,7 @@ def aligned(op: Any) -> Callable[..., None]:
         for tensor, moved in back:
             tensor.copy_(moved)
 
-    return run
+    return run_aligned
 
 
 def _laid_out_as(tensor: Any, parameter: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.notation import EACH_ALONE, Factors, Row
+from shardwise.rules.engine import EACH_ALONE, Factors, Row
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules import owners
+from shardwise.rules import owner_programs
 from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
-from shardwise.rules.notation import Dim, Factors, Owned, Row
+from shardwise.rules.engine import Dim, Factors, Owned, Row
 from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike
 from shardwise.rules.registry import Call, decomposition, rule
 from shardwise.rules.slicing import sums_masks
@@ -66,7 +66,7 @@ def written_by_owner(operands: Sequence[tuple[Dim, ...]], name: Dim, dims: Seque
     return tuple(Owned(Row((Shard(dim), *others), (Shard(dim),)), sent) for dim in dims) if sent else ()
 
 
-class Held(NamedTuple):
+class HeldIndices(NamedTuple):
     """What a rank holds of the dim that is indexed: some runs of the indices up to `size`."""
 
     dim: int
@@ -84,7 +84,7 @@ def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]
         dim = dim_of(call)
         if dim >= spec.ndim or not spec.dim_axes[dim]:
             return {}
-        return {"held": Held(dim, spec.block(coordinate).runs[dim], spec.shape[dim])}
+        return {"held": HeldIndices(dim, spec.block(coordinate).runs[dim], spec.shape[dim])}
 
     return localize
 
@@ -94,7 +94,7 @@ def own_dim(call: Call) -> int:
     return wrapped(call["dim"], len(call.operands[0].shape))
 
 
-def local_of(index: torch.Tensor, held: Held) -> torch.Tensor:
+def local_of(index: torch.Tensor, held: HeldIndices) -> torch.Tensor:
     """Where global indices, negative ones among them, lie in this rank's part; -1 for those that do not."""
     index = torch.where(index < 0, index + held.size, index)
     at, before = torch.full_like(index, -1), 0
@@ -149,7 +149,7 @@ def first_indexed(call: Call) -> int:
 
 
 def local_index(
-    local: torch.Tensor, indices: Sequence[torch.Tensor | None], *, held: Held | None = None
+    local: torch.Tensor, indices: Sequence[torch.Tensor | None], *, held: HeldIndices | None = None
 ) -> torch.Tensor:
     """Advanced indexing; along a sharded dim, of what this rank holds, with zeros for the rest."""
     if held is None:
@@ -168,7 +168,7 @@ def local_index(
     aten.index.Tensor,
     localize=held_along(first_indexed),
     local_op=local_index,
-    program=owners.index,
+    program=owner_programs.index,
 )
 def index(call: Call) -> Factors | None:
     """Elements by indices that broadcast together."""
@@ -185,7 +185,7 @@ def index(call: Call) -> Factors | None:
 def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
     """A writing operator on a shard of the dim that it writes to: what belongs to others goes to a spare slot."""
 
-    def run(*args: Any, held: Held | None = None, **kwargs: Any) -> torch.Tensor:
+    def write_with_spare_slot(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
         if held is None:
             return op(*args, **kwargs)
         named = by_name(op, args, kwargs)
@@ -205,7 +205,7 @@ def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
         written = op(**named).narrow(held.dim, 0, count)
         return local.copy_(written) if in_place else written.contiguous()
 
-    return run
+    return write_with_spare_slot
 
 
 def index_put(call: Call) -> Factors | None:
@@ -233,7 +233,7 @@ def declare_write(
     factors: Callable[[Call], Factors | None],
     dim_of: Callable[[Call], int] = own_dim,
     reads: Sequence[str] = (),
-    program: Callable[[Any], owners.Program] = owners.scatter,
+    program: Callable[[Any], owner_programs.Program] = owner_programs.scatter,
 ) -> None:
     """Enter the rule of a writing operator and of its in-place form, if it has one."""
     here = held_along(dim_of)
@@ -241,18 +241,24 @@ def declare_write(
     rule(functional, localize=here, reads=reads, local_op=spare_slot(functional), program=by_owner)(factors)
     aside = spare_slot(functional, in_place=True)
 
-    def local(*args: Any, held: Held | None = None, **kwargs: Any) -> torch.Tensor:
+    def local(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
         return in_place(*args, **kwargs) if held is None else aside(*args, held=held, **kwargs)
 
     if in_place is not None:
         rule(in_place, localize=here, reads=reads, local_op=local, program=by_owner)(factors)
 
 
-declare_write(aten.index_put.default, aten.index_put_.default, index_put, first_indexed, program=owners.index_put)
 declare_write(
-    aten._index_put_impl.default, aten._index_put_impl_.default, index_put, first_indexed, program=owners.index_put
+    aten.index_put.default, aten.index_put_.default, index_put, first_indexed, program=owner_programs.index_put
 )
-declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed, program=owners.index_put)
+declare_write(
+    aten._index_put_impl.default,
+    aten._index_put_impl_.default,
+    index_put,
+    first_indexed,
+    program=owner_programs.index_put,
+)
+declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed, program=owner_programs.index_put)
 
 
 def without_masks(tensor: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -296,7 +302,7 @@ def index_put_without_masks(
 def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
     """gather or index_select along a sharded dim: of what this rank holds, with zeros for the rest."""
 
-    def run(*args: Any, held: Held | None = None, **kwargs: Any) -> torch.Tensor:
+    def look_up_held(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
         if held is None:
             return op(*args, **kwargs)
         named = by_name(op, args, kwargs)
@@ -311,14 +317,14 @@ def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
         named["index"] = at.clamp(min=0)
         return op(**named).masked_fill_(outside, 0)
 
-    return run
+    return look_up_held
 
 
 @rule(
     aten.index_select.default,
     localize=held_along(own_dim),
     local_op=local_lookup(aten.index_select.default),
-    program=owners.index_select,
+    program=owner_programs.index_select,
 )
 def index_select(call: Call) -> Factors:
     """Some indices of a dim."""
@@ -345,7 +351,7 @@ def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
     aten.gather.default,
     localize=held_along(own_dim),
     local_op=local_lookup(aten.gather.default),
-    program=owners.gather,
+    program=owner_programs.gather,
 )
 def gather(call: Call) -> Factors:
     """For each index one element along a dim."""
@@ -440,7 +446,7 @@ for overload, read in (("src", ()), ("value", ("value",)), ("reduce", ()), ("val
     declare_write(getattr(aten.scatter, overload), getattr(aten.scatter_, overload), scatter, reads=read)
 declare_write(aten.scatter_add.default, aten.scatter_add_.default, scatter)
 declare_write(aten.scatter_reduce.two, aten.scatter_reduce_.two, scatter)
-by_rows = owners.index_write
+by_rows = owner_programs.index_write
 declare_write(aten.index_add.default, aten.index_add_.default, index_write(Write("source", adds=True)), program=by_rows)
 declare_write(
     aten.index_copy.default, aten.index_copy_.default, index_write(Write("source", picks=SUMS)), program=by_rows

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.core.layout import Segment
 from shardwise.rules.dims import kept, names, wrapped
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, Rows, rule
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.notation import Dim, Factors, Row
+from shardwise.rules.engine import Dim, Factors, Row
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import Call, rule
 
@@ -97,12 +97,12 @@ def factoring(op: OpOverload) -> Callable[..., Any]:
     What lies row by row torch factors as its transpose, and the gradient looks at the matrix to know which it was.
     """
 
-    def run(local: torch.Tensor, *args: Any, row_by_row: bool, **kwargs: Any) -> Any:
+    def factor_first(local: torch.Tensor, *args: Any, row_by_row: bool, **kwargs: Any) -> Any:
         if local.is_contiguous() != row_by_row:
             local = local.contiguous() if row_by_row else local.mT.contiguous().mT
         return op(local, *args, **kwargs)
 
-    return run
+    return factor_first
 
 
 for op, results in {aten._linalg_det.default: "021", aten._linalg_slogdet.default: "0021"}.items():

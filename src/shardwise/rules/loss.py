@@ -15,8 +15,8 @@ from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.dims import aligned, names
-from shardwise.rules.notation import FIRST, Dim, Factors
-from shardwise.rules.on_the_way import HALVES, as_result, reduced
+from shardwise.rules.engine import FIRST, Dim, Factors
+from shardwise.rules.layout_helpers import HALVES, as_result, reduced
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ import torch
 
 from shardwise.core.placement import Shard
 from shardwise.core.symbolic import is_tracing
-from shardwise.rules.notation import Factors, Owned, Row
-from shardwise.rules.on_the_way import as_laid_out, settled, split_axes
-from shardwise.rules.owners import Items, Place, owner_of, write
+from shardwise.rules.engine import Factors, Owned, Row
+from shardwise.rules.layout_helpers import as_laid_out, settled, split_axes
+from shardwise.rules.owner_programs import Items, OwnedPart, owner_of, write
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def compact(whole: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, size: 
 _library.impl("compact", compact, "CompositeExplicitAutograd")
 
 
-def compact_by_owner(place: Place, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
+def compact_by_owner(place: OwnedPart, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
     """Elements go to the ranks that have their places in the result. In a dry run all of them do."""
     mask = slice(None) if named["mask"].is_meta else named["mask"]
     member, row = owner_of(place, named["place"][mask])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.dims import aligned
-from shardwise.rules.notation import EACH_ALONE, FIRST, Factors, parse
+from shardwise.rules.engine import EACH_ALONE, FIRST, Factors, parse
 from shardwise.rules.registry import Call, decomposition, pattern_factors, pattern_rule, rule
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.rules.dims import kept, moved, names, wrapped
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, Rows, decomposition, rule
 from shardwise.rules.slicing import local_input_sizes
 from shardwise.rules.view import NOT_A_VIEW, local_size
@@ -124,13 +124,13 @@ def view_as_real(call: Call) -> Factors:
 def or_of_a_copy(op: OpOverload) -> Callable[..., Any]:
     """A view that needs the last dim of a local in one piece; of a copy where it does not lie so."""
 
-    def run(local: torch.Tensor, *args: Any) -> torch.Tensor:
+    def view_or_copy(local: torch.Tensor, *args: Any) -> torch.Tensor:
         try:
             return op(local, *args)
         except NOT_A_VIEW:
             return op(local.contiguous(), *args)
 
-    return run
+    return view_or_copy
 
 
 @rule(aten.view_as_complex.default, local_op=or_of_a_copy(aten.view_as_complex.default))
@@ -347,7 +347,7 @@ def where_triangle(
 def local_triangle(op: Any, sign: int) -> Callable[..., torch.Tensor]:
     """The triangle of a block that may consist of several runs of rows or columns."""
 
-    def run(
+    def part_of_triangle(
         local: torch.Tensor, diagonal: int = 0, *, rows: Sequence[Run] = (), columns: Sequence[Run] = ()
     ) -> torch.Tensor:
         if not rows:
@@ -355,7 +355,7 @@ def local_triangle(op: Any, sign: int) -> Callable[..., torch.Tensor]:
         distance = indices_of(columns, local.device) - indices_of(rows, local.device).unsqueeze(1) - diagonal
         return torch.where(sign * distance >= 0, local, torch.zeros((), dtype=local.dtype, device=local.device))
 
-    return run
+    return part_of_triangle
 
 
 def indices_of(runs: Sequence[Run], device: torch.device) -> torch.Tensor:

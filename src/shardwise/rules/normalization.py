@@ -13,8 +13,8 @@ import torch
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.notation import Factors
-from shardwise.rules.on_the_way import (
+from shardwise.rules.engine import Factors
+from shardwise.rules.layout_helpers import (
     as_laid_out,
     as_result,
     reduced,

@@ -10,8 +10,8 @@ import torch
 
 from shardwise.core.layout import Segment
 from shardwise.rules.dims import names
-from shardwise.rules.notation import Factors
-from shardwise.rules.on_the_way import split_axes
+from shardwise.rules.engine import Factors
+from shardwise.rules.layout_helpers import split_axes
 from shardwise.rules.pointwise import EXTREMA, alike
 from shardwise.rules.registry import Call, Rows, decomposition, is_zero, rule
 
@@ -152,7 +152,7 @@ def several_sharded(x: Any, pad: Sequence[int]) -> list[int]:
 def one_after_the_other(op: Any) -> Callable[..., Any]:
     """A padding of several sharded dims, one after the other; what is not sharded with the first of them."""
 
-    def run(x: Any, pad: Sequence[int], *value: Any) -> Any:
+    def pad_dims_in_turn(x: Any, pad: Sequence[int], *value: Any) -> Any:
         dims = several_sharded(x, pad)
         if not dims:
             return NotImplemented
@@ -162,7 +162,7 @@ def one_after_the_other(op: Any) -> Callable[..., Any]:
             x = op(x, some, *value)
         return x
 
-    return run
+    return pad_dims_in_turn
 
 
 decomposition(aten.constant_pad_nd.default)(one_after_the_other(aten.constant_pad_nd.default))
@@ -174,7 +174,7 @@ for count, kind in itertools.product((2, 3), ("reflection", "replication")):
 def backward_one_after_the_other(op: Any) -> Callable[..., Any]:
     """The gradient of a padding of several sharded dims, one after the other."""
 
-    def run(grad: Any, x: Any, padding: Sequence[int]) -> Any:
+    def pad_backward_in_turn(grad: Any, x: Any, padding: Sequence[int]) -> Any:
         dims = several_sharded(grad, padding)
         if not dims:
             return NotImplemented
@@ -186,7 +186,7 @@ def backward_one_after_the_other(op: Any) -> Callable[..., Any]:
             grad = op(grad, grad.new_zeros(()).expand(shape), some)
         return grad
 
-    return run
+    return pad_backward_in_turn
 
 
 for count, kind in itertools.product((2, 3), ("reflection", "replication")):

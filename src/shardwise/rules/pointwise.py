@@ -13,7 +13,7 @@ import torch
 from shardwise.core.placement import MaskPartial, Partial, Replicate
 from shardwise.core.spec import TensorMeta
 from shardwise.rules.dims import aligned, along
-from shardwise.rules.notation import EACH_ALONE, FIRST, TOGETHER, Dim, Factors, Row
+from shardwise.rules.engine import EACH_ALONE, FIRST, TOGETHER, Dim, Factors, Row
 from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise, is_zero, overloads, rule
 
 aten = torch.ops.aten

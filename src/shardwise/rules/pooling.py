@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.layout import Window
 from shardwise.core.placement import Partial, Replicate
-from shardwise.rules.notation import FIRST, Dim, Factors, Row
+from shardwise.rules.engine import FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, Halo, rule
 from shardwise.rules.scans import lowest
 from shardwise.rules.taps import averaging, bins, in_memory_of

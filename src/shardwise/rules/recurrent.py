@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.spec import TensorMeta
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.dims import names, wrapped
-from shardwise.rules.notation import FIRST, Dim, Factors, Row
+from shardwise.rules.engine import FIRST, Dim, Factors, Row
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten

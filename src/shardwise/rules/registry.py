@@ -15,10 +15,21 @@ from torch._ops import OpOverload, OpOverloadPacket
 from shardwise.core.layout import Segment, Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.notation import Factors, Pattern, factors_of, parse
-from shardwise.rules.owners import Program
+from shardwise.rules.engine import Factors, Pattern, factors_of, parse
+from shardwise.rules.owner_programs import Program
 
-__all__ = ["Call", "Halo", "Place", "Rows", "Rule", "decomposition", "find_rule", "layout_rule", "pattern_rule", "rule"]
+__all__ = [
+    "Call",
+    "Halo",
+    "Rows",
+    "Rule",
+    "WindowPart",
+    "decomposition",
+    "find_rule",
+    "layout_rule",
+    "pattern_rule",
+    "rule",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,7 @@ class Rows:
     adds: bool = False
 
 
-class Place(NamedTuple):
+class WindowPart(NamedTuple):
     """Where a rank works along a dim: the rows of the reference, and those of tensors with halos."""
 
     start: int

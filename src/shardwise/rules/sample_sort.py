@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.rules.owners import Exchanging, Items, Place, Program, by_member, owner_of
+from shardwise.rules.owner_programs import Exchanging, Items, OwnedPart, Program, by_member, owner_of
 
 __all__ = ["SORTED_BY_OWNER", "search", "sort"]
 
@@ -48,7 +48,7 @@ def order_of(values: torch.Tensor, descending: bool) -> torch.Tensor:
     return ~keys if descending else keys
 
 
-def sort(place: Place, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
+def sort(place: OwnedPart, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
     """Sorted values and their indices along a sharded dim, sharded as it is. Stable."""
     local, dim, descending = named["self"].movedim(place.dim, 0), place.dim, bool(named["descending"])
     columns = math.prod(local.shape[1:])
@@ -73,7 +73,7 @@ def sort(place: Place, named: Mapping[str, Any]) -> Generator[Items, Items, tupl
     return values, indices
 
 
-def _merged(place: Place, part: _Sequence, descending: bool) -> _Sequence:
+def _merged(place: OwnedPart, part: _Sequence, descending: bool) -> _Sequence:
     """Sorted parts of several ranks, one after the other, as one."""
     order = order_of(part.values, descending).argsort(stable=True)
     column = part.places[order].div_(place.size, rounding_mode="floor")
@@ -81,13 +81,13 @@ def _merged(place: Place, part: _Sequence, descending: bool) -> _Sequence:
     return _Sequence(part.values[order], part.places[order])
 
 
-def _to_all(place: Place, *tensors: torch.Tensor) -> Items:
+def _to_all(place: OwnedPart, *tensors: torch.Tensor) -> Items:
     """The same rows for every member."""
     repeated = tuple(t.expand(place.members, *t.shape).reshape(-1, *t.shape[1:]) for t in tensors)
     return Items(repeated, torch.full((place.members,), len(tensors[0]), device=tensors[0].device))
 
 
-def _splitters(place: Place, own: _Sequence, descending: bool) -> Exchanging:
+def _splitters(place: OwnedPart, own: _Sequence, descending: bool) -> Exchanging:
     """The elements at which the parts of all but the first member begin."""
     count = len(own.values)
     wanted = min(count, SAMPLES, max(1, count // (PART * place.members)))
@@ -108,7 +108,7 @@ def _splitters(place: Place, own: _Sequence, descending: bool) -> Exchanging:
     return _Sequence(samples.values[cuts], samples.places[cuts])
 
 
-def _ends(place: Place, own: _Sequence, bounds: _Sequence, descending: bool) -> torch.Tensor:
+def _ends(place: OwnedPart, own: _Sequence, bounds: _Sequence, descending: bool) -> torch.Tensor:
     """Where the elements of each member begin in a sorted sequence, and where the last end: by bisection."""
     count, size = len(own.values), place.size
     low = torch.zeros(len(bounds.values), dtype=torch.int64, device=own.values.device)
@@ -127,7 +127,7 @@ def _ends(place: Place, own: _Sequence, bounds: _Sequence, descending: bool) -> 
     return torch.cat([edges[:1], low, edges[1:]])
 
 
-def _start(place: Place, part: _Sequence) -> Exchanging:
+def _start(place: OwnedPart, part: _Sequence) -> Exchanging:
     """How many elements are in the parts of the members before this one."""
     got = yield _to_all(place, part.places.new_full((1,), len(part.values)))
     return got.tensors[0][: place.member].sum()
@@ -139,7 +139,9 @@ def _start(place: Place, part: _Sequence) -> Exchanging:
 def search(values: str, boundaries: str) -> Program:
     """The program of a search for sharded values in a sharded sequence: a value goes to the rank that it falls to."""
 
-    def run(place: Place, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
+    def search_by_owner(
+        place: OwnedPart, named: Mapping[str, Any]
+    ) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
         sequence, wanted = named[boundaries], named[values]
         right = bool(named["right"]) or named.get("side") == "right"
         dtype = torch.int32 if named["out_int32"] else torch.int64
@@ -154,4 +156,4 @@ def search(values: str, boundaries: str) -> Program:
         result[order] = answers.tensors[0]
         return (result.view(wanted.shape).to(dtype),)
 
-    return run
+    return search_by_owner

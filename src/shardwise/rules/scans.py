@@ -10,9 +10,9 @@ import torch
 
 from shardwise.core.placement import Replicate, Shard, StridedShard
 from shardwise.rules.dims import along, names, wrapped
+from shardwise.rules.engine import Factors
 from shardwise.rules.extremes import at_extreme
-from shardwise.rules.notation import Factors
-from shardwise.rules.on_the_way import as_result, moved_to, settled, split_axes, widened
+from shardwise.rules.layout_helpers import as_result, moved_to, settled, split_axes, widened
 from shardwise.rules.reduction import sums_pass
 from shardwise.rules.registry import Call, decomposition, rule
 

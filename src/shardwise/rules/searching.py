@@ -17,8 +17,8 @@ from shardwise.core.placement import Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules import sample_sort
 from shardwise.rules.dims import kept, names, wrapped
-from shardwise.rules.notation import Dim, Factors, Owned, Row
-from shardwise.rules.on_the_way import moved_to, reduced, settled, split_axes
+from shardwise.rules.engine import Dim, Factors, Owned, Row
+from shardwise.rules.layout_helpers import moved_to, reduced, settled, split_axes
 from shardwise.rules.pointwise import pointwise
 from shardwise.rules.registry import Call, declare_rule, decomposition, rule
 from shardwise.rules.scans import highest, lowest

@@ -16,7 +16,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import settled
 from shardwise.rules.dims import kept, moved, names, wrapped
-from shardwise.rules.notation import Dim, Factors
+from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, Rows, rule
 
 aten = torch.ops.aten

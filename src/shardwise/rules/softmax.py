@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.rules.dims import along
-from shardwise.rules.notation import FIRST, Factors
-from shardwise.rules.on_the_way import as_laid_out, as_result, reduced, settled, split_axes, widened
+from shardwise.rules.engine import FIRST, Factors
+from shardwise.rules.layout_helpers import as_laid_out, as_result, reduced, settled, split_axes, widened
 from shardwise.rules.registry import Call, decomposition, rule
 
 aten = torch.ops.aten

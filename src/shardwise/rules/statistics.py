@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import norm_of
-from shardwise.rules.notation import Factors
-from shardwise.rules.on_the_way import reduced, settled, split_axes, widened
+from shardwise.rules.engine import Factors
+from shardwise.rules.layout_helpers import reduced, settled, split_axes, widened
 from shardwise.rules.reduction import Dims, Sizes, by, counting, passing, reduced_dims, reducing, reducing_whole
 from shardwise.rules.registry import Call, decomposition, rule
 

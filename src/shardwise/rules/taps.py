@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy import ndarray  # by this name the types of fields are found at run time
 
-from shardwise.rules.registry import Place
+from shardwise.rules.registry import WindowPart
 
 __all__ = ["Resampling", "Taps", "averaging", "bins", "in_memory_of"]
 
@@ -62,7 +62,7 @@ def _along(weights: list[float], like: torch.Tensor, dim: int) -> torch.Tensor:
     return made.view([-1 if d == dim else 1 for d in range(like.dim())])
 
 
-def averaging(place: Place, size: int, parts: int) -> Taps:
+def averaging(place: WindowPart, size: int, parts: int) -> Taps:
     """The taps of a dim of `size` that is averaged to `parts` rows, of which some are at a place."""
     first, count = bins(place, size, parts)
     steps = np.arange(count.max())
@@ -70,7 +70,7 @@ def averaging(place: Place, size: int, parts: int) -> Taps:
     return Taps(np.where(inside, first[:, None] + steps, first[:, None]) - place.window, inside / count[:, None])
 
 
-def bins(place: Place, size: int, parts: int) -> tuple[ndarray, ndarray]:
+def bins(place: WindowPart, size: int, parts: int) -> tuple[ndarray, ndarray]:
     """First row and number of rows of the parts at a place that adaptive pooling makes of a dim."""
     at = np.arange(place.start, place.start + place.length)
     first = at * size // parts
@@ -101,7 +101,7 @@ class Resampling(NamedTuple):
     smooths: bool
     single: bool
 
-    def taps(self, place: Place) -> Taps:
+    def taps(self, place: WindowPart) -> Taps:
         """The taps of the rows at a place."""
         at = np.arange(place.start, place.start + place.length)
         rows, weights = (self._smoothed if self.smooths else self._sampled)(at)

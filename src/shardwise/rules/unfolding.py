@@ -10,8 +10,8 @@ import torch
 
 from shardwise.core.layout import Window
 from shardwise.rules.dims import names, wrapped
-from shardwise.rules.notation import FIRST, Dim, Factors
-from shardwise.rules.on_the_way import split_axes
+from shardwise.rules.engine import FIRST, Dim, Factors
+from shardwise.rules.layout_helpers import split_axes
 from shardwise.rules.registry import Call, Halo, decomposition, rule
 from shardwise.rules.slicing import local_input_sizes
 from shardwise.rules.windows import SPACE, Places, at, kernel_window, with_rows, with_value

@@ -29,19 +29,19 @@ class Digit(NamedTuple):
     prefix: int
 
 
-class Group(NamedTuple):
+class DimGroup(NamedTuple):
     """Neighbouring dims of input and output that hold the same elements; dims of size one belong to none."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-def groups_of(before: Sequence[int], after: Sequence[int]) -> list[Group]:
+def groups_of(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
     """The smallest groups of dims with equal products.
 
     Example:
         >>> groups_of((2, 3, 4), (6, 1, 2, 2))
-        [Group(inputs=(0, 1), outputs=(0,)), Group(inputs=(2,), outputs=(2, 3))]
+        [DimGroup(inputs=(0, 1), outputs=(0,)), DimGroup(inputs=(2,), outputs=(2, 3))]
     """
     ins = [d for d, size in enumerate(before) if size != 1]
     outs = [d for d, size in enumerate(after) if size != 1]
@@ -58,7 +58,7 @@ def groups_of(before: Sequence[int], after: Sequence[int]) -> list[Group]:
             else:
                 right *= after[outs[j]]
                 j += 1
-        groups.append(Group(tuple(ins[first_i:i]), tuple(outs[first_j:j])))
+        groups.append(DimGroup(tuple(ins[first_i:i]), tuple(outs[first_j:j])))
     return groups
 
 
@@ -107,7 +107,7 @@ def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int
 
 
 def map_group(
-    spec: DTensorSpec, group: Group, after: Sequence[int], axes: Sequence[Sequence[int]]
+    spec: DTensorSpec, group: DimGroup, after: Sequence[int], axes: Sequence[Sequence[int]]
 ) -> list[list[tuple[int, int]]] | int:
     """Where the splits of a group go; or the axis of one that must be gathered."""
     split = [dim for dim in group.inputs if axes[dim]]
@@ -126,7 +126,7 @@ def map_group(
     return _place([d for d in digits if d is not None], [after[dim] for dim in group.outputs])
 
 
-def _same_parts(spec: DTensorSpec, group: Group, after: Sequence[int], axis: int) -> bool:
+def _same_parts(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis: int) -> bool:
     """Whether the first dims of a group, before and after, are cut at the same elements."""
     n, total = spec.mesh.shape[axis], math.prod(spec.shape[d] for d in group.inputs)
     sizes = spec.shape[group.inputs[0]], after[group.outputs[0]]
@@ -135,7 +135,7 @@ def _same_parts(spec: DTensorSpec, group: Group, after: Sequence[int], axis: int
 
 
 def _uneven(
-    spec: DTensorSpec, group: Group, after: Sequence[int], dim: int, axis: int
+    spec: DTensorSpec, group: DimGroup, after: Sequence[int], dim: int, axis: int
 ) -> list[list[tuple[int, int]]] | None:
     """A single split of the last dim of a group may be uneven: each row is split alike, before and after the view.
 

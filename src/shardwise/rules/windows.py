@@ -10,11 +10,11 @@ import torch
 from shardwise.core.layout import Window, dense_strides
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.registry import Call, Place
+from shardwise.rules.registry import Call, WindowPart
 
 __all__ = ["SPACE", "Places", "at", "kernel_window", "local_image", "window_of", "with_rows", "with_value"]
 
-Places = Mapping[int, Place]  # by dim
+Places = Mapping[int, WindowPart]  # by dim
 SPACE = ("x", "y", "z")  # the factors of what a window slides over
 
 

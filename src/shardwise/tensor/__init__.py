@@ -14,9 +14,9 @@ from shardwise.tensor.dtensor import (
     moved,
     redistributed,
 )
-from shardwise.tensor.gradients import gradient_spec, transposed_spec
+from shardwise.tensor.gradient_layouts import gradient_spec, transposed_spec
+from shardwise.tensor.hooks import Watcher, entered, record, unrecorded, watch
 from shardwise.tensor.ranks import apply_function, is_forward_or_transformed, wants_derivatives
-from shardwise.tensor.watching import Watcher, entered, record, unrecorded, watch
 
 __all__ = [
     "AnyDTensor",

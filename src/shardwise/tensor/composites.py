@@ -30,11 +30,11 @@ def _below(op: OpOverload) -> Callable[..., Any]:
         return op.decompose
     here = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_below(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(here):  # pyright: ignore[reportAttributeAccessIssue]
             return op(*args, **kwargs)
 
-    return run
+    return run_below
 
 
 def _tensor_split(self: Any, tensor_indices_or_sections: Any, dim: int = 0) -> Any:
@@ -249,9 +249,9 @@ def replace_composites(tensor_class: type[torch.Tensor]) -> None:
 def _kernel(tensor_class: type[torch.Tensor], op: OpOverload, compute: Callable[..., Any]) -> Callable[..., Any]:
     run_op = _below(op)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_kernel(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, tensor_class) for arg in args):
             return compute(*args, **kwargs)
         return run_op(*args, **kwargs)
 
-    return run
+    return run_kernel

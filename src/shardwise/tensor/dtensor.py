@@ -41,17 +41,17 @@ from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.dispatch.views import OUTSIDE, materialize
 from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of, nothing_of
-from shardwise.fabric.recorded import recording
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.shared_writes import is_traced
+from shardwise.fabric.traced_collectives import recording
 from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.local import in_order_of, laid_out_like, stored_zeros
 from shardwise.plan.propagate import replicated_spec
-from shardwise.tensor import refusing, watching
+from shardwise.tensor import hooks, plain_refusals
 from shardwise.tensor.composites import replace_composites
-from shardwise.tensor.given import resolved, spec_given
-from shardwise.tensor.gradients import (
+from shardwise.tensor.from_local import resolved, spec_given
+from shardwise.tensor.gradient_layouts import (
     addends_spec,
     gradient_spec,
     gradient_spec_as,
@@ -62,7 +62,7 @@ from shardwise.tensor.gradients import (
     tangent_spec,
     transposed_spec,
 )
-from shardwise.tensor.memory import first_sharing
+from shardwise.tensor.input_aliasing import first_sharing
 from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
 from shardwise.tensor.versions import with_version_of
 from shardwise.transforms import (
@@ -318,8 +318,8 @@ class DTensor(torch.Tensor):
             made = apply_function(FromLocal, local_tensor, spec, gradient_spec_as(spec, grad_placements))
         else:
             made = with_version_of(given, dtensor_of(spec, local_tensor))
-        if watching.watcher is not None:
-            watching.entered(innermost(made))
+        if hooks.watcher is not None:
+            hooks.entered(innermost(made))
         return made
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
@@ -422,7 +422,7 @@ class DTensor(torch.Tensor):
                     hint="distribute_tensor(gradient, mesh, placements) first",
                 )
             gradient = replicated_operand(DTensor, gradient, self._spec.mesh, "backward", "gradient")
-        elif gradient is None and self.__class__ is DTensor and not watching.is_observed():
+        elif gradient is None and self.__class__ is DTensor and not hooks.is_observed():
             gradient = _gradient_of_loss(self)
         super().backward(gradient, *args, **kwargs)
 
@@ -639,8 +639,8 @@ _make_wrapper, _STRIDED = torch.Tensor._make_wrapper_subclass, torch.strided
 _NO_KWARGS: Mapping[str, Any] = {}
 dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = dispatcher.cache
-watching.watchable(DTensor, dispatcher.dispatch)
-refusing.refusable(DTensor)
+hooks.watchable(DTensor, dispatcher.dispatch)
+plain_refusals.refusable(DTensor)
 replace_composites(DTensor)
 
 MAX_SPECS = 4096
@@ -755,15 +755,15 @@ def moved_to(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: in
         async_op
         and bound.communicates
         and fabric_of(source.mesh).asynchronous
-        and watching.watcher is None
+        and hooks.watcher is None
         and not is_tracing()
     ):
         return _pending(tensor._local_tensor, bound, target)
     else:
         local = bound.run(tensor._local_tensor)
         made = dtensor_of(target, in_order_of(local, meta.stride) if bound.reorder else local)
-    if watching.watcher is not None:
-        watching.watcher.moved(tensor, made)
+    if hooks.watcher is not None:
+        hooks.watcher.moved(tensor, made)
     return made
 
 

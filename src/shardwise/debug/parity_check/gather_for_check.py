@@ -15,7 +15,7 @@ from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.parity_check.rounding import is_inexact, same, widened
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.pieces import reduce_tensors
+from shardwise.fabric.block_copies import reduce_tensors
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
 

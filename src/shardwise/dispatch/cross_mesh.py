@@ -1,0 +1,112 @@
+"""Operands on different meshes: seen on one of them, where that can mean only one thing; lists, mesh by mesh.
+
+A tensor on a slice of a mesh may differ from slice to slice. One on a larger mesh that is replicated along the other
+axes is the same in every slice, so it can be seen there. The other way round it cannot, but for a single replicated
+number, which is a constant. Nothing is moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Replicate
+from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.operands import reduced_first
+from shardwise.dispatch.signature import Executor, Wrapping
+from shardwise.errors import MeshError
+from shardwise.schema import OpInfo, Slot
+
+__all__ = ["on_one_mesh"]
+
+
+def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
+    """How a tensor lies on another mesh of the same grid, if it surely is one tensor there."""
+    if spec.mesh.root is not mesh.root:
+        return None
+    there = {grid_axes: axis for axis, grid_axes in enumerate(mesh.axes)}
+    to = {axis: there[grid_axes] for axis, grid_axes in enumerate(spec.mesh.axes) if grid_axes in there}
+    lost = [axis for axis in range(spec.mesh.ndim) if axis not in to and spec.mesh.shape[axis] > 1]
+    if not all(isinstance(spec.placements[axis], Replicate) for axis in lost):
+        return None
+    gained = [axis for axis, size in enumerate(mesh.shape) if size > 1 and axis not in to.values()]
+    constant = math.prod(spec.shape) == 1 and spec.is_replicated
+    if gained and not constant:
+        return None
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for axis, new in to.items():
+        placements[new] = spec.placements[axis]
+    dim_axes = [tuple(to[axis] for axis in axes if axis in to) for axes in spec.dim_axes]
+    return DTensorSpec.from_dim_axes(mesh, tuple(placements), spec.tensor_meta, dim_axes)
+
+
+def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, Any]]) -> Executor:
+    """The executor of a call whose operands lie on several meshes."""
+    laid_out = [(slot, tensor._spec) for slot, tensor in found if isinstance(tensor, wrapping.tensor_class)]
+    meshes = list(dict.fromkeys(spec.mesh for _, spec in laid_out))
+    by_item = info.op._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+    if by_item and len({spec.mesh for slot, spec in laid_out if slot.name == info.names[0]}) > 1:
+        return _mesh_by_mesh(info)
+    for mesh in sorted(meshes, key=lambda mesh: mesh.ndim):
+        seen = [(slot, spec, seen_on(spec, mesh)) for slot, spec in laid_out]
+        if all(new is spec or (new is not None and slot.name not in info.writes) for slot, spec, new in seen):
+            return _seen(
+                wrapping, info, [(slot, new) for slot, spec, new in seen if new is not None and new is not spec]
+            )
+    waiting = [slot for slot, spec in laid_out if spec.partial_axes and slot.name not in info.writes]
+    if waiting:
+        return reduced_first(info, wrapping, waiting)
+    sliced = any(mesh.size() != mesh.grid_size for mesh in meshes)
+    raise MeshError(
+        f"{info.op}: the operands lie on different meshes: {', '.join(str(spec) for _, spec in laid_out)}, "
+        f"on {', '.join(map(str, meshes))}",
+        hint="what lies on a slice of a mesh may differ from slice to slice; it goes together with what is Replicate() "
+        "along the other axes, or build both on one mesh"
+        if sliced
+        else "bring them to one mesh first, with redistribute(mesh, placements)",
+    )
+
+
+def _seen(wrapping: Wrapping, info: OpInfo, seen: Sequence[tuple[Slot, DTensorSpec]]) -> Executor:
+    wraps = [(slot, wrapping.wrapper(spec)) for slot, spec in seen]
+
+    def run_remapped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, wrap in wraps:
+            tensor = slot.get(args, kwargs)
+            if tensor.requires_grad:
+                raise MeshError(
+                    f"{info.op}: argument {slot.name!r} needs a gradient, and lies on {tensor._spec.mesh}, unlike the "
+                    "others: whether gradients of the slices belong together is not known",
+                    hint="bring the operands to one mesh first, by to_local() and from_local() with grad_placements",
+                )
+            slot.put(new_args, new_kwargs, wrap(tensor._local_tensor))
+        return info.op(*new_args, **new_kwargs)
+
+    return run_remapped
+
+
+def _mesh_by_mesh(info: OpInfo) -> Executor:
+    """Operators on lists of tensors, item by item: those of one mesh together."""
+
+    def run_mesh_by_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        first = args[0]
+        groups: dict[DeviceMesh | None, list[int]] = {}
+        for index, tensor in enumerate(first):
+            spec = getattr(tensor, "_spec", None)
+            groups.setdefault(spec and spec.mesh, []).append(index)
+
+        def part(value: Any, chosen: Sequence[int]) -> Any:
+            split = isinstance(value, list | tuple) and len(value) == len(first)
+            return [value[index] for index in chosen] if split else value
+
+        results: list[Any] = [None] * len(first)
+        for chosen in groups.values():
+            given = info.op(*(part(a, chosen) for a in args), **{k: part(v, chosen) for k, v in kwargs.items()})
+            for index, result in zip(chosen, given or (), strict=False):
+                results[index] = result
+        return results if info.returns and "Tensor" in info.returns[0] else None
+
+    return run_mesh_by_mesh

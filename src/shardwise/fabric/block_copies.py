@@ -1,0 +1,290 @@
+"""Local surgery on blocks: which box of one block is which box of another, cutting it out, putting it in.
+
+Pure functions on plain tensors and specs, shared by the fabrics. Communicates nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.layout import Block, EqualChunks, dense_strides, intersect
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placement import norm_order
+from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import settled, unrecorded
+from shardwise.plan.step import AllReduce, Compact, Expand, ReduceScatter, Slice, Step, Unreduce, Windowed, average_over
+
+__all__ = [
+    "BoxPair", "ReceivedBoxes",
+    "box_of", "choose_sender", "chunk_rows", "chunk_views", "local_step", "overlap", "pieces_for",
+]  # fmt: skip
+
+Local = Callable[[torch.Tensor], torch.Tensor]
+_modes_active = torch._C._len_torch_dispatch_stack
+
+
+class BoxPair(NamedTuple):
+    """The same elements in two blocks: where they lie in the source's and in the target's."""
+
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+
+class ReceivedBoxes(NamedTuple):
+    """What a rank gets from another: the other's grid position (or rank), and the boxes."""
+
+    sender: int
+    boxes: tuple[BoxPair, ...]
+
+
+def overlap(source: Block, target: Block) -> tuple[BoxPair, ...]:
+    """The boxes of elements that both blocks hold."""
+    if not all(target.shape) or not all(source.shape):
+        return ()
+    by_dim = []
+    for a, b in zip(source.runs, target.runs, strict=True):
+        common = intersect(a, b)
+        if not common:
+            return ()
+        by_dim.append(common)
+    return tuple([box_of(chosen) for chosen in itertools.product(*by_dim)])
+
+
+def box_of(chosen: Sequence[tuple[int, int, int]]) -> BoxPair:
+    """The box of what is common in each dim: (position in the source, position in the target, length)."""
+    source = tuple([slice(a, a + n) for a, _, n in chosen])
+    target = tuple([slice(b, b + n) for _, b, n in chosen])
+    return BoxPair(source, target, tuple([n for _, _, n in chosen]))
+
+
+def pieces_for(target: Block, receiver: int, holders: Sequence[tuple[Block, Sequence[int]]]) -> list[ReceivedBoxes]:
+    """Where each part of `target` comes from, given the distinct blocks and who holds each.
+
+    A part that the receiver holds itself comes from itself; of several other holders the receivers take turns.
+    """
+    pieces = []
+    for block, who in holders:
+        boxes = overlap(block, target)
+        if boxes:
+            pieces.append(ReceivedBoxes(choose_sender(receiver, who), boxes))
+    return pieces
+
+
+def choose_sender(receiver: int, holders: Sequence[int]) -> int:
+    """Which of the holders of a block sends it to `receiver`: itself if it can, else they take turns."""
+    return receiver if receiver in holders else holders[receiver % len(holders)]
+
+
+def distinct_blocks(spec: DTensorSpec, members: Sequence[int]) -> list[tuple[Block, list[int]]]:
+    """The different blocks that the grid positions `members` hold, each with its holders."""
+    coordinates = spec.mesh.coordinates
+    sharding = sorted(axis for axes in spec.dim_axes for axis in axes)
+    found: dict[Coordinate, tuple[Block, list[int]]] = {}
+    for position in members:
+        coordinate = coordinates[position].tolist()
+        key = tuple(coordinate[a] for a in sharding)
+        if key not in found:
+            found[key] = (spec.block(coordinate), [])
+        found[key][1].append(position)
+    return list(found.values())
+
+
+def fill_from(out: torch.Tensor, source: torch.Tensor, boxes: Sequence[BoxPair]) -> None:
+    """Copy the boxes of `source` to where they belong in `out`."""
+    for box in boxes:
+        out[box.target].copy_(source[box.source])
+
+
+def chunk_views(tensor: torch.Tensor, dim: int, chunks: EqualChunks) -> torch.Tensor:
+    """Equal chunks of `dim` of a tensor as one view, with a dim for each cut in front."""
+    cuts = len(chunks.levels)
+    for at, level in enumerate(chunks.levels, start=dim):
+        taken = tensor.narrow(at, level.start, level.count * level.extent)
+        tensor = taken.unflatten(at, (level.count, level.extent))
+    tensor = tensor.narrow(dim + cuts, 0, chunks.length)
+    return tensor.movedim(tuple(range(dim, dim + cuts)), tuple(range(cuts)))
+
+
+def chunk_rows(grid: torch.Tensor, offset: int, shape: Sequence[int], chunks: EqualChunks) -> torch.Tensor:
+    """The places of equal chunks in a buffer that has a row for each rank: from `offset` of the row on, as `shape`.
+
+    Args:
+        grid: the buffer, with a dim for each cut and one for the row.
+        offset: where the chunk begins in its row.
+        shape: as `chunk_views` gives it.
+        chunks: which rows.
+    """
+    for at, level in enumerate(chunks.levels):
+        grid = grid.narrow(at, level.first, level.count)
+    return grid.narrow(-1, offset, math.prod(shape[len(chunks.levels) :])).view(tuple(shape))
+
+
+def empty_block(spec: DTensorSpec | Windowed, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised block of `spec`, its dims in memory as those of the global tensor."""
+    shape, stride = spec.local_shape(coordinate), spec.local_stride(coordinate)
+    return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+
+
+# ---------------------------------------------------------------- steps without communication
+# Each gives a block of its own: a view would keep the whole old block alive, and a write to one would change the other
+# behind autograd's back.
+
+
+def local_step(step: Step, coordinate: Coordinate) -> Local | None:
+    """The function of the rank at `coordinate` for a step that needs no communication, None for any other step."""
+    match step:
+        case Slice():
+            return slicer(step.before.block(coordinate), step.after.block(coordinate))
+        case Unreduce():
+            return _unreducer(step, coordinate)
+        case Compact():
+            return functools.partial(compacted, dims=step.before.broadcast)
+        case Expand():
+            return _expander(step, coordinate)
+        case _:
+            return None
+
+
+def slicer(before: Block, after: Block) -> Local:
+    """Cuts the block `after` out of the block `before`, which contains it."""
+    if before.runs == after.runs:
+        return torch.clone
+    cuts: list[tuple[int, list[tuple[int, int]]]] = []
+    for dim, (have, want) in enumerate(zip(before.runs, after.runs, strict=True)):
+        if have != want:
+            parts = sorted((at_want, at_have, n) for at_have, at_want, n in intersect(have, want))
+            cuts.append((dim, [(at_have, n) for _, at_have, n in parts] or [(0, 0)]))
+
+    def cut(local: torch.Tensor) -> torch.Tensor:
+        for dim, parts in cuts:
+            if len(parts) == 1:
+                local = _narrowed(local, dim, *parts[0])
+            else:
+                local = torch.cat([local.narrow(dim, at, n) for at, n in parts], dim)
+        return local.clone()
+
+    return cut
+
+
+def compacted(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """One index of each of the broadcast `dims` of a local: a view."""
+    if local.__class__ is torch.Tensor and not _modes_active():  # one view in place of one for each dim
+        shape = [*local.shape]
+        for dim in dims:
+            shape[dim] = min(shape[dim], 1)
+        return local.as_strided(shape, local.stride())
+    for dim in dims:
+        local = torch.ops.aten.slice.Tensor(local, dim, 0, 1)
+    return local
+
+
+def _expander(step: Expand, coordinate: Coordinate) -> Local:
+    shape, dims, still = step.after.local_shape(coordinate), step.dims, step.after.broadcast
+    stored = tuple([1 if dim in still else size for dim, size in enumerate(shape)])
+    stride = dense_strides(stored, like=step.after.tensor_meta.stride)
+
+    def expand(local: torch.Tensor) -> torch.Tensor:
+        part = compacted(local, dims)
+        if not step.reads:
+            part = torch.empty_strided(stored, stride, dtype=local.dtype, device=local.device).copy_(part)
+        return part.expand(shape) if step.reads or still else part
+
+    return expand
+
+
+def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:
+    if at.__class__ is int and n.__class__ is int:
+        return local.narrow(dim, at, n)
+    with unrecorded():  # narrow adds the two, which a tracer must not see: it knows the sum only by its symbols
+        end = settled(at + n)
+    return torch.ops.aten.slice.Tensor(local, dim, at, end)
+
+
+def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
+    neutral = neutral_element(step, coordinate)
+    return torch.clone if neutral is None else lambda local: torch.full_like(local, neutral)
+
+
+def neutral_element(step: Unreduce, coordinate: Coordinate) -> float | None:
+    """What a rank holds in place of the value; None for one that keeps it."""
+    neutral = None
+    for axis in step.new_axes:
+        op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
+        if coordinate[axis] != 0 and neutral is None:
+            neutral = _adds_nothing(op)
+    return neutral
+
+
+def _adds_nothing(op: str) -> float | None:
+    """What a rank holds beside one that has the value; None where every rank may have it."""
+    order = norm_order(op)
+    if order is not None:
+        return 0 if order > 0 else math.inf
+    return {"sum": 0, "product": 1}.get(op)
+
+
+# ---------------------------------------------------------------- reductions
+
+_REDUCERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of equal-shaped tensors, in their order; sums of averages are divided by `divide_average`."""
+    order = norm_order(op)
+    if order is not None:
+        return norm_from_powers(reduce_tensors([powers_of(t, order) for t in tensors], "sum"), order, tensors[0].dtype)
+    # the average of truth values is rounded down, as that of integers: true where all are
+    combine = torch.logical_and if op == "avg" and tensors[0].dtype is torch.bool else _REDUCERS[op]
+    total = combine(tensors[0], tensors[1])
+    for tensor in tensors[2:]:
+        total = combine(total, tensor)
+    return total
+
+
+def powers_of(norm: torch.Tensor, order: float) -> torch.Tensor:
+    """What adds up where norms are to be reduced, in the precision that one device computes a norm in."""
+    return (norm.float() if norm.dtype.itemsize < 4 else norm).pow(order)
+
+
+def norm_from_powers(total: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm that a sum of powers is of."""
+    return (total.sqrt() if order == 2 else total.pow(1 / order)).to(dtype)
+
+
+def divide_average(step: AllReduce | ReduceScatter, total: torch.Tensor) -> torch.Tensor:
+    """A sum made into the average that the step asks for."""
+    divide = average_divider(step)
+    return total if divide is None else divide(total)
+
+
+def average_divider(step: AllReduce | ReduceScatter) -> Local | None:
+    """What makes a sum into the average that the step asks for, in place; None if it asks for none."""
+    count = average_over(step)
+    if count == 1:
+        return None
+
+    def divide(total: torch.Tensor) -> torch.Tensor:
+        if total.dtype is torch.bool:
+            return total
+        exact = total.is_floating_point() or total.is_complex()
+        return total.div_(count) if exact else total.div_(count, rounding_mode="floor")
+
+    return divide

@@ -1,0 +1,220 @@
+"""Collectives as operators of a graph: what c10d does while a compiler or make_fx traces.
+
+The same collectives with the same bytes as issued ones (`packing` works on both), as `_c10d_functional` operators,
+which compilers know how to order and overlap. Which process group and which ranks is told by whoever asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import traceback as fx_traceback
+
+from shardwise.core.mesh import Coordinate
+from shardwise.fabric.base import BoundRows, BoundStep
+from shardwise.fabric.block_copies import average_divider, neutral_element, reduce_tensors, slicer
+from shardwise.fabric.collectives import Rotation, Start, Wait
+from shardwise.fabric.encoding import as_carried, as_reducible, from_reducible
+from shardwise.fabric.packing import Line, Parcels, gathering, pack_traced, scattering, split_in_front, swapping
+from shardwise.fabric.row_packing import RowParcels
+from shardwise.fabric.virtual import parts_of
+from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
+
+__all__ = [
+    "functional_collectives",
+    "is_recorded",
+    "recorded_exchange",
+    "recorded_rotation",
+    "recorded_rows",
+    "recorded_step",
+    "recorded_unreduce",
+    "recording",
+]
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_TAG = "partitioner_tag"  # of a node in a graph: whether it is of forward or of backward
+
+
+def is_recorded(local: torch.Tensor) -> bool:
+    """Whether what is done with this tensor goes into a graph, so that a collective must be an operator of it."""
+    return isinstance(local, FakeTensor | FunctionalTensor) or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def recording(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what is done with this tensor goes into the graph it belongs to, also where its tracer has just left.
+
+    The compiler takes results apart after the program has run, and a view may have to be made anew then.
+    """
+    return FunctionalTensorMode() if isinstance(parts_of(local)[0], FunctionalTensor) else contextlib.nullcontext()
+
+
+@cache
+def functional_collectives() -> Any:
+    """torch's collectives as operators: declared, also under their older names, with what they give on fake tensors."""
+    importlib.import_module("torch.distributed._functional_collectives")
+    return torch.ops._c10d_functional
+
+
+def _arrived(collective: str, *args: Any) -> torch.Tensor:
+    """What a collective brings. One that backward asks for stays there.
+
+    Compilers would put it into forward where it depends on no gradient, and leave in backward a copy that nobody needs.
+    """
+    operators, meta = functional_collectives(), fx_traceback.current_meta
+    tag = meta.get(_TAG)
+    if tag == "is_backward":
+        meta[_TAG] = "must_be_in_backward"
+    try:
+        return operators.wait_tensor(getattr(operators, collective)(*args))
+    finally:
+        if tag is not None:
+            meta[_TAG] = tag
+
+
+def _gathered(local: torch.Tensor, group: Any) -> torch.Tensor:
+    """The locals of all ranks of the group, one below the other along a new dim 0."""
+    n = group.size()
+    carried = as_carried(local)
+    parts = _arrived("all_gather_into_tensor", carried, n, group.group_name)
+    return (
+        parts.view(local.dtype).view(n, *local.shape)
+        if carried.dtype is not local.dtype
+        else parts.view(n, *local.shape)
+    )
+
+
+def recorded_step(step: Step, line: Line, group: Any, coordinate: Coordinate) -> BoundStep | None:
+    """The function that records a collective; None where it must be a general exchange."""
+    match step:
+        case AllGather():
+            return _all_gather(step, line, group, coordinate)
+        case AllReduce() | ReduceScatter() if step.before.tensor_meta.dtype.is_complex and reduction(step) == "product":
+            return _reduce_by_gathering(step, group, coordinate)
+        case AllReduce():
+            return _all_reduce(step, group)
+        case ReduceScatter():
+            return _reduce_scatter(step, line, group, coordinate)
+        case AllToAll():
+            return _all_to_all(step, line, group, coordinate)
+        case _:
+            return None
+
+
+def _all_gather(step: AllGather, line: Line, group: Any, coordinate: Coordinate) -> BoundStep:
+    how = gathering(step, line, coordinate)
+    return lambda local: how.assemble(_gathered(how.pad(local), group))
+
+
+def _reduce_by_gathering(step: AllReduce | ReduceScatter, group: Any, coordinate: Coordinate) -> BoundStep:
+    cut = slicer(step.before.block(coordinate), step.after.block(coordinate))
+    return lambda local: cut(reduce_tensors(_gathered(local.contiguous(), group).unbind(), reduction(step)))
+
+
+def _reduce_name(step: AllReduce | ReduceScatter) -> str:
+    op = reduction(step)
+    # averages are divided afterwards and norms are sums of powers, as issued ones are
+    return op if op in ("min", "max", "product") else "sum"
+
+
+def _all_reduce(step: AllReduce, group: Any) -> BoundStep:
+    finish, op, name = average_divider(step), reduction(step), _reduce_name(step)
+
+    def trace_all_reduce(local: torch.Tensor) -> torch.Tensor:
+        given = as_reducible(local, op).contiguous()
+        total = _arrived("all_reduce", given, name, group.group_name)
+        return from_reducible(total if finish is None else finish(total), local.dtype, op)
+
+    return trace_all_reduce
+
+
+def _reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coordinate) -> BoundStep:
+    how = scattering(step, line, coordinate)
+    finish, op, name = average_divider(step), reduction(step), _reduce_name(step)
+
+    def trace_reduce_scatter(local: torch.Tensor) -> torch.Tensor:
+        packed = how.pack(as_reducible(local, op))
+        rows = packed.view(-1, *packed.shape[2:]) if packed.dim() > 1 else packed
+        total = _arrived("reduce_scatter_tensor", rows, name, group.size(), group.group_name)
+        total = total.view(how.part)
+        return from_reducible(how.own(total if finish is None else finish(total)), local.dtype, op)
+
+    return trace_reduce_scatter
+
+
+def _all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -> BoundStep | None:
+    goal = swapping(step, line, coordinate)
+    if goal is None:
+        return None
+    n = group.size()
+
+    def trace_all_to_all(local: torch.Tensor) -> torch.Tensor:
+        packed = split_in_front(local, step.target_dim, n)
+        carried = as_carried(packed).view(n, -1)
+        got = _arrived("all_to_all_single", carried, [1] * n, [1] * n, group.group_name)
+        return got.view(packed.dtype).view(packed.shape).movedim(0, step.source_dim).reshape(goal)
+
+    return trace_all_to_all
+
+
+def recorded_unreduce(step: Unreduce, coordinate: Coordinate) -> BoundStep:
+    """R -> P. The neutral element, too, is seen to come from the local: graphs must be alike on all ranks."""
+    neutral = neutral_element(step, coordinate)
+    if neutral is None:
+        return torch.clone
+    return lambda local: local.masked_fill(torch.ones_like(local, dtype=torch.bool), neutral)
+
+
+def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype: torch.dtype) -> BoundStep:
+    """One all-to-all with uneven splits."""
+    sent = sum(goods.sent_sizes)
+
+    def trace_exchange(local: torch.Tensor) -> torch.Tensor:
+        if have is None:  # a rank outside held nothing, of no dtype in particular
+            local = local.new_empty(0, dtype=dtype)
+        packed = pack_traced(goods.packed(local), local, sent)
+        carried = as_carried(packed)
+        scale = packed.element_size() // carried.element_size()
+        buffer = _arrived("all_to_all_single", carried, *goods.splits(scale), group.group_name)
+        return goods.unpack(local, buffer.view(packed.dtype))
+
+    return trace_exchange
+
+
+def recorded_rotation(goods: Rotation, group: Any, tag: int) -> Start:
+    """One all-to-all of one block. It is waited for at once; compilers move the wait.
+
+    An element that a rank sends to itself is a tag: two rotations in which a rank sends nothing are different.
+    """
+    at = 1 if goods.target > goods.me else 0  # where the block begins, beside the tag
+    from_ = 1 if goods.source > goods.me else 0
+
+    def start(flat: torch.Tensor) -> Wait:
+        packed = pack_traced([(at, flat[: goods.sent])], flat, goods.sent + 1, tag)
+        carried = as_carried(packed)
+        splits = goods.splits(packed.element_size() // carried.element_size(), extra=1)
+        buffer = _arrived("all_to_all_single", carried, *splits, group.group_name).view(packed.dtype)
+        arrived = buffer.narrow(0, from_ if goods.got else 0, goods.got)
+        return lambda: arrived
+
+    return start
+
+
+def recorded_rows(goods: RowParcels, group: Any) -> BoundRows:
+    """One all-to-all of the rows of several tensors."""
+    sent = sum(size for _, size in goods.sent)
+
+    def trace_row_exchange(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
+        packed = pack_traced(goods.packed(locals_), locals_[0], sent, goods.tag)
+        carried = as_carried(packed)
+        splits = goods.splits(packed.element_size() // carried.element_size())
+        buffer = _arrived("all_to_all_single", carried, *splits, group.group_name)
+        return goods.unpack_traced(locals_, buffer.view(packed.dtype), fill)
+
+    return trace_row_exchange

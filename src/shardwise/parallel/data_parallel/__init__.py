@@ -1,0 +1,1 @@
+"""Data parallel modules: `fully_shard`, `replicate`, and the engine under both."""

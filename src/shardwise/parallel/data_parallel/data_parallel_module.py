@@ -1,0 +1,49 @@
+"""What modules of both kinds of data parallelism can do: leave gradients unreduced. Knows no parameter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from shardwise.parallel.data_parallel.module_tree import STATE, states_under
+from shardwise.parallel.data_parallel.schedule import ModuleState
+
+__all__ = ["DataParallelModule"]
+
+
+class DataParallelModule:
+    """What `fully_shard` and `replicate` both add to a module: whether backward reduces gradients.
+
+    Example:
+        >>> import torch, shardwise as sw
+        >>> isinstance(sw.replicate(torch.nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,))), DataParallelModule)
+        True
+    """
+
+    def _states(self, recurse: bool = True) -> list[ModuleState]:
+        return list(states_under(self, recurse=recurse))  # pyright: ignore[reportArgumentType]  # it is a Module too
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
+        for state in self._states(recurse):
+            state.requires_gradient_sync = requires_gradient_sync
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of the ranks' gradients of this module's own parameters is divided by.
+
+        By default that is the number of ranks where inputs are plain tensors, and 1 where they are DTensors, whose loss
+        is that of the whole batch.
+        """
+        getattr(self, STATE).gradient_divide_factor = factor
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds gradients up where they are, and reduces nothing."""
+        states = self._states()
+        before = [state.requires_gradient_sync for state in states]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, value in zip(states, before, strict=True):
+                state.requires_gradient_sync = value

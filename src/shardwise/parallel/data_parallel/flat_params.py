@@ -1,0 +1,203 @@
+"""Many tensors in one flat buffer, so that one collective moves them all: where each lies in it.
+
+A buffer has a row for each rank that shards the parameters, and in each row a slot for each parameter, as long as the
+largest block of it that any rank holds. Works on the tensors of single ranks; communicates nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.layout import EqualChunks, chunk, dense_strides, equal_chunks
+from shardwise.core.placement import Replicate
+from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.block_copies import chunk_rows, chunk_views
+
+__all__ = ["FlatLayout", "ParamSlot"]
+
+Coordinate = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class ParamSlot:
+    """How one parameter lies in a row of the buffer.
+
+    Args:
+        spec: how the parameter is stored.
+        axis: the axis of its mesh that shards it for data parallelism, the most minor one of its dim; None: none does.
+        dim: the dim that is sharded.
+    """
+
+    spec: DTensorSpec
+    axis: int | None
+    dim: int
+    _chunks: dict[int, list[EqualChunks]] = field(default_factory=dict, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Elements of the slot."""
+        return math.prod(self.spec.largest_local_shape)
+
+    @functools.cached_property
+    def gathered(self) -> DTensorSpec:
+        """How the parameter is laid out once it is gathered over the data axis."""
+        if self.axis is None:
+            return self.spec
+        placements = [*self.spec.placements]
+        placements[self.axis] = Replicate()
+        dim_axes = tuple([tuple([axis for axis in axes if axis != self.axis]) for axes in self.spec.dim_axes])
+        return DTensorSpec.from_dim_axes(self.spec.mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks shard the parameter."""
+        return 1 if self.axis is None else self.spec.mesh.shape[self.axis]
+
+    def chunks(self, size: int) -> list[EqualChunks]:
+        """How a dim of `size` is split over the sharding ranks: at most two kinds of blocks."""
+        found = self._chunks.get(size)
+        if found is None:
+            found = self._chunks[size] = equal_chunks(size, [self.ranks])
+        return found
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether every block of every rank fills its slot."""
+        sizes = self.spec.mesh.shape
+        parts = [math.prod([sizes[axis] for axis in axes]) for axes in self.spec.dim_axes]
+        return not self.spec.is_strided and all(n % m == 0 for n, m in zip(self.spec.shape, parts, strict=True))
+
+    def cut(self, whole: torch.Tensor, coordinate: Coordinate) -> torch.Tensor:
+        """A copy of the block that the rank at `coordinate` stores, out of what it computes with."""
+        if self.axis is None:
+            return whole.detach().clone(memory_format=torch.contiguous_format)
+        run = chunk(whole.shape[self.dim], self.ranks, coordinate[self.axis])
+        part = whole.detach().narrow(self.dim, run.start, run.length)
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+class View(NamedTuple):
+    """How a view lies in the memory of a dense tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any  # an int
+
+    @classmethod
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> View:
+        """How `view` lies in `base`."""
+        return cls(view.size(), view.stride(), view.storage_offset() - base.storage_offset())
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """The same view of another tensor of that shape."""
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+class FlatLayout:
+    """Slots one after the other."""
+
+    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+        self.slots = tuple(slots)
+        self.sizes = [slot.size for slot in self.slots]
+        self.offsets = [0, *itertools.accumulate(self.sizes)]
+        self.total = self.offsets.pop()
+        self.meshes = [slot.spec.mesh for slot in self.slots]
+        self._shapes: dict[tuple[Coordinate, ...], tuple[list[Any], list[Any]]] = {}
+        self._views: dict[tuple[Any, ...], list[tuple[int, View, View]]] = {}  # by shapes, where blocks are uneven
+
+    def shapes(self, coordinates: Sequence[Coordinate]) -> tuple[list[Any], list[Any]]:
+        """What a rank stores of each parameter, with strides, and the shapes that it computes with.
+
+        `coordinates` has one for each slot's own mesh.
+        """
+        key = tuple(coordinates)
+        found = self._shapes.get(key)
+        if found is None:
+            each = list(zip(self.slots, key, strict=True))
+            stored = [slot.spec.local_shape(at) for slot, at in each]
+            found = self._shapes[key] = (
+                [(shape, dense_strides(shape)) for shape in stored],
+                [slot.gathered.local_shape(at) for slot, at in each],
+            )
+        return found
+
+    def joined(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """One row: the blocks that a rank stores, each filled up to its slot."""
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        if self.is_even and {tensor.dtype for tensor in flat} == {dtype}:
+            return torch.cat(flat)
+        row = (torch.empty if self.is_even else torch.zeros)(self.total, dtype=dtype, device=flat[0].device)
+        torch._foreach_copy_(
+            [row.narrow(0, at, tensor.numel()) for at, tensor in zip(self.offsets, flat, strict=True)], flat
+        )
+        return row
+
+    def blocks(self, row: torch.Tensor, coordinates: Sequence[Coordinate]) -> list[torch.Tensor]:
+        """The blocks that a rank stores of each parameter, as views of its row."""
+        start, stored = row.storage_offset(), self.shapes(coordinates)[0]
+        pairs = zip(self.offsets, stored, strict=True)
+        return [row.as_strided(shape, stride, start + at) for at, (shape, stride) in pairs]
+
+    def spread(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+        """Fill what a rank computes with from the rows of a gathered buffer."""
+        if self.is_simple:
+            rows = self.slots[0].ranks
+            targets = [whole.view(rows, -1) for whole in wholes]
+            torch.split_with_sizes_copy(buffer.view(rows, -1), self.sizes, dim=1, out=targets)
+        elif pairs := self._pairs(buffer, wholes):
+            torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
+
+    def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+        """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
+        if self.is_simple and {whole.dtype for whole in wholes} == {buffer.dtype}:
+            rows = self.slots[0].ranks
+            torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
+        elif pairs := self._pairs(buffer, wholes):
+            torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
+
+    def _pairs(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the buffer and of tensors that hold the same elements. Which ones is worked out once."""
+        if not all(map(torch.Tensor.is_contiguous, wholes)):
+            return [pair for index, whole in enumerate(wholes) for pair in self._matched(buffer, index, whole)]
+        key = tuple([whole.shape for whole in wholes])
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = [
+                (index, View.of(row, buffer), View.of(part, whole))
+                for index, whole in enumerate(wholes)
+                for row, part in self._matched(buffer, index, whole)
+            ]
+        return [(row.on(buffer), part.on(wholes[index])) for index, row, part in views]
+
+    def _matched(
+        self, buffer: torch.Tensor, index: int, whole: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the buffer and of `whole` that hold the same elements: a pair for each kind of block, two at most.
+
+        Their number does not depend on the number of ranks.
+        """
+        slot, offset = self.slots[index], self.offsets[index]
+        if not whole.numel():
+            return []
+        rows = buffer.view(slot.ranks, self.total)
+        if slot.axis is None:
+            return [(rows[0].narrow(0, offset, whole.numel()).view(whole.shape), whole)]
+        views = [(chunks, chunk_views(whole, slot.dim, chunks)) for chunks in slot.chunks(whole.shape[slot.dim])]
+        return [(chunk_rows(rows, offset, view.shape, chunks), view) for chunks, view in views]
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether the slots leave no gap on any row."""
+        return all(slot.is_even for slot in self.slots)
+
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether a row holds even blocks of rows of the tensors: then single calls of torch copy all of them."""
+        return self.is_even and all(slot.dim == 0 for slot in self.slots)

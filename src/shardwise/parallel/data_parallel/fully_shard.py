@@ -1,0 +1,283 @@
+"""fully_shard: parameters, gradients and optimizer state split over the data axes. The public face of the engine.
+
+Says what a call means and checks it; when anything is gathered or reduced is the engine's business.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Shard, as_placement
+from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.parallel.data_parallel.data_axes import DataParallelMeshDims, data_axes
+from shardwise.parallel.data_parallel.data_parallel_module import DataParallelModule
+from shardwise.parallel.data_parallel.module_tree import STATE, owned_parameters, subclass_with
+from shardwise.parallel.data_parallel.param_group import ParameterGroup, alike
+from shardwise.parallel.data_parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.data_parallel.schedule import ModuleState, abandon_forward
+from shardwise.parallel.data_parallel.sharded_param import ShardedParameter
+
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+
+ShardPlacementFn = Callable[[nn.Parameter], Any]
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns.
+
+    Example:
+        >>> UnshardHandle(None).wait()
+    """
+
+    def __init__(self, state: ModuleState | None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Wait until the module has its whole parameters."""
+        if self._state is not None:
+            self._state.show(None)
+            self._state = None
+
+
+class FSDPModule(DataParallelModule):
+    """What `fully_shard` adds to a module: methods to control gathering and reduction.
+
+    Example:
+        >>> import shardwise as sw
+        >>> module = fully_shard(nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,)))
+        >>> isinstance(module, FSDPModule), type(module).__name__
+        (True, 'FSDPLinear')
+    """
+
+    @property
+    def _state(self) -> ModuleState:
+        return getattr(self, STATE)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the module's own parameters, which it then shows, until `reshard` or the end of its next forward.
+
+        Args:
+            async_op: return at once with a handle to wait on.
+        """
+        if not self._state.is_held:
+            self._state.drop()
+        self._state.is_held = True
+        self._state.start()
+        handle = UnshardHandle(self._state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the gathered parameters of the module; it shows its shards."""
+        self._state.is_held = False
+        self._state.drop()
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a hybrid mesh: whether backward also adds gradients up over the replicas, or only scatters them."""
+        for state in self._states(recurse):
+            state.requires_all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of the next backward waits for the reductions; if not, a later one does."""
+        for state in self._states():
+            state.is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the gathered parameters are freed after forward, and gathered again for backward."""
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether the gathered parameters are freed after backward; if not, the next forward uses them as they are."""
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Which modules begin to gather when this one's forward begins, instead of the one that comes next."""
+        self._state.forward_prefetch = [module._state for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Which modules begin to gather when this one's backward begins, instead of the one that comes next."""
+        self._state.backward_prefetch = [module._state for module in modules]
+
+    def reset_iter_state(self) -> None:
+        """Drop what a failed forward or backward left behind. The next forward does it too, so it is seldom needed."""
+        abandon_forward()
+        for state in self._states():
+            state.give_up()
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    mesh: Any = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Split the parameters of a module over the data axes, and gather them when they are used. Changes it in place.
+
+    Wrap the blocks of a model first and then the model: each wrapped module gathers, with one all-gather, what its
+    wrapped children have not taken. Between steps every parameter is a DTensor parameter, of which a rank holds its
+    shard; so are gradients, and with them the state of an optimizer that is made afterwards.
+
+    With plain tensors as inputs each rank computes the loss of its own batch, and gradients are averaged. With DTensors
+    over the data axes as inputs the loss is that of the whole batch, and everything is as on one device.
+
+    Args:
+        module: the module, or several that are gathered together.
+        mesh: one axis to shard over, or two to replicate over the first and shard over the second. A slice of a larger
+            mesh (`world["dp"]`) composes with tensor parallelism on its other axes. All processes, where there are any
+            and none is given.
+        reshard_after_forward: free the gathered parameters after forward. By default all modules do but the outermost.
+        shard_placement_fn: which dim of a parameter to shard, as `Shard(dim)`; None for the first one.
+        mp_policy: dtypes to compute, reduce and return in.
+        offload_policy: only the default one.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: the names of the data axes, where `mesh` has others too.
+
+    A scalar parameter stays replicated.
+
+    Example:
+        >>> import torch
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer, mesh)
+        >>> _ = fully_shard(model, mesh)
+        >>> model[0].weight.spec
+        f32[8,8] dp:S0
+        >>> batch = sw.distribute_tensor(torch.ones(4, 8), mesh, [sw.Shard(0)])
+        >>> model(batch).sum().backward()
+        >>> model[0].weight.grad.spec
+        f32[8,8] dp:S0
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    data_mesh = _checked_axes(mesh, dp_mesh_dims)
+    shards = dp_mesh_dims is None or dp_mesh_dims.shard is not None
+    _check_modules(modules, offload_policy)
+    policy = mp_policy or MixedPrecisionPolicy()
+    reshard = _checked_reshard(reshard_after_forward, data_mesh)
+    managed: list[ShardedParameter] = []
+    for name, parameter, owners in owned_parameters(modules, ignored_params or ()):
+        dim = _dim_to_shard(parameter, name, shard_placement_fn) if shards and parameter.dim() else None
+        managed.append(ShardedParameter(parameter, owners, name, data_mesh, dim))
+    state = ModuleState(modules, policy, reshard)
+    for group in alike(managed):
+        own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
+        state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state))
+    for each in modules:
+        subclass_with(each, FSDPModule, "FSDP")
+    return modules if not isinstance(module, nn.Module) else module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a fully sharded module be as its forward: the parameters are there while it runs.
+
+    Args:
+        module: the module; one that is not fully sharded is left as it is.
+        method_name: the method.
+
+    Example:
+        >>> import shardwise as sw
+        >>> class Model(nn.Linear):
+        ...     def encode(self, x):
+        ...         return self(x).tanh() + self.bias
+        >>> mesh = sw.init_device_mesh("cpu", (2,))
+        >>> model = fully_shard(Model(4, 4), mesh)
+        >>> register_fsdp_forward_method(model, "encode")
+        >>> model.encode(sw.ones(2, 4, device_mesh=mesh, placements=[sw.Shard(0)])).shape
+        torch.Size([2, 4])
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name)
+    state = module._state
+
+    @functools.wraps(method)
+    def forward_with_hooks(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = state.before_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            state.after_forward(module, args, None)
+            raise
+        return state.after_forward(module, args, output)
+
+    setattr(module, method_name, forward_with_hooks)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Accepted for programs written for torch: fully sharded modules have no streams of their own to share.
+
+    Args:
+        modules: fully sharded modules.
+
+    Example:
+        >>> import shardwise as sw
+        >>> share_comm_ctx([fully_shard(nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,)))])
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise UnsupportedError(f"{type(module).__name__} is not fully sharded", hint="call fully_shard on it first")
+
+
+def _checked_axes(mesh: Any, dims: DataParallelMeshDims | None) -> DeviceMesh:
+    ours = data_axes(mesh, dims)
+    if ours.ndim > 2:
+        raise MeshError(
+            f"fully_shard over {ours}, which has {ours.ndim} axes",
+            hint='one axis shards, and one before it may replicate: fully_shard(module, world["dp"])',
+        )
+    return ours
+
+
+def _check_modules(modules: Sequence[nn.Module], offload_policy: OffloadPolicy | None) -> None:
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            "shards are not kept in the host's memory: CPUOffloadPolicy is not supported",
+            hint="leave offload_policy out",
+        )
+    for module in modules:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise UnsupportedError(
+                f"a {type(module).__name__} has no forward, so nothing tells when it is used",
+                hint="wrap the modules in it one by one, or as a list: fully_shard([*modules], mesh)",
+            )
+        if hasattr(module, STATE):
+            raise UnsupportedError(
+                f"the {type(module).__name__} is data parallel already",
+                hint="call fully_shard or replicate once for a module, children first",
+            )
+
+
+def _checked_reshard(given: bool | int | None, mesh: DeviceMesh) -> bool | None:
+    if given is None or isinstance(given, bool):
+        return given
+    if given in (1, mesh.shape[-1]):
+        return given != 1
+    raise UnsupportedError(
+        f"reshard_after_forward={given}: parameters are not resharded to a part of the {mesh.shape[-1]} ranks",
+        hint="use True or False",
+    )
+
+
+def _dim_to_shard(parameter: nn.Parameter, name: str, choose: ShardPlacementFn | None) -> int:
+    chosen = None if choose is None else choose(parameter)
+    if chosen is None:
+        return 0
+    placement = as_placement(chosen)
+    if not isinstance(placement, Shard):
+        raise LayoutError(f"shard_placement_fn gave {chosen!r} for {name}", hint="return Shard(dim), or None")
+    return placement.dim

@@ -1,0 +1,368 @@
+"""Gathered parameters: their memory, the leaves that compute on it, and what autograd saves of them.
+
+The rule that makes any pattern of calls safe: memory is owned by the tensors on it, and never freed under one. A group
+drops its own references when a module is through. Autograd saves a handle instead of the memory, which gathers again
+when it is unpacked. Whoever else keeps a tensor keeps its memory. Issues no collective itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from shardwise.compilers import never_traced
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import is_tracing
+from shardwise.errors import UnsupportedError
+from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.parallel.data_parallel.sharded_param import ShardedParameter
+from shardwise.tensor import DTensor, dtensor_of
+
+__all__ = ["Gathered", "Leaves", "Source", "at_once", "completion_token", "save_handles"]
+
+COUNTING = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)  # modes of selective checkpointing
+Take = Callable[[Sequence[torch.Tensor | None]], None]
+
+
+class Source:
+    """The stored parameters that a group gathers, and what a caller has put in the place of others.
+
+    Args:
+        stored: for each parameter of the group, None where a caller has put a tensor of its own in its place.
+        substituted: these tensors, by index.
+    """
+
+    def __init__(self, stored: Sequence[Any], substituted: dict[int, Any]) -> None:
+        self.stored, self.substituted = tuple(stored), substituted
+        self.indices = tuple(index for index, parameter in enumerate(self.stored) if parameter is not None)
+
+    def versions(self) -> list[int]:
+        """How often each stored parameter has been written to."""
+        return [self.stored[index]._version for index in self.indices]
+
+
+@runtime_checkable
+class GatheringGroup(Protocol):
+    """What a gathered copy asks of the group that it belongs to."""
+
+    parameters: tuple[ShardedParameter, ...]
+
+    def launch(self, source: Source) -> DTensor | None:
+        """Begin the all-gather."""
+        ...
+
+    def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
+        """Wait for it, and copy each parameter to memory of its own."""
+        ...
+
+    def needed(self, gathered: Gathered) -> None:
+        """Autograd needs memory that has been dropped."""
+        ...
+
+    def make_leaves(self, gathered: Gathered, compute_mesh: DeviceMesh | None) -> list[Any]:
+        """Leaves for all parameters, connected to the nodes of autograd that take their gradients."""
+        ...
+
+
+class _Leaves(NamedTuple):
+    tensors: list[Any]
+    versions: list[int]
+    flags: list[bool]
+
+
+class Gathered:
+    """One gathered copy of the parameters of a group. Its memory may be dropped, and is gathered again when needed."""
+
+    def __init__(self, group: GatheringGroup, source: Source) -> None:
+        self.group, self.source = group, source
+        self.tensors: list[Any] | None = None  # the memory, by index of the parameter
+        self.versions: list[int] | None = None  # of the stored parameters when they were gathered
+        self.writes: dict[int, int] = {}  # how often a leaf was written to, where it was
+        self._leaves: dict[DeviceMesh | None, _Leaves] = {}
+        self._pending: DTensor | None = None
+        self._started = False
+        self._keys: list[int] = []
+        self._bases: list[int] = []
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the memory is there, or on its way."""
+        return self.tensors is not None or self._started
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether an all-gather has been started that nobody has waited for."""
+        return self._pending is not None
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether the stored parameters have not been written to since they were gathered."""
+        return self.versions is None or self.versions == self.source.versions()
+
+    def start(self) -> None:
+        """Begin to gather."""
+        if self.is_present:
+            return
+        if not self.is_up_to_date:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "sharded parameter was written to between forward and backward, and has to be gathered again"
+            )
+        self.versions = self.source.versions()
+        with kept_apart(grads=False):
+            self._pending, self._started = self.group.launch(self.source), True
+
+    def finish(self) -> None:
+        """Have the memory: begin if need be, and wait."""
+        if self.tensors is not None:
+            return
+        self.start()
+        with kept_apart(grads=False):
+            self.tensors = self.group.fill(self.source, self._pending)
+        self._pending, self._started = None, False
+        self._bases = [0] * len(self.tensors)
+        for index in self.source.indices:
+            part = self.tensors[index]
+            if isinstance(part, RankTensor):
+                part = part.tensors[0]
+            else:
+                self._bases[index] = part._version
+            key = part.untyped_storage()._cdata
+            _memory[key] = self, index
+            self._keys.append(key)
+
+    def drop(self) -> None:
+        """Give up the memory. It is freed when nobody else has a tensor on it."""
+        if self._pending is not None:
+            _ = self._pending._local_tensor  # a collective in flight is finished before its buffer goes
+        for key in self._keys:
+            if _memory.get(key, (None,))[0] is self:
+                del _memory[key]
+        self._keys.clear()
+        self._leaves.clear()
+        self.tensors, self._pending, self._started = None, None, False
+
+    def lend(self, other: Gathered) -> bool:
+        """Let another copy of the same values have the memory of this one, if it is there."""
+        if self is other or self.tensors is None or self.source is not other.source:
+            return False
+        if self.versions != other.versions or self.writes or other.writes:
+            return False
+        other.tensors = self.tensors
+        return True
+
+    # ---------------------------------------------------------------- leaves
+
+    def leaves(self, compute_mesh: DeviceMesh | None) -> list[Any]:
+        """What the modules compute with, by index of the parameter."""
+        flags = [self.source.stored[index].requires_grad for index in self.source.indices]
+        found = self._leaves.get(compute_mesh)
+        if found is None or found.flags != flags:
+            with kept_apart(grads=True):
+                tensors = self.group.make_leaves(self, compute_mesh)
+            versions = [tensors[index]._version for index in self.source.indices]
+            found = self._leaves[compute_mesh] = _Leaves(tensors, versions, flags)
+        return found.tensors
+
+    def take_writes(self) -> dict[int, list[tuple[DeviceMesh | None, bool]]]:
+        """Which parameters were written to since the last look: on leaves of which meshes, and whether in a graph."""
+        found: dict[int, list[tuple[DeviceMesh | None, bool]]] = {}
+        for mesh, (tensors, versions, _) in self._leaves.items():
+            for at, index in enumerate(self.source.indices):
+                leaf = tensors[index]
+                if leaf._version != versions[at]:
+                    versions[at] = leaf._version
+                    self.writes[index] = leaf._version - self._base(leaf, index)
+                    in_graph = leaf.grad_fn is not None and leaf.grad_fn.name() != "LeavesBackward"
+                    found.setdefault(index, []).append((mesh, in_graph))
+        return found
+
+    def _base(self, tensor: torch.Tensor, index: int) -> int:
+        return 0 if isinstance(tensor, DTensor | RankTensor) else self._bases[index]
+
+    # ---------------------------------------------------------------- what autograd saves
+
+    def handle(self, tensor: Any, index: int, spec: DTensorSpec | None, local: torch.Tensor) -> Saved:
+        """What stands for a tensor on this memory until backward."""
+        views = [(part.size(), part.stride(), part.storage_offset()) for part in parts_of(local)]
+        return Saved(self, index, spec, views, tensor._version - self._base(tensor, index))
+
+
+_memory: dict[int, tuple[Gathered, int]] = {}  # by storage: whose memory it is
+
+
+class Saved(NamedTuple):
+    """A view of gathered memory that can be made again."""
+
+    gathered: Gathered
+    position: int  # of the parameter in its group
+    spec: DTensorSpec | None
+    views: Sequence[tuple[Any, Any, Any]]
+    writes: int
+
+    def restored(self) -> torch.Tensor:
+        """The tensor that was saved."""
+        gathered = self.gathered
+        if self.writes != gathered.writes.get(self.position, 0):
+            name = gathered.group.parameters[self.position].name
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"the parameter {name} was written to inside forward after an operator had saved it"
+            )
+        if gathered.tensors is None:
+            gathered.group.needed(gathered)
+        assert gathered.tensors is not None
+        whole = gathered.tensors[self.position]
+        if isinstance(whole, RankTensor):
+            parts = zip(whole.tensors, self.views, strict=True)
+            local: torch.Tensor = RankTensor([part.as_strided(*view) for part, view in parts])
+        else:
+            local = whole.as_strided(*self.views[0])
+        return local if self.spec is None else dtensor_of(self.spec, local)
+
+
+def _pack(tensor: Any) -> Any:
+    spec = None
+    local = tensor
+    if type(tensor) is DTensor:
+        spec, local = tensor._spec, tensor._local_tensor
+    part = local.tensors[0] if type(local) is RankTensor else local
+    if type(part) is torch.Tensor:
+        found = _memory.get(part.untyped_storage()._cdata)
+        if found is not None and not part.is_conj() and not part.is_neg():
+            gathered, index = found
+            assert gathered.tensors is not None
+            whole = gathered.tensors[index]
+            if whole.dtype is part.dtype and isinstance(whole, RankTensor) is (part is not local):
+                return gathered.handle(tensor, index, spec, local)
+    return tensor, tensor._version
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if type(packed) is Saved:
+        return packed.restored()
+    tensor, version = packed
+    if tensor._version != version:  # with hooks in place autograd leaves this check to them
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype}, {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+never_traced(_pack, _unpack)
+
+
+def save_handles() -> saved_tensors_hooks | None:
+    """From now on operators save handles of gathered memory; what comes back ends it, by `__exit__`.
+
+    None where that is so already, where a user's hooks are in place (checkpointing: they decide what is saved), and
+    where torch allows none: memory that is saved then stays.
+    """
+    native: Any = getattr(torch._C, "_autograd")  # noqa: B009  # not declared to type checkers
+    if native._top_saved_tensors_default_hooks(False) is not None or not native._saved_tensors_hooks_is_enabled():
+        return None
+    hooks = saved_tensors_hooks(_pack, _unpack)
+    hooks.__enter__()
+    return hooks
+
+
+# ---------------------------------------------------------------- how gradients come back
+
+
+class Completion(torch.autograd.Function):
+    """A node of autograd that runs when a backward has run all nodes of leaves below it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, done: Callable[[], None], of: list[Any]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.done, ctx.variable = done, of[0]
+        return torch.empty_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: None) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.done()
+        return None, None, None
+
+
+def completion_token(variable: Any, done: Callable[[], None]) -> torch.Tensor:
+    """What leaves are made from, so that `done` is called when a backward has passed all of them.
+
+    On the device of the leaves, so that it is called by the thread of autograd that runs their operators. Its node has
+    an attribute `variable`, a parameter, as the nodes that accumulate gradients have.
+    """
+    kept = torch.device("cpu") if variable.device.type == "meta" else variable.device
+    with torch.inference_mode(False), torch.enable_grad():
+        token: Any = Completion.apply(torch.zeros((), device=kept, requires_grad=True), done, [variable])
+    return at_once(token)
+
+
+def at_once(tensor: Any) -> Any:
+    """A result whose node autograd runs as soon as it can, as it does the accumulation of gradients."""
+    tensor.grad_fn._set_sequence_nr(2**64 - 1)
+    return tensor
+
+
+class Leaves(torch.autograd.Function):
+    """The node behind the leaves of a bucket: it gets all their gradients at once, and hands them over."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Any, take: Take, leaves: Sequence[Any]) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.take, ctx.variable = take, token.grad_fn.variable
+        return tuple(leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in grads):
+            raise UnsupportedError(
+                "backward(create_graph=True) reached the parameters of a data parallel module: their gradients are "
+                "reduced outside of autograd, so a derivative of them would be lost",
+                hint="differentiate with respect to inputs, torch.autograd.grad(loss, inputs, create_graph=True), or "
+                "call the module by torch.func.functional_call with tensors of your own as parameters",
+            )
+        ctx.take(grads)
+        return None, None, None
+
+
+never_traced(Completion.forward, Completion.backward, Leaves.forward, Leaves.backward)
+
+
+def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
+    """Gathered memory and leaves on it are made as always, in whatever mode a module is called; with `grads` or not.
+
+    They are no inference tensors, and constants to transforms of torch.func. The operators that gather are not the
+    program's: selective checkpointing, which counts those that it sees, does not see them.
+    """
+    transformed, modes = torch._C._are_functorch_transforms_active(), torch._C._len_torch_dispatch_stack()
+    if not transformed and not modes and not torch.is_inference_mode_enabled():
+        return torch.set_grad_enabled(grads)
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.set_grad_enabled(grads))
+    if transformed:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+    if not grads and not is_tracing():
+        stack.enter_context(_unseen())
+    return stack
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide operators from selective checkpointing; other modes (dry runs, profilers) go on to see them."""
+    if not any(isinstance(mode, COUNTING) for mode in _get_current_dispatch_mode_stack()):
+        yield
+        return
+    with _disable_current_modes() as before, contextlib.ExitStack() as others:
+        for mode in reversed(before):
+            if mode is not None and not isinstance(mode, COUNTING):
+                others.enter_context(mode)
+        yield

@@ -1,0 +1,99 @@
+"""Gradients as computed, made into what each rank adds to the sum over the data axes, so that nothing counts twice.
+
+What is summed over other axes (a norm's weight that tensor parallelism replicates) is added up here, all of a bucket
+in one collective. The data axes are left for the reduction of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Replicate
+from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.flat_buffer import alike
+from shardwise.fabric.virtual import RankTensor
+from shardwise.parallel.tensor_parallel.redistribute_many import redistributed_together
+from shardwise.tensor import DTensor
+
+__all__ = ["parts_of_sums"]
+
+
+def parts_of_sums(
+    grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh
+) -> list[torch.Tensor]:
+    """The local of each gradient as a part of a sum over the data axes, on the other axes in the layout of its leaf.
+
+    Gradients of plain leaves, which have no spec, are such locals. Those of DTensors may have any layout on their mesh.
+    """
+    if data_mesh.fabric != "virtual" and True not in [isinstance(grad, DTensor) for grad in grads]:
+        return list(grads)
+    grads = _added_up_together(grads, specs, data_mesh)
+    locals_ = []
+    for grad, spec in zip(grads, specs, strict=True):
+        if isinstance(grad, DTensor):
+            local = _part_of_sum(grad, spec, data_mesh)
+        elif data_mesh.fabric == "virtual" and not isinstance(grad, RankTensor):
+            local = RankTensor([grad] * data_mesh.grid_size)
+        else:
+            local = grad
+        locals_.append(local)
+    return locals_
+
+
+def _data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
+    """The axes of `mesh` that are data axes; none where each rank computes on its own, or on a grid without them."""
+    return (
+        set()
+        if mesh.root is not data_mesh.root
+        else {axis for axis, grid in enumerate(mesh.axes) if grid in data_mesh.axes}
+    )
+
+
+def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh) -> list[Any]:
+    """Gradients that wait for a sum over other axes, and are whole on each rank, in one buffer for each kind."""
+    whole = {
+        at: grad._spec
+        for at, (grad, leaf) in enumerate(zip(grads, specs, strict=True))
+        if isinstance(grad, DTensor) and leaf is not None and leaf.is_replicated and not any(grad._spec.dim_axes)
+    }
+    found = list(grads)
+    for positions in alike(whole):
+        spec = whole[positions[0]]
+        placements, data = spec.placements, _data_axes(spec.mesh, data_mesh)
+        goal = tuple(p if axis in data or not p.is_partial() else Replicate() for axis, p in enumerate(placements))
+        if goal == placements or len(positions) == 1:
+            continue
+        for at, total in zip(positions, redistributed_together([grads[at] for at in positions], goal), strict=True):
+            found[at] = total
+    return found
+
+
+def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:
+    data = _data_axes(grad._spec.mesh, data_mesh)
+    for make_goal in (_made_whole, _made_partial):
+        goal = make_goal(grad._spec, leaf, data)
+        if goal is not grad._spec:
+            grad = grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+    return grad._local_tensor
+
+
+def _made_whole(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
+    """As the leaf lies, but sums over data axes are left for the reduction of the bucket."""
+    placements = [
+        placement if axis in data and placement.is_partial("sum") else wanted
+        for axis, (placement, wanted) in enumerate(zip(have.placements, leaf.placements, strict=True))
+    ]
+    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, leaf.dim_axes)
+
+
+def _made_partial(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
+    """A sum over every data axis: of what is replicated there, one rank keeps the value and the others zeros."""
+    placements = [
+        Partial() if axis in data and not placement.is_partial("sum") else placement
+        for axis, placement in enumerate(have.placements)
+    ]
+    return DTensorSpec.from_dim_axes(have.mesh, tuple(placements), have.tensor_meta, have.dim_axes)

@@ -1,0 +1,550 @@
+"""When data parallel modules gather, free and reduce: the hooks of forward and backward, and prefetching.
+
+A `ModuleState` belongs to the modules of one `fully_shard` or `replicate` call. A `ForwardRun` is one forward of an
+outermost module, a `Backward` one pass of autograd. States share nothing else, so modules may be called in any order: a
+module is outermost when no other one is running. `param_group` moves the data.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.compilers import not_compiled
+from shardwise.core.mesh import DeviceMesh, on_one_grid
+from shardwise.errors import MeshError
+from shardwise.parallel.data_parallel.gathered_params import Gathered, save_handles
+from shardwise.parallel.data_parallel.module_tree import STATE, tensors_in
+from shardwise.parallel.data_parallel.param_group import Bucket, Finish, ParameterGroup
+from shardwise.parallel.data_parallel.precision import MixedPrecisionPolicy, cast_floats
+from shardwise.tensor import DTensor
+
+__all__ = ["ModuleState", "abandon_forward"]
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a forward now is one that checkpointing repeats."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class ForwardRun:
+    """One forward of an outermost module, with all that it calls."""
+
+    def __init__(self, outermost: ModuleState, is_repeated: bool) -> None:
+        self.outermost, self.is_repeated = outermost, is_repeated
+        self.entered: list[ModuleState] = []
+        self.gathered: dict[ModuleState, None] = {}  # whose parameters this forward has gathered
+        self.left: list[ModuleState] = []  # in the order that backward goes through from the end
+
+    def next_in_forward(self, state: ModuleState) -> ModuleState | None:
+        """Which module came after this one the last time, if the order has been the same so far."""
+        self.entered.append(state)
+        at, order = len(self.entered), self.outermost.forward_order
+        return order[at] if at < len(order) and order[at - 1] is state else None
+
+    def next_in_backward(self, state: ModuleState) -> ModuleState | None:
+        """Which module backward will come to after this one."""
+        for at in reversed(range(len(self.left))):
+            if self.left[at] is state:
+                del self.left[at:]
+                return self.left[-1] if self.left else None
+        return None
+
+    def end(self) -> None:
+        """The outermost forward is over, or has failed."""
+        if self.is_repeated:
+            return
+        self.outermost.forward_order = self.entered
+        for state in self.gathered:
+            state.still_to_run.clear()
+            if not state.awaits_backward and not state.is_held:
+                state.drop()
+            for group in state.groups:
+                group.offer_leaves_again()
+
+
+class Backward:
+    """One pass of autograd, with those that it runs inside of itself, and the states that it has come to."""
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.states: dict[ModuleState, None] = {}
+        self.is_over = False
+        self._reducing: ModuleState | None = None
+
+    def reduce(self, state: ModuleState, group: ParameterGroup, bucket: Bucket) -> None:
+        """Begin a reduction; of sharded groups one is in flight at a time, so that few buffers are alive."""
+        if group.is_sharded:
+            if self._reducing is not None:
+                self._reducing.finish_reductions()
+            self._reducing = state
+        state.reductions += group.reduce(bucket, state.requires_all_reduce)
+
+    def end(self) -> None:
+        """Drop what is gathered, and wait for the reductions."""
+        self.is_over = True
+        for state in self.states:
+            state.backward = None
+            state.backward_over(self)
+        for state in self.states:
+            if state.is_last_backward:
+                state.finish_reductions()
+
+    def give_up(self) -> None:
+        """This pass has failed: what it left behind goes, gradients that are not reduced included."""
+        self.is_over = True
+        for state in self.states:
+            state.backward = None
+            state.give_up()
+
+
+class _AtEnd:
+    """What a pass of autograd calls when it ends. If it fails it forgets this; modules see their own then."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.end()
+
+    def __del__(self) -> None:
+        if not self._backward.is_over:
+            self._backward.is_over = True
+            for state in self._backward.states:
+                for group in state.groups:
+                    group.show_stored()
+
+
+def current_backward() -> Backward:
+    """The outermost backward that is running on this thread. Asked for the first time, it is told to call back."""
+    found = _thread.backward
+    if found is None or found.is_over:
+        task = torch._C._current_graph_task_id()
+        with _lock:
+            found = _backwards.get(task)
+            if found is None:
+                found = _backwards[task] = Backward(task)
+                torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(found))  # pyright: ignore[reportAttributeAccessIssue]
+        _thread.backward = found
+    return found
+
+
+_backwards: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()  # by number of the graph task
+_lock = threading.Lock()
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """One call of a wrapped module that is running."""
+
+    state: ModuleState
+    module: nn.Module
+    run: ForwardRun
+    meshes: tuple[DeviceMesh, ...]  # of the DTensors that it was given
+    compute_mesh: DeviceMesh | None = None
+    hooks: Any = None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.backward: Backward | None = None
+
+
+_thread = _Thread()
+
+
+def abandon_forward() -> None:
+    """Forget the forwards that are running on this thread."""
+    while _thread.frames:
+        _close(_thread.frames.pop())
+
+
+def _close(frame: Frame) -> None:
+    if frame.hooks is not None:
+        frame.hooks.__exit__()
+
+
+class ModuleState:
+    """What `fully_shard` or `replicate` has put on a module, or on several that are treated as one.
+
+    Args:
+        modules: the modules.
+        policy: dtypes.
+        reshard_after_forward: drop the gathered parameters after forward; None: unless the module is the outermost.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+    ) -> None:
+        self._begin(modules, policy, reshard_after_forward)
+        for module in self.modules:
+            setattr(module, STATE, self)
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, always_call=True)
+
+    def _begin(
+        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+    ) -> None:
+        self.modules, self.policy = tuple(modules), policy
+        self.groups: list[ParameterGroup] = []
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.gradient_divide_factor: float | None = None
+        self.requires_all_reduce = True
+        self.is_last_backward = True
+        self.forward_prefetch: list[ModuleState] | None = None
+        self.backward_prefetch: list[ModuleState] | None = None
+        self.is_held = False  # the user asked for the gathered parameters, or to keep them
+        self.awaits_backward = False
+        self.forward_order: list[ModuleState] = []  # of the last forward in which this one was outermost
+        self.run: ForwardRun | None = None  # the last forward that gathered
+        self.compute_mesh: DeviceMesh | None = None  # of the last forward
+        self.backward: Backward | None = None  # the pass that has come to this module
+        self.reductions: list[Finish] = []
+        self.still_to_run: set[nn.Module] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        """The state of copied modules: the same settings, parameters of their own, and nothing gathered."""
+        for group in self.groups:
+            group.check_copied()
+        made = ModuleState.__new__(ModuleState)
+        memo[id(self)] = made
+        made._begin([], self.policy, self.reshard_after_forward)
+        for name in _SETTINGS:
+            setattr(made, name, getattr(self, name))
+        made.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        made.groups = [group.copied(made, memo) for group in self.groups]
+        return made
+
+    # ---------------------------------------------------------------- gathered or not
+
+    def start(self) -> None:
+        """Begin to gather, for a forward."""
+        for group in self.groups:
+            group.start()
+
+    def show(self, compute_mesh: DeviceMesh | None) -> None:
+        """Gather, and let the modules see the gathered parameters."""
+        for group in self.groups:
+            group.show(compute_mesh)
+
+    def show_stored(self) -> None:
+        """Let the modules see the stored parameters; keep what was written to the gathered ones."""
+        try:
+            for group in self.groups:
+                group.keep_writes()
+        finally:
+            for group in self.groups:
+                group.show_stored()
+
+    def drop(self) -> None:
+        """Drop the gathered parameters; the modules see the stored ones."""
+        self.awaits_backward = False
+        try:
+            self.show_stored()
+        finally:
+            for group in self.groups:
+                group.drop()
+
+    def _join(self, run: ForwardRun) -> None:
+        """Take part in a forward. What is still gathered was left over by another one, and may be out of date."""
+        if self.run is run:
+            return
+        if self.backward is not None:  # it has not come to its end
+            self.backward.give_up()
+        if self.reductions:
+            self.finish_reductions()
+        for group in self.groups:
+            group.withdraw_leaves()
+            if self.is_held:
+                group.drop_outdated()
+        if not self.is_held:
+            self.drop()
+        self.run = run
+        run.gathered[self] = None
+
+    # ---------------------------------------------------------------- forward
+
+    @not_compiled
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The hook before a module's forward: have its parameters, and begin to gather the next module's."""
+        frames = _thread.frames
+        run = frames[-1].run if frames else ForwardRun(self, in_backward())
+        is_inside = self in [frame.state for frame in frames]
+        frame = Frame(self, module, run, _meshes_of(args, kwargs))
+        frame.compute_mesh = self._compute_mesh(frame, frames)
+        frames.append(frame)
+        if run.is_repeated:
+            self._touch()
+        else:
+            self._join(run)
+        self.compute_mesh = frame.compute_mesh
+        if not self.still_to_run:
+            self.still_to_run = set(self.modules)
+        self.show(frame.compute_mesh)
+        if not run.is_repeated and not is_inside:
+            for state in _ahead(self.forward_prefetch, run.next_in_forward(self)):
+                state._join(run)
+                state.start()
+        if self.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
+        if torch.is_grad_enabled():
+            if self._drops_after_forward(run):
+                frame.hooks = save_handles()
+            self._watch_inputs((args, kwargs))
+        return args, kwargs
+
+    def serve(self, module: nn.Module) -> None:
+        """Let a part of the modules be called on its own, too: then it is what a forward begins with."""
+        module.register_forward_pre_hook(self._before_part, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after_part, always_call=True)
+
+    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        for frame in _thread.frames:
+            if frame.state is self:
+                return None
+        if not in_backward():
+            self.still_to_run = {module}
+        return self.before_forward(module, args, kwargs)
+
+    def _after_part(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for frame in _thread.frames:
+            if frame.module is module:
+                return self.after_forward(module, args, output)
+        return output
+
+    @not_compiled
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook after a module's forward, with None where that has raised: drop, and wait for backward."""
+        frames = _thread.frames
+        at = len(frames) - 1
+        while at >= 0 and frames[at].module is not module:
+            at -= 1
+        if at < 0:  # the hook before it has not run
+            return output
+        frame = frames[at]
+        while len(frames) > at:
+            _close(frames.pop())
+        try:
+            self._leave(frame, output)
+        finally:
+            if not frames:
+                frame.run.end()
+        return cast_floats(output, self.policy.output_dtype)
+
+    def _leave(self, frame: Frame, output: Any) -> None:
+        inside = [other for other in _thread.frames if other.state is self]
+        if inside:  # a part of a module that treats it as one with itself, or one that calls itself
+            if inside[-1].compute_mesh is not frame.compute_mesh:
+                self.show(inside[-1].compute_mesh)
+            return
+        self.still_to_run.discard(frame.module)
+        if frame.run.is_repeated:
+            self.show_stored()  # backward is about to use what is gathered, and drops it
+            for group in self.groups:
+                group.offer_leaves()
+        elif not self.still_to_run:
+            waits = torch.is_grad_enabled() and self._watch_outputs(frame, output)
+            if not waits or self._drops_after_forward(frame.run):
+                if self.reshard_after_backward or not self.is_held:
+                    self.is_held = False
+                    self.drop()
+            else:
+                self.awaits_backward = True
+            self.show_stored()
+            if waits:
+                frame.run.left.append(self)
+                for group in self.groups:
+                    group.offer_leaves()
+
+    def _drops_after_forward(self, run: ForwardRun) -> bool:
+        """Whether the gathered parameters are dropped after forward, and gathered again for backward."""
+        reshard = run.outermost is not self if self.reshard_after_forward is None else self.reshard_after_forward
+        return reshard and True in [group.is_sharded for group in self.groups]
+
+    def _watch_outputs(self, frame: Frame, output: Any) -> bool:
+        """Be told when backward reaches this module; whether it may. Into some objects one cannot look."""
+        found, opaque = tensors_in(output)
+        hook = functools.partial(self._before_backward, frame.run)
+        for tensor in found:
+            if tensor.requires_grad:
+                opaque = True
+                tensor.register_hook(hook)
+        return opaque
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        """Drop where gradients of the parameters do not tell that backward is through: some parameters get none."""
+        if True not in [group.is_sharded and group.has_frozen for group in self.groups]:
+            return
+        found = [tensor for tensor in tensors_in(inputs)[0] if tensor.requires_grad]
+        waiting = set(range(len(found)))
+
+        def came(number: int, grad: torch.Tensor) -> None:
+            waiting.discard(number)
+            if not waiting and self.backward is not None:
+                self._through(self.groups)
+
+        for number, tensor in enumerate(found):
+            tensor.register_hook(functools.partial(came, number))
+
+    def _compute_mesh(self, frame: Frame, outer: Sequence[Frame]) -> DeviceMesh | None:
+        """The mesh to compute on: that of the inputs over the data axes, of this module or of one that calls it."""
+        for given in (frame, *reversed(outer)):
+            found = _mesh_over(self.groups, given.meshes) if given.meshes else None
+            if found is not None:
+                return found
+        return self.compute_mesh if frame.run.is_repeated else None
+
+    # ---------------------------------------------------------------- backward
+
+    def _touch(self) -> Backward:
+        """Take part in the backward that is running."""
+        found = current_backward()
+        found.states[self] = None
+        self.backward = found
+        return found
+
+    def _before_backward(self, run: ForwardRun, grad: torch.Tensor) -> None:
+        """Backward has come to an output of this module. Memory is gathered early, and one module ahead."""
+        self._touch()
+        for group in self.groups:
+            group.start_again()
+        self._gather_ahead(run)
+
+    def needed(self, gathered: Gathered) -> None:
+        """Backward has come to an operator of this module that needs its parameters."""
+        if in_backward():
+            self._touch()
+        gathered.finish()
+        if in_backward() and self.run is not None:
+            self._gather_ahead(self.run)
+
+    def _gather_ahead(self, run: ForwardRun) -> None:
+        for state in _ahead(self.backward_prefetch, run.next_in_backward(self)):
+            state._touch()
+            for group in state.groups:
+                group.start_again()
+
+    def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
+        """Backward has run everything that gives gradients to a bucket."""
+        backward = self._touch()
+        is_inner = torch._C._current_graph_task_id() != backward.task
+        if is_inner and not group.has_all_gradients(bucket):
+            return  # one part of a module that checkpointing goes through part by part
+        if not group.has_frozen:  # first of all: the reduction needs memory
+            self._through([group])
+        if self.requires_gradient_sync:
+            backward.reduce(self, group, bucket)
+
+    def _through(self, groups: Iterable[ParameterGroup]) -> None:
+        if self.reshard_after_backward:
+            for group in groups:
+                group.drop()
+
+    def backward_over(self, backward: Backward) -> None:
+        """The whole backward is over: be as between steps."""
+        if self.requires_gradient_sync:
+            for group in self.groups:
+                for bucket in group.buckets:
+                    if bucket.pending:
+                        backward.reduce(self, group, bucket)
+        self.awaits_backward = False
+        self.is_held = not self.reshard_after_backward
+        if self.reshard_after_backward:
+            self.drop()
+        else:
+            self.show_stored()
+
+    def finish_reductions(self, *, give: bool = True) -> None:
+        """Wait for the reductions in flight, and hand out the gradients."""
+        reductions, self.reductions = self.reductions, []
+        for finish in reductions:
+            finish(give)
+
+    def give_up(self) -> None:
+        """A forward or backward has failed: what it left behind goes, gradients that are not reduced included."""
+        self.is_held, self.run = False, None
+        self.still_to_run.clear()
+        self.finish_reductions(give=False)
+        for group in self.groups:
+            group.drop()
+            group.forget_gradients()
+
+
+# What a user has set, and a copy of a module keeps. Which modules to gather ahead is found out anew.
+_SETTINGS = (
+    "reshard_after_backward",
+    "requires_gradient_sync",
+    "gradient_divide_factor",
+    "requires_all_reduce",
+    "is_last_backward",
+)
+
+
+def _ahead(chosen: list[ModuleState] | None, following: ModuleState | None) -> Iterable[ModuleState]:
+    return chosen if chosen is not None else () if following is None else (following,)
+
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
+def _meshes_of(args: Any, kwargs: Any) -> tuple[DeviceMesh, ...]:
+    """The meshes of the DTensors among the inputs."""
+    transformed = torch._C._are_functorch_transforms_active()
+    if not kwargs and not transformed and _PLAIN.issuperset(map(type, args)):
+        return ()
+    found: list[Any] = tensors_in((args, kwargs))[0]
+    if transformed:
+        found = [_unwrapped(tensor) for tensor in found]
+    return tuple(dict.fromkeys([tensor._spec.mesh for tensor in found if isinstance(tensor, DTensor)]))
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """The tensor under those of transforms of torch.func."""
+    native: Any = getattr(torch._C, "_functorch")  # noqa: B009  # not declared to type checkers
+    while native.is_functorch_wrapped_tensor(tensor):
+        tensor = native.get_unwrapped(tensor)
+    return tensor
+
+
+def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
+    """Which of the meshes has the data axes; None where each rank computes on its own."""
+    found: DeviceMesh | None = None
+    for mesh in meshes:
+        for axes in dict.fromkeys([group.data_mesh for group in groups]):
+            if not _has_data_axes(mesh, axes):
+                continue
+            if not set(axes.axes) <= set(mesh.axes) or (found is not None and found is not mesh):
+                raise MeshError(
+                    f"the inputs lie on {mesh}, the parameters are shared out over {axes}",
+                    hint="give all inputs on one mesh that has every data axis, or each rank its own plain tensors",
+                )
+            found = mesh
+    return found
+
+
+def _has_data_axes(mesh: DeviceMesh, axes: DeviceMesh) -> bool:
+    """Whether the mesh of an input has data axes, so that the input is one batch for all ranks along them."""
+    found = on_one_grid(mesh, axes)
+    overlap = found is not None and bool(_grid_axes(found[0]) & _grid_axes(found[1]))
+    if found is None or (overlap and mesh.root is not axes.root):
+        raise MeshError(
+            f"the batch is on {mesh}, and the model's parameters are sharded or replicated over {axes}",
+            hint="put the batch on the mesh that the model was given, or on a larger one that this was cut from; "
+            "or give each rank its own plain tensors",
+        )
+    return overlap
+
+
+def _grid_axes(mesh: DeviceMesh) -> set[int]:
+    return {axis for joined in mesh.axes for axis in joined}

@@ -1,0 +1,314 @@
+"""One parameter of a data parallel module: how it is stored between steps, and the tensor that computes in its place.
+
+Stored it is a DTensor parameter over the data axes and those of tensor parallelism. Forward and backward see a leaf
+in its place, on gathered memory: a plain tensor, or a DTensor. Issues no collective, except for tensors that a caller
+puts in the place of the parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.mesh import DeviceMesh, on_one_grid
+from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.virtual import RankTensor
+from shardwise.parallel.data_parallel.flat_params import ParamSlot
+from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
+from shardwise.tensor import DTensor, dtensor_of
+
+__all__ = ["GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter"]
+
+Owner = tuple[nn.Module, str]
+MARK = "_shardwise_managed"
+
+
+class GatheredParameter(nn.Parameter):
+    """A gathered parameter in plain memory. Its `data` counts versions with it, so that a write to it is seen.
+
+    Example:
+        >>> leaf = torch.Tensor._make_subclass(GatheredParameter, torch.zeros(2))
+        >>> _ = leaf.data.add_(1)
+        >>> leaf._version
+        1
+    """
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+
+class ParametersInBackward(dict[str, Any]):
+    """The parameters that a module holds between forward and backward: a backward that reads one gets its leaf.
+
+    Checkpointing repeats parts of a forward in backward, of which no hook tells. `leaves` has a function for each
+    parameter that is given what the module holds, and gives the leaf, or None to leave it.
+    """
+
+    __slots__ = ("leaves",)
+    leaves: dict[str, Callable[[Any], Any]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(dict.__getitem__(self, name), memo) for name in self}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._seen(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._seen(name, super().get(name, default))
+
+    def _seen(self, name: str, held: Any) -> Any:
+        leaf = self.leaves.get(name) if torch._C._current_graph_task_id() != -1 else None
+        found = None if leaf is None else leaf(held)
+        return held if found is None else found
+
+
+class ShardedParameter:
+    """A parameter, the modules that hold it, its shard and the leaves that compute for it.
+
+    Args:
+        parameter: as it is now: plain, or a DTensor of tensor parallelism.
+        owners: who holds it; several where it is tied.
+        name: for messages.
+        data_mesh: the data axes; the last one shards, those before it replicate.
+        dim: the dim to shard, None to keep it replicated.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, owners: list[Owner], name: str, data_mesh: DeviceMesh, dim: int | None
+    ) -> None:
+        if hasattr(parameter, MARK):
+            raise UnsupportedError(
+                f"{name} is tied to {getattr(parameter, MARK)}, which belongs to another fully sharded module",
+                hint="wrap the modules that share a parameter together: fully_shard([first, second])",
+            )
+        self.name, self.owners = name, owners
+        # recurrent layers also keep their parameters in a list
+        self._is_listed = any("_flat_weights_names" in module.__dict__ for module, _ in owners)
+        self.origin, on_grid, self.data_mesh = _origin(parameter, data_mesh, name)
+        meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
+        self.slot = _slot(on_grid, meta, self.data_mesh, dim, name)
+        self.spec = self.slot.spec  # how it is stored; the dtype is that of the parameter when it was given
+        self.stored = self._store(parameter)
+        self._given: nn.Parameter | None = parameter
+        self._leaf_specs: dict[DeviceMesh | None, DTensorSpec | None] = {}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it must be gathered before use."""
+        return self.slot.axis is not None
+
+    def _store(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The stored parameter: every rank keeps its block of what it holds."""
+        mesh, fabric = self.spec.mesh, fabric_of(self.spec.mesh)
+        local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        if mesh.fabric != "dry" and local.device.type not in (mesh.device_type, "meta"):
+            local = local.to(mesh.device_type)
+        if mesh.fabric == "virtual" and not isinstance(local, RankTensor):
+            kept = fabric.build(mesh, lambda coordinate: self.slot.cut(local, coordinate))
+        elif isinstance(parameter, DTensor) or mesh.fabric == "virtual":
+            kept = fabric.map(mesh, lambda coordinate, tensor: self.slot.cut(tensor, coordinate), local)
+        else:
+            kept = fabric.build(mesh, lambda coordinate: self.slot.cut(local, coordinate))
+        stored = nn.Parameter(dtensor_of(self.spec, kept), requires_grad=parameter.requires_grad)
+        for key, value in parameter.__dict__.items():
+            if key not in ("_local_tensor", "_spec", "_is_param"):
+                setattr(stored, key, value)
+        for hook in users_hooks(parameter._backward_hooks):
+            stored.register_hook(hook)
+        for hook in users_hooks(parameter._post_accumulate_grad_hooks):
+            stored.register_post_accumulate_grad_hook(hook)
+        return stored
+
+    # ---------------------------------------------------------------- what the modules hold
+
+    def install(self) -> None:
+        """Put the stored parameter in the place of the one that was given. Copied modules have theirs already."""
+        given, self._given = self._given, None
+        if given is not None:
+            for parameter in (given, self.stored):
+                setattr(parameter, MARK, self.name)
+            self.register(self.stored)
+
+    def copied(self, memo: dict[int, Any]) -> ShardedParameter:
+        """The parameter of copied modules."""
+        made = copy.copy(self)
+        made.owners = [(copy.deepcopy(module, memo), name) for module, name in self.owners]
+        made.stored = copy.deepcopy(self.stored, memo)
+        setattr(made.stored, MARK, self.name)
+        return made
+
+    def register(self, tensor: torch.Tensor | None) -> None:
+        """Let every owner hold `tensor` as its parameter."""
+        for module, name in self.owners:
+            module._parameters[name] = tensor  # pyright: ignore[reportArgumentType]
+            if self._is_listed and name in (names := module.__dict__.get("_flat_weights_names", ())):
+                module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
+
+    def check_assigned(self, held: Any) -> None:
+        """Refuse a parameter in the place of the stored one that has another layout."""
+        if not isinstance(held, DTensor) or held._spec.with_dtype(self.spec.tensor_meta.dtype) is not self.spec:
+            given = held._spec if isinstance(held, DTensor) else type(held).__name__
+            raise LayoutError(
+                f"{self.name} was replaced by {given}, but the module stores it as {self.spec}",
+                hint="copy values into the parameter, or assign a DTensor of that layout",
+            )
+
+    # ---------------------------------------------------------------- what computes
+
+    def leaf_spec(self, compute_mesh: DeviceMesh | None) -> DTensorSpec | None:
+        """The layout of the gathered parameter on the mesh of the inputs; None where it is a plain tensor."""
+        if compute_mesh not in self._leaf_specs:
+            self._leaf_specs[compute_mesh] = self.origin if compute_mesh is None else self._remapped(compute_mesh)
+        return self._leaf_specs[compute_mesh]
+
+    def leaf(self, gathered: torch.Tensor, spec: DTensorSpec | None) -> Any:
+        """A tensor on gathered memory that modules take for a parameter; without a gradient yet."""
+        if spec is not None:
+            made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
+        elif isinstance(gathered, RankTensor):
+            made = RankTensor(gathered.tensors)
+        else:
+            return torch.Tensor._make_subclass(GatheredParameter, gathered)
+        made._is_param = True  # what makes isinstance(made, nn.Parameter) true
+        return made
+
+    def from_caller(self, given: Any, compute_mesh: DeviceMesh | None, dtype: torch.dtype) -> Any:
+        """A tensor that a caller has put in the place of the parameter (`functional_call`), to compute with.
+
+        DTensors on the mesh of the stored parameter are gathered by operators that autograd follows; what else there
+        may be is used as it is.
+        """
+        if not isinstance(given, DTensor) or given._spec.mesh is not self.spec.mesh:
+            return given
+        data = {axis for axis, grid in enumerate(self.spec.mesh.axes) if grid in self.data_mesh.axes}
+        placements = [Replicate() if axis in data else p for axis, p in enumerate(self.spec.placements)]
+        dim_axes = [tuple(axis for axis in axes if axis not in data) for axes in self.spec.dim_axes]
+        goal = DTensorSpec.from_dim_axes(self.spec.mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
+        whole = given.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+        whole: Any = whole if whole.dtype is dtype else whole.to(dtype)
+        spec = self.leaf_spec(compute_mesh)
+        if spec is not None and spec.mesh is self.spec.mesh:
+            return whole
+        if compute_mesh is None:  # the mean of the ranks' losses is meant, as for stored parameters
+            average = [Partial("avg") if axis in data else p for axis, p in enumerate(placements)]
+            local = whole.to_local(grad_placements=average)
+        else:
+            local = whole.to_local()
+        if spec is None:
+            return local
+        return DTensor.from_local(local, spec.mesh, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride)
+
+    @torch.no_grad()
+    def write_back(self, stored: Any, gathered: torch.Tensor) -> None:
+        """Keep what was written to the gathered parameter, which is the same on all ranks."""
+        mesh = self.spec.mesh
+        parts = fabric_of(mesh).parts
+        for (coordinate, whole), (_, kept) in zip(
+            parts(mesh, gathered), parts(mesh, stored._local_tensor), strict=True
+        ):
+            if kept.data_ptr() != whole.data_ptr() or self.is_sharded:
+                kept.copy_(self.slot.cut(whole, coordinate))
+        torch.autograd.graph.increment_version(stored)
+
+    def _remapped(self, mesh: DeviceMesh) -> DTensorSpec:
+        """How the gathered parameter lies on the mesh of the inputs."""
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        dim_axes: list[tuple[int, ...]] = [()] * self.spec.ndim
+        if self.origin is not None:
+            there = {grid: axis for axis, grid in enumerate(mesh.axes)}
+            missing = [a for a, grid in enumerate(self.origin.mesh.axes) if grid not in there]
+            if missing or mesh.root is not self.origin.mesh.root:
+                raise MeshError(
+                    f"{self.name} lies on {self.origin.mesh}, which is no part of the inputs' {mesh}",
+                    hint="give inputs on the mesh that the parameters were distributed on",
+                )
+            to = [there[grid] for grid in self.origin.mesh.axes]
+            for axis, placement in enumerate(self.origin.placements):
+                placements[to[axis]] = placement
+            dim_axes = [tuple(to[axis] for axis in axes) for axes in self.origin.dim_axes]
+        return DTensorSpec.from_dim_axes(mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
+
+
+def _origin(
+    parameter: nn.Parameter, data_mesh: DeviceMesh, name: str
+) -> tuple[DTensorSpec | None, DTensorSpec | None, DeviceMesh]:
+    """How a parameter lies apart from the data axes, None where it is plain: on its own mesh, and on one grid with the
+    data axes; and these on that grid.
+    """
+    if not isinstance(parameter, DTensor):
+        return None, None, data_mesh
+    spec = parameter._spec
+    found = on_one_grid(spec.mesh, data_mesh)
+    if found is None:
+        raise MeshError(
+            f"{name} lies on {spec.mesh}, which is not of one grid with {data_mesh}",
+            hint='cut both out of one mesh: world["tp"] for tensor parallelism, world["dp"] for data parallelism',
+        )
+    own, data = found
+    kept = [axis for axis, grid in enumerate(own.axes) if grid not in data.axes]
+    for axis in set(range(spec.mesh.ndim)) - set(kept):
+        if not isinstance(spec.placements[axis], Replicate):
+            raise LayoutError(
+                f"{name} is {spec}: already split on the data axis {spec.mesh.axis_name(axis)!r}",
+                hint="leave it replicated there; the data axes are split here",
+            )
+    if spec.partial_axes:
+        raise LayoutError(f"{name} is {spec}: a sum that is not added up", hint="redistribute it to Replicate() first")
+    if not kept:
+        return None, None, data
+    return _apart(spec, spec.mesh, kept), _apart(spec, own, kept), data
+
+
+def _apart(spec: DTensorSpec, mesh: DeviceMesh, kept: Sequence[int]) -> DTensorSpec:
+    """The layout on some axes of a mesh of the same axes as the spec's."""
+    part = mesh._select(tuple(mesh.axes[a] for a in kept), tuple(mesh.axis_name(a) for a in kept))
+    to = {axis: new for new, axis in enumerate(kept)}
+    dim_axes = [tuple(to[axis] for axis in axes) for axes in spec.dim_axes]
+    meta = TensorMeta(spec.shape, dtype=spec.tensor_meta.dtype)
+    return DTensorSpec.from_dim_axes(part, tuple(spec.placements[a] for a in kept), meta, dim_axes)
+
+
+def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, dim: int | None, name: str) -> ParamSlot:
+    """Where the parameter is stored: the data axes split what tensor parallelism has left, as the minor ones."""
+    if dim is not None and not -len(meta.shape) <= dim < len(meta.shape):
+        raise LayoutError(
+            f"{name} of shape {tuple(meta.shape)} has no dim {dim} to shard",
+            hint="choose one with shard_placement_fn",
+        )
+    own = [] if origin is None else list(zip(origin.mesh.axes, _names(origin.mesh), strict=True))
+    ours = list(zip(data_mesh.axes, _names(data_mesh), strict=True))
+    if any(set(a) & set(b) for a, _ in own for b, _ in ours):
+        raise MeshError(f"{name} lies on axes that are part of the data axes {data_mesh}", hint="use other axes")
+    axes = sorted([*own, *ours])
+    mesh = data_mesh._select(tuple(grid for grid, _ in axes), tuple(axis_name for _, axis_name in axes))
+    at = {grid: axis for axis, (grid, _) in enumerate(axes)}
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    dim_axes: list[tuple[int, ...]] = [()] * len(meta.shape)
+    if origin is not None:
+        for grid, placement in zip(origin.mesh.axes, origin.placements, strict=True):
+            placements[at[grid]] = placement
+        dim_axes = [tuple(at[origin.mesh.axes[axis]] for axis in of_dim) for of_dim in origin.dim_axes]
+    if dim is None:
+        return ParamSlot(DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, dim_axes), None, 0)
+    dim %= len(meta.shape)
+    sharding = at[data_mesh.axes[-1]]
+    placements[sharding] = Shard(dim)
+    dim_axes[dim] = (*dim_axes[dim], sharding)
+    return ParamSlot(DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, dim_axes), sharding, dim)
+
+
+def _names(mesh: DeviceMesh) -> Iterable[str]:
+    return [mesh.axis_name(axis) for axis in range(mesh.ndim)]

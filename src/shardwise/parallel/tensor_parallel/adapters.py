@@ -1,0 +1,82 @@
+"""Adapters (LoRA) around a layer of a plan.
+
+An adapter computes from the input of a layer and adds to its output: `base_layer(x) + lora_B(lora_A(x))`. Where the
+layer takes or gives plain locals, the two terms do not match. So the hooks that convert to and from locals are moved
+from the layer to the module around it, and everything inside computes on DTensors, as one device would. Parameters of
+the adapter stay plain, and are replicated.
+
+peft names the layer `base_layer` in all of its adapters, and so does this file.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from shardwise.parallel.tensor_parallel.layer import Layer, LayerLayouts, features_of, layer_of, reinstall, uninstall
+from shardwise.parallel.tensor_parallel.style import STYLES
+
+__all__ = ["BASE", "convert_around_adapters"]
+
+BASE = "base_layer"
+_AROUND = "_shardwise_around"  # on an adapter: the hooks that its layer had, and has again without it
+
+
+def convert_around_adapters(module: nn.Module) -> None:
+    """Move the hooks of layers of a plan to the adapters around them, now and for adapters that come later.
+
+    Not where a plan says more: of other parts of the adapter, or by two styles of the layer.
+    """
+    _watch_registrations()
+    for owner in reversed(list(module.modules())):  # an adapter may be around another: the inner one first
+        base = owner._modules.get(BASE)
+        if base is not None:
+            _settle(owner, base)
+
+
+def _settle(adapter: nn.Module, base: nn.Module) -> None:
+    inside = {id(part) for part in base.modules()}
+    says_more = any(STYLES in part.__dict__ for part in adapter.modules() if id(part) not in inside)
+    layer = layer_of(base)
+    if layer is None or says_more or len(base.__dict__.get(STYLES, ())) > 1:
+        _move_back(adapter, base)
+    elif _AROUND not in adapter.__dict__:
+        _move_out(adapter, base, layer)
+
+
+def _move_out(adapter: nn.Module, base: nn.Module, layer: Layer) -> None:
+    features = layer.recipe.features
+    size = None if features is None else features_of(base, features)
+    around = Layer(
+        layer.mesh, LayerLayouts({}, layer.recipe.input, features=size), layer.given, layer.output, layer.to_local
+    )
+    around.install(adapter)
+    reinstall(base, replace(layer, given=layer.recipe.input, output=None, to_local=False, programs={}, results={}))
+    adapter.__dict__[_AROUND] = layer
+
+
+def _move_back(adapter: nn.Module, base: nn.Module) -> None:
+    layer = adapter.__dict__.pop(_AROUND, None)
+    if layer is not None:
+        uninstall(adapter)
+        if layer_of(base) is not None:  # that of an inner adapter may be gone
+            reinstall(base, layer)
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    """A module becomes part of another: an adapter gets its layer, or a layer takes the place of its adapter."""
+    if name == BASE:
+        if module is not None:
+            _settle(owner, module)
+        return
+    before = owner._modules.get(name)
+    if before is not None and module is not None and before._modules.get(BASE) is module:
+        _move_back(before, module)

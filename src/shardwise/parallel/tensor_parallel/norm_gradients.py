@@ -1,0 +1,95 @@
+"""Gradients that every rank has a part of, of small parameters: added up at the end of backward, all in one collective.
+
+Each rank sees a part of the sequence, so its gradient of a norm's weight is a part of the sum. Left as they are, an
+optimizer would add them up one by one, and each time that it reads one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from shardwise.core.placement import Partial, Replicate
+from shardwise.core.spec import DTensorSpec
+from shardwise.dispatch.flat_buffer import alike
+from shardwise.fabric.base import of_one_rank
+from shardwise.parallel.tensor_parallel.redistribute_many import redistributed_together
+from shardwise.tensor import DTensor
+
+__all__ = ["add_up", "add_up_after_backward", "users_hooks"]
+
+_WATCHED = "_shardwise_added_up"  # on a parameter whose gradient is added up
+_lock = threading.Lock()
+_waiting: dict[int, nn.Parameter] = of_one_rank({})  # parameters that this backward has reached
+
+
+def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on a backward ends with whole gradients of these parameters."""
+    for parameter in parameters:
+        if parameter.requires_grad and not hasattr(parameter, _WATCHED):
+            parameter.register_hook(functools.partial(_about_to_reach, weakref.ref(parameter)))
+            parameter.register_post_accumulate_grad_hook(_reached)
+            setattr(parameter, _WATCHED, True)
+
+
+def users_hooks(hooks: Mapping[int, Callable[..., Any]] | None) -> list[Callable[..., Any]]:
+    """The hooks of a parameter that are not from here."""
+    return [
+        hook
+        for hook in (hooks or {}).values()
+        if hook is not _reached and getattr(hook, "func", None) is not _about_to_reach
+    ]
+
+
+@torch.no_grad()
+def _about_to_reach(reference: weakref.ref[nn.Parameter], gradient: torch.Tensor) -> None:
+    """What an earlier backward has made whole becomes a sum again, which costs nothing: then sums are added locally."""
+    parameter = reference()
+    earlier = None if parameter is None else parameter.grad
+    if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
+        return
+    if _is_plain_sum(gradient._spec) and earlier._spec is gradient._spec.reduced():
+        parameter.grad = earlier.redistribute(placements=gradient._spec.placements)
+
+
+def _reached(parameter: torch.Tensor) -> None:
+    with _lock:
+        _waiting[id(parameter)] = parameter  # pyright: ignore[reportArgumentType]
+    # for each parameter, since a backward that failed may have left some behind; all but the first find nothing to do
+    Variable._execution_engine.queue_callback(_add_up_waiting)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _add_up_waiting() -> None:
+    with _lock:
+        parameters = list(_waiting.values())
+        _waiting.clear()
+    if parameters:
+        add_up(parameters)
+
+
+@torch.no_grad()
+def add_up(parameters: Iterable[torch.Tensor]) -> None:
+    """Make the gradients that lie as parts of a sum whole: those of one mesh, layout and dtype in one collective."""
+    sums = [(p, p.grad) for p in parameters if isinstance(p.grad, DTensor) and _is_plain_sum(p.grad._spec)]
+    for positions in alike({at: gradient._spec for at, (_, gradient) in enumerate(sums)}):
+        members, gradients = zip(*(sums[at] for at in positions), strict=True)
+        whole = (Replicate(),) * gradients[0]._spec.mesh.ndim
+        for parameter, total in zip(members, redistributed_together(gradients, whole), strict=True):
+            parameter.grad = total
+
+
+def _is_plain_sum(spec: DTensorSpec) -> bool:
+    """Sums on some axes, and replicated on the others: only then locals can stand side by side."""
+    kinds = {type(p) for p in spec.placements}
+    return (
+        Partial in kinds
+        and kinds <= {Partial, Replicate}
+        and all(p.is_partial("sum") for p in spec.placements if isinstance(p, Partial))
+    )

@@ -1,0 +1,208 @@
+"""What ranks lack: the bytes of their blocks in the goal that they do not hold. The least that must move.
+
+Works dim by dim on the coordinates of the axes that matter, never rank by rank. Knows nothing of moves or links.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.plan.state import Dims, Problem, Splits, common_beginning
+
+__all__ = ["missing"]
+
+Cuts = tuple[tuple[int, int], ...]  # (parts, rows) of each split of a dim, major first; 0 rows for a plain one
+Places = Sequence[np.ndarray]  # for each cut which part ranks have: arrays that broadcast to all ranks looked at
+ROUNDING = 1e-12
+
+
+def missing(problem: Problem, dims: Dims) -> float:
+    """Bytes that a rank lacks for the goal when `dims` are split so, on average over the ranks."""
+    found = problem.missing_of.get(dims)
+    if found is None:
+        if problem.same_mesh:
+            lacks = problem.goal_mean - _shared_elements(problem, dims) * problem.itemsize
+        else:
+            lacks = _missing_between_meshes(problem, dims) * problem.itemsize
+        found = problem.missing_of[dims] = lacks if lacks > ROUNDING * problem.goal_mean else 0.0
+    return found
+
+
+def _shared_elements(problem: Problem, dims: Dims) -> float:
+    """How many elements a rank holds of its block in the goal, on average.
+
+    The average of the product over the dims is the product of the averages, if what varies does so independently.
+    """
+    if not problem.nbytes:
+        return 0.0
+    shared = [_shared_of_dim(problem.sizes, *dim) for dim in zip(problem.shape, dims, problem.goal, strict=True)]
+    varying = [axis for dim in shared for axis in dim.varies_along]
+    if len(set(varying)) == len(varying):
+        return math.prod([dim.average for dim in shared])
+    constant = math.prod([dim.average for dim in shared if not dim.varies_along])
+    ways = zip(problem.shape, dims, problem.goal, shared, strict=True)
+    tables = [_shared_on_mesh(problem.sizes, size, *way) for size, *way, dim in ways if dim.varies_along]
+    product = reduce(np.multiply, tables)
+    return constant * float(product.sum()) / product.size
+
+
+class SharedIndices(NamedTuple):
+    """The indices of a dim that a rank holds before and after: how many on average, and the axes they vary along."""
+
+    average: float
+    varies_along: tuple[int, ...]
+
+
+@lru_cache(maxsize=16384)
+def _shared_of_dim(sizes: tuple[int, ...], size: int, have: Splits, want: Splits) -> SharedIndices:
+    """Each index has one owner before and one after. So ranks share size / parts of them on average, if no axis counts
+    twice; an axis that does stands twice among those that it varies along."""
+    axes, common = len(sizes), common_beginning(have, want)
+    splits = have + want[common:]
+    parts = math.prod([sizes[split % axes] for split in splits])
+    nested = len(splits) == len(have) or common == len(have)
+    if nested and size % parts == 0 and max(splits, default=0) < axes:
+        return SharedIndices(size / parts, ())
+    return SharedIndices(size / parts, tuple([split % axes for split in splits]))
+
+
+@lru_cache(maxsize=4096)
+def _shared_on_mesh(sizes: tuple[int, ...], size: int, have: Splits, want: Splits) -> np.ndarray:
+    """The indices of a dim that a rank holds before and after: an array over the axes that split it, 1 along others."""
+    return _shared(size, *_cut_on_mesh(sizes, have), *_cut_on_mesh(sizes, want))
+
+
+@lru_cache(maxsize=1024)
+def _cut_on_mesh(sizes: tuple[int, ...], splits: Splits) -> tuple[Cuts, Places]:
+    axes = len(sizes)
+    places = [
+        np.arange(sizes[split % axes]).reshape([-1 if a == split % axes else 1 for a in range(axes)])
+        for split in splits
+    ]
+    return _cuts(sizes, splits), places
+
+
+def _cuts(sizes: tuple[int, ...], splits: Splits) -> Cuts:
+    axes = len(sizes)
+    return tuple([(sizes[split % axes], split // axes) for split in splits])
+
+
+def _missing_between_meshes(problem: Problem, dims: Dims) -> float:
+    """The elements that a rank lacks where the goal is on another mesh, on average over the ranks of that one."""
+    if not problem.nbytes:
+        return 0.0
+    source, target = problem.mesh, problem.target.mesh
+    before, after = _positions_in_both(source, target)
+    product = np.ones(len(before), dtype=np.int64)
+    for size, have, want in zip(problem.shape, dims, problem.goal, strict=True):
+        having = [source.coordinates[before, split % source.ndim] for split in have]
+        wanting = [target.coordinates[after, split % target.ndim] for split in want]
+        product = product * _shared(size, _cuts(source.shape, have), having, _cuts(target.shape, want), wanting)
+    parts = math.prod([target.shape[split % target.ndim] for splits in problem.goal for split in splits])
+    wanted = math.prod(problem.shape) * target.grid_size // parts  # by all ranks together
+    return (wanted - int(product.sum())) / target.grid_size
+
+
+@lru_cache(maxsize=256)
+def _positions_in_both(one: DeviceMesh, other: DeviceMesh) -> tuple[np.ndarray, np.ndarray]:
+    """Where the ranks that are in both meshes stand in the grid of each."""
+    _, first, second = np.intersect1d(one.grid_ranks, other.grid_ranks, assume_unique=True, return_indices=True)
+    return first, second
+
+
+# ---------------------------------------------------------------- one dim
+
+
+def _shared(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) -> np.ndarray:
+    """How many indices of a dim ranks hold both ways of cutting it."""
+    if any(rows for _, rows in have + want):
+        return _shared_by_owners(size, have, having, want, wanting)
+    start, stop = _extent(size, have, having)
+    goal_start, goal_stop = _extent(size, want, wanting)
+    return np.asarray(np.maximum(np.minimum(stop, goal_stop) - np.maximum(start, goal_start), 0))
+
+
+def _extent(size: int, cuts: Cuts, places: Places) -> tuple[np.ndarray | int, np.ndarray | int]:
+    """Where the one run that plain cuts leave begins and ends."""
+    start, length = 0, size
+    for (parts, _), place in zip(cuts, places, strict=True):
+        step = -(-length // parts)
+        begin = np.minimum(place * step, length)
+        start, length = start + begin, np.minimum(step, length - begin)
+    return start, start + length
+
+
+def _shared_by_owners(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) -> np.ndarray:
+    pairs, lengths = _owner_pairs(size, have, want)
+    wanted = _owner(have, having) * math.prod([parts for parts, _ in want]) + _owner(want, wanting)
+    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    return np.where(pairs[at] == wanted, lengths[at], 0)
+
+
+def _owner(cuts: Cuts, places: Places) -> np.ndarray | int:
+    """Which of all the parts ranks have, numbered with the first cut major."""
+    number = 0
+    for (parts, _), place in zip(cuts, places, strict=True):
+        number = number * parts + place
+    return number
+
+
+@lru_cache(maxsize=256)
+def _owner_pairs(size: int, have: Cuts, want: Cuts) -> tuple[np.ndarray, np.ndarray]:
+    """Which parts of two ways to cut a dim have indices in common, in order, and how many."""
+    starts, owners = _owned_runs(size, have)
+    other_starts, other_owners = _owned_runs(size, want)
+    bounds = np.union1d(starts, other_starts)
+    before = owners[np.searchsorted(starts, bounds, side="right") - 1]
+    after = other_owners[np.searchsorted(other_starts, bounds, side="right") - 1]
+    pairs, which = np.unique(before * math.prod([parts for parts, _ in want]) + after, return_inverse=True)
+    lengths = np.diff(bounds, append=size)
+    return pairs, np.bincount(which, lengths).astype(np.int64)
+
+
+def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
+    """The dim as runs of indices that one part owns: where they begin, in order, and the owners."""
+    start, inside, length = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, size)
+    whole, owner = np.full(1, size), np.zeros(1, np.int64)  # the length and the number of the part a run belongs to
+    for parts, rows in cuts:
+        row_length = -(-whole // max(rows, 1))
+        at, row, start, inside, length = _split(start, inside, length, 0 * inside, row_length)
+        whole, owner, row_length = whole[at], owner[at], row_length[at]
+        row_start = row * row_length
+        step = -(-np.minimum(row_length, whole - row_start) // parts)
+        at, part, start, inside, length = _split(start, inside, length, row_start, step)
+        whole, owner, row_length = whole[at], owner[at], row_length[at]
+        row, row_start, step = row[at], row_start[at], step[at]
+        # all rows are of one length but the last, which may be shorter
+        full_rows, rest = whole // row_length, whole % row_length
+        of_full = _part_length(row_length, parts, part)
+        inside = inside - row_start - part * step + row * of_full
+        whole = full_rows * of_full + _part_length(rest, parts, part)
+        owner = owner * parts + part
+    order = np.argsort(start)
+    return start[order], owner[order]
+
+
+def _part_length(size: np.ndarray, parts: int, part: np.ndarray) -> np.ndarray:
+    """The length of one part of `torch.chunk`."""
+    step = -(-size // parts)
+    return np.clip(size - part * step, 0, step)
+
+
+def _split(
+    start: np.ndarray, inside: np.ndarray, length: np.ndarray, origin: np.ndarray, step: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Runs cut at the multiples of `step`, counted from `origin`: the run each piece is of, the multiple, the runs."""
+    first = (inside - origin) // step
+    count = (inside + length - 1 - origin) // step - first + 1
+    at = np.repeat(np.arange(len(count)), count)
+    multiple = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+    low = np.maximum(inside[at], origin[at] + multiple * step[at])
+    high = np.minimum(inside[at] + length[at], origin[at] + (multiple + 1) * step[at])
+    return at, multiple, start[at] + low - inside[at], low, high - low
