@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "solve vectors": (L.solve, POSITIVE, t(3, 2, 4)),
     "solve broadcast": (L.solve, POSITIVE[0], B),
     "solve from the right": (lambda a, b: L.solve(a, b, left=False), POSITIVE[:, :1], t(3, 2, 5, 4)),
+    "solve, a matrix like the vectors of a shard": (L.solve, POSITIVE.flatten(0, 1).repeat(2, 1, 1)[:8], t(4, 4)),
     "solve triangular": (lambda a, b: L.solve_triangular(a, b, upper=True), POSITIVE[0], B),
     "cholesky": (L.cholesky, POSITIVE),
     "cholesky_solve": (torch.cholesky_solve, B, L.cholesky(POSITIVE)),
@@ -108,3 +109,27 @@ def test_matrix_that_cannot_be_inverted_is_an_error_wherever_it_lies() -> None:
     given = sw.distribute_tensor(bad, sw.init_device_mesh("cpu", (4,)), [S0])
     with pytest.raises(L.LinAlgError, match="Batch element 4"):
         L.inv(given)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_right_side_that_a_shard_could_take_for_vectors(left: bool) -> None:
+    """Eight matrices of four rows, one right side: two shards of four matrices have the shapes of vectors."""
+    matrices = POSITIVE.flatten(0, 1)[:1].repeat(8, 1, 1) + torch.arange(8.0).reshape(8, 1, 1) * torch.eye(4)
+    right = t(4, 4).to(matrices.dtype)
+    given: Any = sw.distribute_tensor(matrices, sw.init_device_mesh("cpu", (2,)), [S0])
+    torch.testing.assert_close(L.solve(given, right, left=left).full_tensor(), L.solve(matrices, right, left=left))
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+def test_solve_with_the_second_batch_dim_in_shards(vectors: bool) -> None:
+    square = sw.init_device_mesh("cpu", (2, 2))
+    right = t(3, 2, 4) if vectors else B
+    plain = [POSITIVE.clone().requires_grad_(), right.clone().requires_grad_()]
+    wanted = L.solve(*plain)
+    wanted.sin().sum().backward()
+    given: list[Any] = [sw.distribute_tensor(x.detach(), square, [S1, R]).requires_grad_() for x in plain]
+    found: Any = L.solve(*given)
+    torch.testing.assert_close(found.full_tensor(), wanted)
+    found.sin().sum().backward()
+    for ours, theirs in zip(given, plain, strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

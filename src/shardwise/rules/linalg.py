@@ -109,11 +109,30 @@ for op, results in {aten._linalg_det.default: "021", aten._linalg_slogdet.defaul
     rule(op, localize=order_of_memory, local_op=factoring(op))(ends_in("2", results))
 
 
-@rule(aten._linalg_solve_ex.default, localize=order_of_memory, local_op=factoring(aten._linalg_solve_ex.default))
+def has_vectors(call: Call) -> bool:
+    """Whether the right sides of a system are vectors, which their shape says."""
+    left, right = call["A"].shape, call["B"].shape
+    return len(right) == 1 or right == left[:-1]
+
+
+def kind_of_system(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """What the global shapes and strides say of the system. Those of locals may say something else."""
+    return {"row_by_row": call["A"].is_contiguous, "vectors": has_vectors(call)}
+
+
+def local_solve(matrix: torch.Tensor, right_side: torch.Tensor, *, vectors: bool, **kwargs: Any) -> Any:
+    """The equations of a rank. With a dim for the batch a matrix is not taken for a batch of vectors."""
+    if not vectors and right_side.dim() < matrix.dim():
+        right_side = right_side[(None,) * (matrix.dim() - right_side.dim())]
+    return factoring(aten._linalg_solve_ex.default)(matrix, right_side, **kwargs)
+
+
+@rule(aten._linalg_solve_ex.default, localize=kind_of_system, local_op=local_solve)
 def solve(call: Call) -> Factors | None:
     """One system of equations for each matrix; right sides are vectors where their shape says so."""
-    left, right = call["A"].shape, call["B"].shape
-    own = 1 if len(right) == 1 or right == left[:-1] else 2
+    own = 1 if has_vectors(call) else 2
     if call["check_errors"]:
         return None
     sums = tuple(

@@ -1,76 +1,100 @@
-"""Layers of recurrent networks, as oneDNN and cuDNN compute them: the batch is parallel, time is not. Pure."""
+"""Layers of recurrent networks, as oneDNN and cuDNN compute them: the batch is parallel, time is not. Pure.
+
+A kernel keeps a workspace for its backward, of which only the kernel knows what it holds. So backward runs on the same
+shards as forward did, whatever the layout of the gradients. cuDNN's backward has no meta kernel that would give the
+shapes of its results: it runs replicated, and so does forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from shardwise.core.spec import TensorMeta
+from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import UnsupportedError
 from shardwise.rules.engine import Dim, Factors
-from shardwise.rules.registry import Call, rule
+from shardwise.rules.registry import Call, layout_rule, rule
 
 aten = torch.ops.aten
 
 BATCH = frozenset("b")
-WEIGHTS = ("weight", "weight0", "weight1", "weight2", "weight3", "weight4", "weight_buf")
-OPAQUE = ("workspace", "reserve", "dropout_state")  # what a kernel keeps for its backward: no tensor of the network
+WORKSPACE = "workspace"
+RESULTS = ("output", "hy", "cy", WORKSPACE)
+GRADIENTS = ("input", "weight1", "weight2", "weight3", "weight4", "hx", "cx")
 
 
-def factors(names: Sequence[str], metas: Sequence[TensorMeta], batch_first: bool) -> tuple[tuple[Dim, ...], ...]:
-    """The factors of tensors by their names: sequences have time and batch before the features, states the batch."""
-    return tuple(_dims(name, len(meta.shape), batch_first) for name, meta in zip(names, metas, strict=True))
-
-
-def _dims(name: str, ndim: int, batch_first: bool) -> tuple[Dim, ...]:
-    if name in WEIGHTS or name in OPAQUE:
-        return (None,) * ndim
-    at = 0 if name in ("input", "output", "grad_output") and batch_first else ndim - 2
-    return tuple("b" if dim == at else None for dim in range(ndim))
+def dims_of(name: str, ndim: int) -> tuple[Dim, ...]:
+    """The factors of a tensor: sequences have time and batch before the features, states the batch."""
+    has_batch = name != WORKSPACE and not name.startswith("weight")
+    return tuple("b" if has_batch and dim == ndim - 2 else None for dim in range(ndim))
 
 
 def operand_names(call: Call) -> list[str]:
     """The argument of each tensor operand."""
-    names: list[str] = []
-    for argument in call.op._schema.arguments:
-        value: Any = call.get(argument.name)
-        if isinstance(value, TensorMeta):
-            names.append(argument.name)
-        elif isinstance(value, list | tuple):
-            names.extend(argument.name for item in value if isinstance(item, TensorMeta))
-    return names
+    names = [argument.name for argument in call.op._schema.arguments]
+    return [name for name in names if isinstance(call.get(name), TensorMeta)]
 
 
-def recurrent(*results: str, batch_first: bool | None = None) -> Any:
-    """The rule of a layer.
+@rule(aten.mkldnn_rnn_layer.default)
+def layer(call: Call) -> Factors | None:
+    """One direction of one layer. oneDNN is given time before the batch always."""
+    if call["batch_sizes"]:  # sequences packed into one another
+        return None
+    given = zip(operand_names(call), call.operands, strict=True)
+    made = zip(RESULTS, call.results, strict=True)
+    return Factors(
+        tuple(dims_of(name, len(meta.shape)) for name, meta in given),
+        tuple(dims_of(name, len(meta.shape)) for name, meta in made),
+        untouched=frozenset([("b", RESULTS.index(WORKSPACE))]),
+        nonempty=BATCH,
+    )
 
-    Args:
-        results: what its results are; the last one stands for all that follow.
-        batch_first: whether the batch is before time; None where the operator is told.
-    """
 
-    def of_call(call: Call) -> Factors | None:
-        if call.get("dropout") or call["batch_sizes"]:  # random numbers; sequences packed into one another
-            return None
-        first = call["batch_first"] if batch_first is None else batch_first
-        names = [*results, *results[-1:] * (len(call.results) - len(results))][: len(call.results)]
-        opaque = frozenset(("b", i) for i, name in enumerate(names) if name in OPAQUE or name == "weight_buf")
-        return Factors(
-            factors(operand_names(call), call.operands, first),
-            factors(names, call.results, first),
-            summed=BATCH,
-            untouched=opaque,
-            nonempty=BATCH,
+@layout_rule(aten.mkldnn_rnn_layer_backward.default)
+def layer_backward(
+    call: Call, specs: Sequence[DTensorSpec]
+) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]] | None:
+    """Everything as the output of forward was computed; gradients of weights are sums over the batch."""
+    names = operand_names(call)
+    output = specs[names.index("output")]
+    batch = dims_of("output", output.ndim).index("b")
+    inputs = tuple(
+        spec if name == WORKSPACE else _along(output, batch, spec.tensor_meta, dims_of(name, spec.ndim), Replicate())
+        for name, spec in zip(names, specs, strict=True)
+    )
+    outputs = tuple(
+        _along(output, batch, meta, dims_of(name, len(meta.shape)), Partial())
+        for name, meta in zip(GRADIENTS, call.results, strict=True)
+    )
+    return inputs, outputs
+
+
+def _along(
+    output: DTensorSpec, batch: int, meta: TensorMeta, dims: Sequence[Dim], without_batch: Placement
+) -> DTensorSpec:
+    """The layout whose batch is split as that of the output."""
+    own, split = dims.index("b") if "b" in dims else None, output.dim_axes[batch]
+
+    def placement(axis: int, of_output: Placement) -> Placement:
+        if axis not in split:
+            return Replicate()
+        if own is None:
+            return without_batch
+        return StridedShard(own, of_output.split_factor) if isinstance(of_output, StridedShard) else Shard(own)
+
+    placements = tuple(placement(axis, p) for axis, p in enumerate(output.placements))
+    return DTensorSpec.from_dim_axes(
+        output.mesh, placements, meta, [split if d == own else () for d in range(len(dims))]
+    )
+
+
+@rule(aten._cudnn_rnn.default, reads=("dropout",))
+def cudnn(call: Call) -> None:
+    """Replicated. Dropout is drawn by a state of cuDNN's own, which differs from rank to rank."""
+    if call["dropout"] and call["train"]:
+        raise UnsupportedError(
+            "dropout between the layers of a recurrent network on CUDA: cuDNN draws it with a state of each process",
+            hint="set torch.backends.cudnn.enabled = False, or put nn.Dropout between networks of one layer",
         )
-
-    return of_call
-
-
-# oneDNN is given time before the batch always
-rule(aten.mkldnn_rnn_layer.default)(recurrent("output", "hx", "cx", "workspace", batch_first=False))
-rule(aten.mkldnn_rnn_layer_backward.default)(
-    recurrent("input", "weight1", "weight2", "weight3", "weight4", "hx", "cx", batch_first=False)
-)
-rule(aten._cudnn_rnn.default, reads=("dropout",))(recurrent("output", "hx", "cx", "reserve", "weight_buf"))
-rule(aten._cudnn_rnn_backward.default, reads=("dropout",))(recurrent("input", "hx", "cx", "weight"))

@@ -1,0 +1,77 @@
+"""Kernels of recurrent layers, called as torch calls them. Which machine uses which kernel, torch decides."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.rules.recurrent import cudnn
+from shardwise.rules.registry import Call
+
+aten = torch.ops.aten
+TIME, BATCH, FEATURES, HIDDEN = 3, 8, 3, 5
+R, S1 = sw.Replicate(), sw.Shard(1)
+
+
+def forward(x: Any, weights: list[Any], h: Any, c: Any) -> Any:
+    return aten.mkldnn_rnn_layer(x, *weights, h, c, False, [], 2, HIDDEN, 1, True, False, False, True)
+
+
+def backward(x: Any, weights: list[Any], h: Any, c: Any, made: Any, gradients: list[Any]) -> Any:
+    return aten.mkldnn_rnn_layer_backward(
+        x, *weights, h, c, *made[:3], *gradients, False, 2, HIDDEN, 1, True, True, False, [], False, made[3]
+    )
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_gradients_of_a_layer_in_any_layout(shape: tuple[int, ...]) -> None:
+    """The workspace of forward belongs to the shards of forward, whatever the layout of the gradients."""
+    mesh = sw.init_device_mesh("cpu", shape)
+    torch.manual_seed(0)
+    x, state, cell = torch.randn(TIME, BATCH, FEATURES), torch.randn(1, BATCH, HIDDEN), torch.randn(1, BATCH, HIDDEN)
+    weights = [torch.randn(4 * HIDDEN, FEATURES), torch.randn(4 * HIDDEN, HIDDEN), *torch.randn(2, 4 * HIDDEN)]
+    made = forward(x, weights, state, cell)
+    gradients = [torch.randn_like(t) for t in made[:3]]
+    wanted = backward(x, weights, state, cell, made, gradients)
+
+    def spread(tensor: torch.Tensor, placements: Any = None) -> Any:
+        return sw.distribute_tensor(tensor, mesh, placements or [R] * len(shape))
+
+    kinds = list(itertools.product([R, S1], repeat=len(shape)))
+    for entered, left in itertools.product(kinds, repeat=2):
+        given = spread(x, entered), [spread(w) for w in weights], spread(state), spread(cell)
+        result = forward(*given)
+        assert result[0].placements == entered
+        for ours, theirs in zip(result[:3], made, strict=False):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+        found = backward(*given, result, [spread(gradients[0], left), spread(gradients[1]), spread(gradients[2], left)])
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
+        assert found[0].placements == entered
+
+
+def test_batch_that_leaves_a_rank_without_samples() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(FEATURES, HIDDEN, num_layers=2)
+    x = torch.randn(TIME, 3, FEATURES, requires_grad=True)
+    layer(x)[0].square().sum().backward()
+    wanted = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    spread: Any = sw.distribute_tensor(x.detach(), mesh, [S1]).requires_grad_()
+    sw.distribute_module(layer, mesh)(spread)[0].square().sum().backward()
+    torch.testing.assert_close(spread.grad.full_tensor(), x.grad)
+    for ours, theirs in zip(layer.parameters(), wanted, strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+def test_dropout_of_cudnn_is_refused_before_it_is_drawn() -> None:
+    arguments = {"dropout": 0.5, "train": True}
+    with pytest.raises(sw.UnsupportedError, match="cuDNN draws"):
+        cudnn(Call(aten._cudnn_rnn.default, arguments, (), ()))
+    cudnn(Call(aten._cudnn_rnn.default, arguments | {"train": False}, (), ()))
