@@ -23,6 +23,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.plan.cost import current_cost_model
 from shardwise.rules.registry import USERS_RULES
+from shardwise.torch_private import DispatchModeKey, dispatch_mode_of, dynamo_frames
 
 __all__ = [
     "decided_by",
@@ -133,9 +134,8 @@ def never_traced(*functions: Callable[..., Any]) -> None:
 
     Outside of a graph, after a graph break say, Dynamo looks at every Python function that runs.
     """
-    native: Any = torch._C
     try:
-        frames = native._dynamo.eval_frame
+        frames = dynamo_frames()
         skip = frames._FrameAction.SKIP
         for function in functions:
             frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -158,7 +158,7 @@ def refuse_dry(mesh: DeviceMesh) -> None:
 
 def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
     """torch's make_fx names its inputs in the graph; what is inside of a DTensor among them it does not know."""
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    mode: Any = dispatch_mode_of(DispatchModeKey.PROXY)
     if mode is not None and tensor in mode.tracer.tensor_tracker:
         raise UnsupportedError(
             f"make_fx was given the DTensor {spec} as an input: its local would become a constant of the graph",

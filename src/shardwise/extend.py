@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.api import distribute_tensor
 from shardwise.core.mesh import DeviceMesh
@@ -24,6 +22,7 @@ from shardwise.rules.engine import Factors, Row, candidates, parse
 from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
 from shardwise.schema import OpInfo, load_rules
 from shardwise.tensor import DTensor, dtensor_of, forget_operators, is_dtensor
+from shardwise.torch_private import OpOverload, OpOverloadPacket, tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["check_rule", "local_map", "register_sharding"]
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
@@ -20,6 +19,7 @@ from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.shared_writes import written_arguments
 from shardwise.fabric.virtual import RankTensor, parts_of, run_rows, together, virtual
 from shardwise.schema import OpInfo, Slot
+from shardwise.torch_private import DispatchKey, is_key_excluded, set_key_excluded, tree_leaves, tree_map
 
 __all__ = [
     "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing_conjugates",
@@ -36,11 +36,11 @@ def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
 
 def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
     """`op` run so that what it does inside sees the conjugate and negative bits; its results carry none."""
-    hide = torch._C._dispatch_tls_set_dispatch_key_excluded
-    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+    hide = set_key_excluded
+    keys = (DispatchKey.Conjugate, DispatchKey.Negative)
 
     def run_resolving_conjugates(*args: Any, **kwargs: Any) -> Any:
-        hidden = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
+        hidden = [is_key_excluded(key) for key in keys]
         for key in keys:
             hide(key, False)
         try:

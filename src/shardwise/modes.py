@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 
 from shardwise.core.mode_stack import ModeStack, live_entries, mode_context
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import ImplicitCommunicationError, UnsupportedError
 from shardwise.plan.route import Route
+from shardwise.torch_private import TracingContext, UnsupportedFakeTensorException
 
 __all__ = [
     "ReplicationWarning",

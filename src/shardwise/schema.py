@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.rules.registry import find_rule
+from shardwise.torch_private import OpOverload
 
 __all__ = [
     "UNREAD",

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 
 from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
+from shardwise.torch_private import functorch, temporarily_clear_interpreter_stack, transforms_active
 
 __all__ = [
     "alive",
@@ -33,14 +33,13 @@ __all__ = [
     "without_derivatives",
 ]
 
-_levels: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-is_wrapped = _levels.is_functorch_wrapped_tensor
-transforming = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
+is_wrapped = functorch.is_functorch_wrapped_tensor
+transforming = transforms_active
 
 
 def alive(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without the levels of transforms that have ended."""
-    while is_wrapped(tensor) and (inner := _levels.unwrap_if_dead(tensor)) is not tensor:
+    while is_wrapped(tensor) and (inner := functorch.unwrap_if_dead(tensor)) is not tensor:
         tensor = inner
     return tensor
 
@@ -59,7 +58,7 @@ def innermost(tensor: Any) -> Any:
     if is_dynamo_compiling():  # which does not show what a tensor stands for
         return tensor
     while isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
-        tensor = _levels.get_unwrapped(tensor)
+        tensor = functorch.get_unwrapped(tensor)
     return tensor
 
 
@@ -67,9 +66,9 @@ def visible_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     """Which dim of the innermost tensor each dim of a wrapper is; those that vmap maps over are left out."""
     batched: list[int] = []
     while is_wrapped(tensor):
-        if (dim := _levels.maybe_get_bdim(tensor)) >= 0:
+        if (dim := functorch.maybe_get_bdim(tensor)) >= 0:
             batched.append(dim)
-        tensor = _levels.get_unwrapped(tensor)
+        tensor = functorch.get_unwrapped(tensor)
     dims = list(range(tensor.dim()))
     for dim in reversed(batched):  # from the inside
         del dims[dim]
@@ -135,13 +134,13 @@ def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:
 
     Inside `grad` tensors that a function makes are wrapped as well.
     """
-    if any(level.key() == _levels.TransformType.Jvp for level in _levels.get_interpreter_stack() or ()):
+    if any(level.key() == functorch.TransformType.Jvp for level in functorch.get_interpreter_stack() or ()):
         return tensor
     inner = tensor
     while is_wrapped(inner):
-        if _levels.is_batchedtensor(inner) or inner.requires_grad:
+        if functorch.is_batchedtensor(inner) or inner.requires_grad:
             return tensor
-        inner = _levels.get_unwrapped(inner)
+        inner = functorch.get_unwrapped(inner)
     return inner
 
 
@@ -168,16 +167,16 @@ def outside_transforms(what: str, *, draws: bool = False) -> Iterator[None]:
 
 def _drawn_otherwise() -> bool:
     """Whether some vmap around wants other random numbers for each sample, or none at all."""
-    kinds, wanted = _levels.TransformType, _levels.RandomnessType.Same
+    kinds, wanted = functorch.TransformType, functorch.RandomnessType.Same
     return any(
-        level.key() == kinds.Vmap and _levels.CVmapInterpreterPtr(level).randomness() != wanted
-        for level in _levels.get_interpreter_stack() or ()
+        level.key() == kinds.Vmap and functorch.CVmapInterpreterPtr(level).randomness() != wanted
+        for level in functorch.get_interpreter_stack() or ()
     )
 
 
 def refuse_functionalize(what: str) -> None:
     """Raise inside torch.func.functionalize, which knows no functions of ours."""
-    if any(level.key() == _levels.TransformType.Functionalize for level in _levels.get_interpreter_stack() or ()):
+    if any(level.key() == functorch.TransformType.Functionalize for level in functorch.get_interpreter_stack() or ()):
         raise inside_transform(what)
 
 

@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.checkpoint import state_dict as ours
 from shardwise.tensor import DTensor
+from shardwise.torch_private import IncompatibleKeys
 
 __all__ = ["wrap"]
 
@@ -47,7 +47,7 @@ def _get_optimizers(model: nn.Module, optimizers: Any, info: Any) -> dict[str, A
 
 
 def _set_model(model: nn.Module, state: Any, info: Any) -> Any:
-    return ours.set_model_state_dict(model, state, options=info) if info.handle_model else _IncompatibleKeys([], [])
+    return ours.set_model_state_dict(model, state, options=info) if info.handle_model else IncompatibleKeys([], [])
 
 
 def _set_optimizers(model: nn.Module, optimizers: Any, state: Any, info: Any) -> None:

@@ -17,9 +17,8 @@ from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
-import torch
-
 from shardwise.errors import UnsupportedError
+from shardwise.torch_private import has_thread_object, keep_thread_object, thread_object
 
 __all__ = ["Entry", "ModeContext", "ModeStack", "entries_in_force", "live_entries", "mode_context"]
 
@@ -27,8 +26,6 @@ T = TypeVar("T")
 Given = ParamSpec("Given")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-# torch's thread-local objects, which the autograd engine gives to the threads that run a backward
-_stash, _stashed, _is_stashed = torch._C._stash_obj_in_tls, torch._C._get_obj_in_tls, torch._C._is_key_in_tls
 _KEY = "shardwise_modes"
 
 
@@ -36,7 +33,7 @@ def _counts_references() -> bool:
     """Whether torch counts its reference to an object that is stashed. Old versions do not, but drop one in the end."""
     probe = object()
     before = sys.getrefcount(probe)
-    _stash("shardwise_probe", probe)
+    keep_thread_object("shardwise_probe", probe)
     counts = sys.getrefcount(probe) > before
     if not counts:
         _keep(probe)
@@ -77,9 +74,9 @@ live_entries: dict[Entry[Any], None] = {}  # on all threads, in the order in whi
 
 def _base(thread: int) -> Entries:
     """The entries that this thread was left by the one whose backward it runs."""
-    if not _is_stashed(_KEY):
+    if not has_thread_object(_KEY):
         return ()
-    stashed: _Stashed = _stashed(_KEY)
+    stashed: _Stashed = thread_object(_KEY)
     return stashed.base if stashed.thread == thread else stashed.entries
 
 
@@ -103,7 +100,7 @@ def _put(entries: Entries) -> None:
     stashed = _Stashed(thread, (*base, *entries), base)
     if not _COUNTED:
         _keep(stashed)
-    _stash(_KEY, stashed)
+    keep_thread_object(_KEY, stashed)
 
 
 class ModeStack(Generic[T]):

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-import torch._library as library
+
+from shardwise.torch_private import opaque_types
 
 __all__ = ["ConstantMeta", "constant_to_compilers", "why_not_constant"]
 
 Value = TypeVar("Value")
 _failed: list[str] = []
-_registry: Any = getattr(library, "opaque_object", None)
 # Before torch 2.13 the registry asks for a metaclass of its own. It slows isinstance down, so it is not used elsewhere.
-ConstantMeta: Any = type if torch.__version__ >= "2.13" else getattr(_registry, "OpaqueBaseMeta", type)
+ConstantMeta: Any = type if torch.__version__ >= "2.13" else getattr(opaque_types, "OpaqueBaseMeta", type)
 
 
 def constant_to_compilers(kind: type[Value]) -> type[Value]:
@@ -27,11 +27,11 @@ def constant_to_compilers(kind: type[Value]) -> type[Value]:
         True
     """
     try:
-        use = _registry.MemberType.USE_REAL
+        use = opaque_types.MemberType.USE_REAL
         # the compiler asks for all of them beforehand, so what not every value can tell is left out
         asked = [name for name in dir(kind) if not name.startswith("_") and name not in getattr(kind, "_untold", ())]
         members = dict.fromkeys([*asked, *filter(kind.__dict__.__contains__, ["__getitem__"]), "__eq__", "__ne__"], use)
-        _registry.register_opaque_type(kind, typ="value", members=members)
+        opaque_types.register_opaque_type(kind, typ="value", members=members)
     except (AttributeError, TypeError) as error:  # another version of torch
         _failed.append(f"{type(error).__name__}: {error}")
     return kind

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.torch_private import DispatchModeKey, dispatch_mode_count, dispatch_mode_of, without_dispatch_modes
 
 __all__ = ["has_symbols", "hinted", "introduce_sizes", "is_tracing", "named", "settled", "specialized", "unrecorded"]
 
@@ -64,7 +65,7 @@ def _stage() -> int:
     earlier run may have become the size of a gradient, on which no forward may depend. So sizes of one graph are never
     taken for those of another.
     """
-    mode: Any = torch._C._get_dispatch_mode(_MODES.PROXY)
+    mode: Any = dispatch_mode_of(_MODES.PROXY)
     if mode is not None and _seen[1]() is not mode.tracer:
         _seen[:] = _seen[0] + 1, weakref.ref(mode.tracer)
     return _seen[0]
@@ -105,7 +106,7 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
         ...     torch.empty(2, device="meta").shape
         torch.Size([2])
     """
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+    return without_dispatch_modes() if dispatch_mode_count() else contextlib.nullcontext()
 
 
 def introduce_sizes() -> None:
@@ -116,7 +117,7 @@ def introduce_sizes() -> None:
     Example:
         >>> introduce_sizes()
     """
-    mode: Any = torch._C._get_dispatch_mode(_MODES.PROXY)
+    mode: Any = dispatch_mode_of(_MODES.PROXY)
     if mode is not None and mode.tracer.sympy_expr_tracker.__class__ is not _KnownSizes:
         mode.tracer.sympy_expr_tracker = _KnownSizes(mode.tracer)
 
@@ -158,7 +159,7 @@ class _KnownSizes(dict[Any, Any]):
 
 
 _EXTREMES = {"Max": torch.sym_max, "Min": torch.sym_min}
-_MODES = torch._C._TorchDispatchModeKey
+_MODES = DispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.FUNCTIONAL, _MODES.PROXY)
 
 
@@ -169,6 +170,6 @@ def is_tracing() -> bool:
         >>> is_tracing()
         False
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not dispatch_mode_count():
         return False
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACERS)
+    return any(dispatch_mode_of(mode) is not None for mode in _TRACERS)

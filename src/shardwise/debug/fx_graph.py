@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx as make_graph
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.tensor import DTensor
+from shardwise.torch_private import tree_flatten, tree_map_only, tree_unflatten
 
 __all__ = ["make_fx"]
 

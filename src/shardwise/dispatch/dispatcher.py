@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
@@ -59,6 +58,7 @@ from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagato
 from shardwise.rng.draw import fills
 from shardwise.rules.registry import DECOMPOSITIONS, REDUCTIONS, RULES
 from shardwise.schema import OpInfo, Slot, forget_infos, functional_of, op_info, tensor_slots
+from shardwise.torch_private import OpOverload
 
 __all__ = ["CacheInfo", "OpDispatcher"]
 

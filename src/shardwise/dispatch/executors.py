@@ -30,6 +30,7 @@ from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagato
 from shardwise.plan.step import OwnerExchange, RowExchange
 from shardwise.rules.view import NOT_A_VIEW
 from shardwise.schema import OpInfo, kernel_of
+from shardwise.torch_private import is_alias_of
 
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
@@ -425,7 +426,7 @@ def _was_copied(result: Any, local: Any) -> bool:
     """Whether a view of a local has memory of its own: that of the local did not allow for one."""
     pairs = zip(parts_of(result), parts_of(local), strict=True)
     # not by addresses, which a compiler's tensors do not have
-    return any(not torch._C._is_alias_of(a, b) for a, b in pairs)  # pyright: ignore[reportAttributeAccessIssue]
+    return any(not is_alias_of(a, b) for a, b in pairs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def with_written(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.core.spec import TensorMeta
@@ -18,6 +17,7 @@ from shardwise.local import any_complex, laid_out_like, seeing_conjugates
 from shardwise.plan.propagate import meta_tensor, replicated_spec
 from shardwise.rules.registry import overloads
 from shardwise.schema import OpInfo
+from shardwise.torch_private import OpOverload, decomposition_of
 
 __all__ = ["LIKE", "decomposed", "made_elsewhere", "on_whole_tensors", "torch_decomposition"]
 
@@ -46,9 +46,7 @@ def torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
         return op.decompose
     if OpInfo.of(op).is_view:  # these go by storage offsets, which a wrapper has none of
         return None
-    import torch._decomp  # half a second, needed by few programs
-
-    return torch._decomp.decomposition_table.get(op)
+    return decomposition_of(op)
 
 
 def decomposed(

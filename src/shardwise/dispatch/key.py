@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.schema import UNREAD, Reader, op_info
+from shardwise.torch_private import OpOverload
 
 __all__ = ["Key", "is_symbolic", "key_of"]
 

@@ -22,6 +22,7 @@ from shardwise.plan.propagate import OutputSharding
 from shardwise.plan.step import OwnerExchange
 from shardwise.rules.dims import wrapped
 from shardwise.schema import OpInfo
+from shardwise.torch_private import current_autograd_node
 
 __all__ = [
     "GROUPED", "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "current_node", "noting_base", "noting_experts",
@@ -39,7 +40,7 @@ SPLITTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}  # 
 GROUPED = aten._grouped_mm.default
 TABLE_BACKWARD = aten.embedding_dense_backward.default
 PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
-current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
+current_node = current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 ACCUMULATING = "AccumulateGrad"  # the node of a leaf
 NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 

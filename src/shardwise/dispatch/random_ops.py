@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.core.layout import Block, Run, dense_strides
@@ -36,6 +35,7 @@ from shardwise.plan.propagate import meta_tensor, replicated_spec
 from shardwise.rng import philox
 from shardwise.rng.blocks import default_generator, draw_blocks
 from shardwise.rng.draw import FILLS, FROM, IN_PLACE, Draw, fills
+from shardwise.torch_private import OpOverload
 
 __all__ = ["agree_on_state", "agree_once", "drawing", "fill_parts", "filling"]
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -22,6 +20,7 @@ from shardwise.fabric.virtual import RankTensor
 from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
 from shardwise.schema import OpInfo, Slot
+from shardwise.torch_private import OpOverload, tree_map
 
 __all__ = ["Executor", "Signature", "Wrap", "Wrapping", "fixed_sizes", "routes_between", "sparse_result", "whole_of"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.block_copies import slicer
 from shardwise.plan.propagate import replicated
+from shardwise.torch_private import OpOverload
 
 __all__ = ["fill_in_graph", "mask_in_graph"]
 

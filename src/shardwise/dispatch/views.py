@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
@@ -22,6 +21,7 @@ from shardwise.fabric.routes import bound_route
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated
 from shardwise.schema import OpInfo
+from shardwise.torch_private import OpOverload
 
 __all__ = [
     "COPYING_VIEWS",

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise import modes
 from shardwise.dispatch.executors import general_executor, with_written
@@ -15,6 +14,7 @@ from shardwise.dispatch.views import materialize, replace_local, write
 from shardwise.fabric.routes import bound_route
 from shardwise.local import any_complex, seeing_conjugates
 from shardwise.schema import functional_of
+from shardwise.torch_private import DisableTorchDispatch, OpOverload
 
 __all__ = ["replacing_locals", "reshaping_in_place", "through_copies", "through_functional"]
 
@@ -28,7 +28,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
         before: Any = wrapper(args[0]._spec)(args[0]._local_tensor)
         before._mark_copied(args[0]._copied_view)
         view = functional(before, *args[1:], **kwargs)
-        with torch._C._DisableTorchDispatch():  # the wrapper's own sizes and strides
+        with DisableTorchDispatch():  # the wrapper's own sizes and strides
             op(*args, **kwargs)
         args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
         args[0]._mark_copied(view._copied_view)

@@ -19,6 +19,7 @@ from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import settled, unrecorded
 from shardwise.plan.step import AllReduce, Compact, Expand, ReduceScatter, Slice, Step, Unreduce, Windowed, average_over
+from shardwise.torch_private import dispatch_mode_count
 
 __all__ = [
     "BoxPair", "ReceivedBoxes",
@@ -26,7 +27,6 @@ __all__ = [
 ]  # fmt: skip
 
 Local = Callable[[torch.Tensor], torch.Tensor]
-_modes_active = torch._C._len_torch_dispatch_stack
 
 
 class BoxPair(NamedTuple):
@@ -180,7 +180,7 @@ def slicer(before: Block, after: Block) -> Local:
 
 def compacted(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """One index of each of the broadcast `dims` of a local: a view."""
-    if local.__class__ is torch.Tensor and not _modes_active():  # one view in place of one for each dim
+    if local.__class__ is torch.Tensor and not dispatch_mode_count():  # one view in place of one for each dim
         shape = [*local.shape]
         for dim in dims:
             shape[dim] = min(shape[dim], 1)

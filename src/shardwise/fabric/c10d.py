@@ -85,12 +85,12 @@ from shardwise.plan.step import (
     Unreduce,
     reduction,
 )
+from shardwise.torch_private import dispatch_mode_count
 
 __all__ = ["C10dFabric", "c10d", "new_group"]
 
 T = TypeVar("T")
 _Tensor = torch.Tensor
-_modes_active = torch._C._len_torch_dispatch_stack
 
 
 class C10dFabric(Fabric):
@@ -488,7 +488,7 @@ class C10dFabric(Fabric):
 
         def rows(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
             nonlocal run, world
-            if (locals_[0].__class__ is not _Tensor or _modes_active()) and is_recorded(locals_[0]):
+            if (locals_[0].__class__ is not _Tensor or dispatch_mode_count()) and is_recorded(locals_[0]):
                 return recorded_rows(goods, self.group_of(line.ranks))(locals_, fill)
             if dist.group.WORLD is not world:
                 run, world = exchange_rows(self._carrier(line.ranks, step), goods), dist.group.WORLD
@@ -652,7 +652,7 @@ def _of_this_world(
 
     def check_world_first(local: torch.Tensor) -> T:
         nonlocal world, made
-        if (local.__class__ is not _Tensor or _modes_active()) and record is not None and is_recorded(local):
+        if (local.__class__ is not _Tensor or dispatch_mode_count()) and record is not None and is_recorded(local):
             return record()(local)
         if distributed_c10d._world.default_pg is not world:
             world, made = dist.group.WORLD, make()

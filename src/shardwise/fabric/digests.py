@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardwise.core.symbolic import is_tracing
 from shardwise.fabric.collective_log import LIBRARIES, Ranks, argument_name, ranks_name
+from shardwise.torch_private import DisableTorchDispatch
 
 __all__ = ["PlainCheck", "digest_of", "is_sampled"]
 
@@ -78,7 +79,7 @@ def digest_of(tensor: torch.Tensor) -> Digest | None:
     meta = f"{bits}{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return Digest(f"{tensor.layout} {meta}", 0)
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), DisableTorchDispatch():
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if tensor.device.type == "cpu":
             array: Any = data.numpy()

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import overrides
 from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch as dispatch_modes
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
@@ -33,6 +30,15 @@ from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import Compact, Expand, OwnerExchange, Rotate, RowExchange, Step
 from shardwise.rules.owner_programs import Items
 from shardwise.rules.registry import VALUE_DEPENDENT
+from shardwise.torch_private import (
+    TorchDispatchMode,
+    dispatch_mode_count,
+    function_mode_count,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
 
 __all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
 
@@ -322,8 +328,8 @@ def _torch_mode(mode: Any, stack: Any) -> Iterator[None]:
             push(other)
 
 
-_DISPATCH_MODES = (torch._C._len_torch_dispatch_stack, dispatch_modes._push_mode, dispatch_modes._pop_mode)
-_FUNCTION_MODES = (torch._C._len_torch_function_stack, overrides._push_mode, overrides._pop_mode)
+_DISPATCH_MODES = (dispatch_mode_count, push_dispatch_mode, pop_dispatch_mode)
+_FUNCTION_MODES = (function_mode_count, push_function_mode, pop_function_mode)
 
 
 @mode_context

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
 
 from shardwise.fabric.shared_writes import agree, is_traced
+from shardwise.torch_private import OpOverload, tree_map
 
 __all__ = ["is_nondeterministic", "shape_only", "share_results"]
 

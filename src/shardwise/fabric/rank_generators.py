@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.shared_writes import is_traced
 from shardwise.rng.blocks import default_generator
 from shardwise.rng.draw import fills
+from shardwise.torch_private import OpOverload
 
 __all__ = ["draws", "draws_alike"]
 

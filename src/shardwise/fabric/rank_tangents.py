@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.fabric.rank_sizes import count_of, of_rank
+from shardwise.torch_private import TorchDispatchMode, forward_ad, tree_leaves, tree_map
 
 __all__ = ["RankTangents", "in_forward_mode"]
 

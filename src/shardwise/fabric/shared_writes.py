@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.errors import AgreementError, ShardwiseError, UnsupportedError
+from shardwise.torch_private import FakeTensor, FunctionalTensor, OpOverload
 
 __all__ = [
     "STATISTICS",

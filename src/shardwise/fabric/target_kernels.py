@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from shardwise.torch_private import below_autograd, current_graph_task
+
 __all__ = ["ALLOCATION", "FUSED", "WORKSPACE", "workspace_of"]
 
 aten = torch.ops.aten
@@ -30,7 +32,7 @@ def workspace_of(op: Any) -> tuple[str, bool] | None:
     """Which workspace a matrix product uses: that of its library, and of the thread of backward or the program's."""
     if op not in _MATMULS:
         return None
-    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+    in_backward = current_graph_task() != -1  # pyright: ignore[reportAttributeAccessIssue]
     return "cublasLt" if op is aten.addmm.default else "cublas", in_backward
 
 
@@ -93,7 +95,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out, roots = aten._fused_rms_norm.default(x, shape, weight, eps)
         ctx.save_for_backward(x, weight, roots)
         ctx.shape = shape

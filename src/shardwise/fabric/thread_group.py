@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.collective_log import caller, ranks_name
 from shardwise.fabric.rank_threads import RankThreads, rank_threads
+from shardwise.torch_private import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = ["ThreadGroup", "forget_groups", "thread_groups"]
 
@@ -362,7 +363,7 @@ class ThreadGroup(_AnyGroup):
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
     """Operators inside are the group's own: no mode of the rank that came last sees them."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), DisableTorchFunction(), DisableTorchDispatch():
         yield
 
 

@@ -13,8 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import traceback as fx_traceback
 
 from shardwise.core.mesh import Coordinate
@@ -26,6 +24,13 @@ from shardwise.fabric.packing import Line, Parcels, gathering, pack_traced, scat
 from shardwise.fabric.row_packing import RowParcels
 from shardwise.fabric.virtual import parts_of
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
+from shardwise.torch_private import (
+    DispatchModeKey,
+    FakeTensor,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    dispatch_mode_of,
+)
 
 __all__ = [
     "functional_collectives",
@@ -38,13 +43,13 @@ __all__ = [
     "recording",
 ]
 
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_PROXY = DispatchModeKey.PROXY
 _TAG = "partitioner_tag"  # of a node in a graph: whether it is of forward or of backward
 
 
 def is_recorded(local: torch.Tensor) -> bool:
     """Whether what is done with this tensor goes into a graph, so that a collective must be an operator of it."""
-    return isinstance(local, FakeTensor | FunctionalTensor) or torch._C._get_dispatch_mode(_PROXY) is not None
+    return isinstance(local, FakeTensor | FunctionalTensor) or dispatch_mode_of(_PROXY) is not None
 
 
 def recording(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
@@ -53,6 +51,15 @@ from shardwise.fabric.shared_writes import (
 )
 from shardwise.plan.step import AllGather, AllReduce, OwnerExchange, ReduceScatter, Rotate, RowExchange, Step, reduction
 from shardwise.rules.owner_programs import Items
+from shardwise.torch_private import (
+    OpOverload,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 __all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
 
@@ -82,11 +89,11 @@ class RankTensor(torch.Tensor):
                     size, stride = _own_sizes(tensors)
                     cls = UnevenDual if in_forward_mode() else cls
                     break
-        self = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=first.dtype, device=first.device)
+        self = make_wrapper_subclass(cls, size, strides=stride, dtype=first.dtype, device=first.device)
         self.tensors = tuple(tensors)
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(
@@ -170,7 +177,7 @@ class UnevenDual(RankTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plain = torch._C._disabled_torch_function_impl
+        plain = disabled_torch_function
         if not in_forward_mode():
             return plain(func, types, args, kwargs or {})
         with RankTangents(RankTensor):

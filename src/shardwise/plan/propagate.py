@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
@@ -25,6 +24,7 @@ from shardwise.plan.route import DTensorRedistributePlanner
 from shardwise.plan.step import OwnerExchange, RowExchange
 from shardwise.rules.engine import Factors, Owned, Row, candidates
 from shardwise.rules.registry import Call, Halo, Rule, find_rule
+from shardwise.torch_private import OpOverload
 
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 

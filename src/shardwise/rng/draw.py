@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
+
+from shardwise.torch_private import OpOverload
 
 __all__ = ["FILLS", "FROM", "IN_PLACE", "Draw", "fills"]
 

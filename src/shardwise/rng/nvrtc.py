@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwise.torch_private import current_raw_stream
+
 __all__ = ["BLOCK", "CompilerError", "Kernel", "can_compile", "compile_kernel"]
 
 BLOCK = 256  # threads in a block of every launch
@@ -37,7 +39,7 @@ class Kernel:
     def launch(self, threads: int, arguments: Sequence[Any]) -> None:
         """Run on at least so many threads. The arguments are ctypes objects of the kernel's own types."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device.index))
+        stream = ctypes.c_void_p(current_raw_stream(self._device.index))
         grid = -(-threads // BLOCK)
         with _current(self._device):
             _driver_call("cuLaunchKernel", self._function, grid, 1, 1, BLOCK, 1, 1, 0, stream, pointers, None)

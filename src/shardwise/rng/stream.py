@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.layout import Block
 from shardwise.rng.draw import Draw
 from shardwise.rng.geometry import Extent, count_below, extents_of, indices_between, is_run
+from shardwise.torch_private import OpOverload
 
 __all__ = ["draw", "is_sequential"]
 

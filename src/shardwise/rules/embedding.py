@@ -17,6 +17,7 @@ from shardwise.rules import owner_programs
 from shardwise.rules.engine import Dim, Factors, Owned, Row
 from shardwise.rules.indexing import looked_up
 from shardwise.rules.registry import Call, rule
+from shardwise.torch_private import assert_async
 
 aten = torch.ops.aten
 Specs = Sequence[DTensorSpec]
@@ -44,7 +45,7 @@ def look_up(
     """The rows of a table of which only some are here, zeros for the others."""
     if begin is None:
         return aten.embedding.default(weight, indices, *flags, **more)
-    torch._assert_async(((indices >= 0) & (indices < rows)).all(), f"an index is not in the table of {rows} rows")
+    assert_async(((indices >= 0) & (indices < rows)).all(), f"an index is not in the table of {rows} rows")
     here = indices - begin
     missing = (here < 0) | (here >= weight.shape[0])
     if not weight.shape[0]:

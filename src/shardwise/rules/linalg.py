@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Partial, Replicate
@@ -15,6 +14,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.engine import Dim, Factors, Row
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import Call, rule
+from shardwise.torch_private import OpOverload
 
 aten = torch.ops.aten
 

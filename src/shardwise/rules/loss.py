@@ -18,6 +18,7 @@ from shardwise.rules.dims import aligned, names
 from shardwise.rules.engine import FIRST, Dim, Factors
 from shardwise.rules.layout_helpers import HALVES, as_result, reduced
 from shardwise.rules.registry import Call, decomposition, rule
+from shardwise.torch_private import assert_async
 
 aten = torch.ops.aten
 
@@ -149,7 +150,7 @@ def positions(
     """Where each target's class is on this rank, and whether it is here and counts."""
     counts = target != ignore_index
     known = ((target >= 0) & (target < classes)) | ~counts
-    torch._assert_async(known.all(), f"a target is none of the {classes} classes and is not ignored")
+    assert_async(known.all(), f"a target is none of the {classes} classes and is not ignored")
     position, held, before = torch.zeros_like(target, dtype=torch.int64), torch.zeros_like(counts), 0
     for start, length in runs:
         here = (target >= start) & (target < start + length)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.layout import Run, Segment
 from shardwise.core.mesh import Coordinate
@@ -23,6 +22,7 @@ from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, Rows, decomposition, rule
 from shardwise.rules.slicing import local_input_sizes
 from shardwise.rules.view import NOT_A_VIEW, local_size
+from shardwise.torch_private import OpOverload
 
 aten = torch.ops.aten
 

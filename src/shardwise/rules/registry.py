@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from shardwise.core.layout import Segment, Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.engine import Factors, Pattern, factors_of, parse
 from shardwise.rules.owner_programs import Program
+from shardwise.torch_private import OpOverload, OpOverloadPacket
 
 __all__ = [
     "Call",

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.core.layout import normalize_dim
 from shardwise.rules.registry import overloads
+from shardwise.torch_private import OpOverload
 
 __all__ = ["SHAPES", "broadcast_shape"]
 

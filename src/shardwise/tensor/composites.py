@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.errors import UnsupportedError
+from shardwise.torch_private import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, OpOverload
 
 __all__ = ["replace_composites"]
 
@@ -28,10 +28,10 @@ def _below(op: OpOverload) -> Callable[..., Any]:
     """The operator as torch runs it, without the replacement of this file."""
     if op._can_decompose():
         return op.decompose
-    here = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+    here = DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 
     def run_below(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(here):  # pyright: ignore[reportAttributeAccessIssue]
+        with ExcludeDispatchKeyGuard(here):  # pyright: ignore[reportAttributeAccessIssue]
             return op(*args, **kwargs)
 
     return run_below

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import tree_leaves
 from typing_extensions import TypeIs
 
 from shardwise import modes
@@ -65,6 +63,13 @@ from shardwise.tensor.gradient_layouts import (
 from shardwise.tensor.input_aliasing import first_sharing
 from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
 from shardwise.tensor.versions import with_version_of
+from shardwise.torch_private import (
+    FakeTensor,
+    disabled_torch_function,
+    dispatch_mode_count,
+    make_wrapper_subclass,
+    tree_leaves,
+)
 from shardwise.transforms import (
     alive,
     innermost,
@@ -134,7 +139,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
         meta = spec.tensor_meta
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride,
@@ -149,7 +154,7 @@ class DTensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # but see refusing
+    __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]  # but see refusing
 
     @classmethod
     def __torch_dispatch__(
@@ -528,7 +533,7 @@ class DTensor(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """What compilers ask for to know which inputs share memory; a DTensor's own has no values."""
-        is_fake = _modes_active() and isinstance(parts_of(self._held)[0], FakeTensor)
+        is_fake = dispatch_mode_count() and isinstance(parts_of(self._held)[0], FakeTensor)
         return torch.Tensor.untyped_storage(first_sharing(self, DTensor) if is_fake else self)
 
     def _stable_hash_for_caching(self) -> str:
@@ -626,7 +631,7 @@ def _gradient_of_loss(loss: DTensor) -> DTensor | None:
     """The gradient that `backward` begins with: `ones_like`, without dispatch. None where torch is to make it."""
     spec = loss._spec
     is_number = spec.tensor_meta.dtype.is_floating_point and not spec.is_lazy and loss.numel() == 1
-    if not is_number or spec.mesh.fabric != "c10d" or not loss.requires_grad or _modes_active():
+    if not is_number or spec.mesh.fabric != "c10d" or not loss.requires_grad or dispatch_mode_count():
         return None
     return dtensor_of(gradient_spec(spec), torch.ones_like(loss._local_tensor))
 
@@ -634,8 +639,7 @@ def _gradient_of_loss(loss: DTensor) -> DTensor | None:
 _LOCAL = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
 _SPEC = DTensor.__dict__["_spec"]
 _DATA: Any = torch.Tensor.data
-_modes_active = torch._C._len_torch_dispatch_stack
-_make_wrapper, _STRIDED = torch.Tensor._make_wrapper_subclass, torch.strided
+_make_wrapper, _STRIDED = make_wrapper_subclass, torch.strided
 _NO_KWARGS: Mapping[str, Any] = {}
 dispatcher = OpDispatcher(DTensor, _wrapper)
 _cache = dispatcher.cache
@@ -745,7 +749,7 @@ def moved_to(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: in
     bound = bound_route(source, target, max_bytes)
     if bound.communicates:
         modes.check_decomposing(bound.route)
-    if _modes_active() and is_tracing():
+    if dispatch_mode_count() and is_tracing():
         refuse_named(tensor, source)
     meta = source.tensor_meta
     meta = meta.dense() if meta.is_symbolic else known_dense(meta)
@@ -804,9 +808,7 @@ class PendingDTensor(DTensor):
 def _pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> DTensor:
     """A DTensor of this spec whose local the route brings, which is begun."""
     meta = target.tensor_meta
-    made = torch.Tensor._make_wrapper_subclass(
-        PendingDTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device
-    )
+    made = make_wrapper_subclass(PendingDTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device)
     made._spec = target
     wait = bound.start(local)
     # until it is settled the slot holds the function that waits

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch._guards import TracingContext
-
 from shardwise.dispatch.views import OUTSIDE
 from shardwise.fabric.virtual import parts_of
+from shardwise.torch_private import TracingContext
 
 __all__ = ["first_sharing"]
 

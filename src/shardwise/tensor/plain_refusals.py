@@ -12,12 +12,12 @@ from typing import Any, no_type_check
 
 import torch
 from torch.overrides import resolve_name
-from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.compilers import is_dynamo_compiling, never_traced
 from shardwise.errors import PlainTensorError
 from shardwise.fabric.collective_log import argument_name
+from shardwise.torch_private import DisableTorchFunctionSubclass, tree_leaves
 
 __all__ = ["refusable"]
 
@@ -39,7 +39,7 @@ def refusable(tensor_class: Any) -> None:
                         and _is_refused(func, leaf)
                     ):
                         raise _refusal(func, name, leaf)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     never_traced(refuse)  # on its own, after a graph break; in a graph it is traced

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from shardwise.compilers import never_traced
 from shardwise.errors import AgreementError
 from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.virtual import RankTensor
 from shardwise.local import stored_zeros
+from shardwise.torch_private import forward_ad
 from shardwise.transforms import alive, innermost, transforming
 
 __all__ = [

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.symbolic import is_tracing
+from shardwise.torch_private import TorchDispatchMode, pop_raw_dispatch_mode, push_raw_dispatch_mode
 from shardwise.transforms import transforming
 
 __all__ = ["with_version_of"]
@@ -45,8 +44,8 @@ def with_version_of(source: torch.Tensor, made: AnyTensor) -> AnyTensor:
     # torch gives the result of `detach` the counter of its operand, whatever the dispatched operator returns
     mode = _Result.__new__(_Result)
     mode.made = made
-    _push_on_torch_dispatch_stack(mode)
+    push_raw_dispatch_mode(mode)
     try:
         return source.detach()  # pyright: ignore[reportReturnType]
     finally:
-        _pop_torch_dispatch_stack(None)
+        pop_raw_dispatch_mode(None)

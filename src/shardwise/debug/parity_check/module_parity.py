@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise import modes
 from shardwise.debug.parity_check.gather_for_check import gather_for_check
@@ -23,6 +22,7 @@ from shardwise.errors import ParityError, UnsupportedError
 from shardwise.fabric.virtual import RankTensor
 from shardwise.rng.blocks import default_generator
 from shardwise.tensor import DTensor
+from shardwise.torch_private import tree_leaves, tree_map
 
 __all__ = ["ModuleParity"]
 

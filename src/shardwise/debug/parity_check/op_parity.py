@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import modes
@@ -40,6 +39,7 @@ from shardwise.fabric.virtual import RankTensor
 from shardwise.rng.blocks import default_generator
 from shardwise.schema import OpInfo, op_info
 from shardwise.tensor import DTensor, dtensor_of
+from shardwise.torch_private import tree_map
 
 __all__ = ["OpParity"]
 

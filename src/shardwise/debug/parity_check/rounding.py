@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.torch_private import tree_leaves, tree_map
 
 __all__ = ["Gap", "PlainCall", "exact_results", "gap_between", "same", "tolerances"]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.parity_check.gather_for_check import Coordinate, gather_for_check, local_block, local_parts
@@ -16,6 +15,7 @@ from shardwise.debug.parity_check.rounding import Gap, gap_between, same
 from shardwise.fabric.virtual import RankTensor
 from shardwise.schema import OpInfo
 from shardwise.tensor import DTensor
+from shardwise.torch_private import tree_leaves
 
 __all__ = ["EQUAL", "ROUNDING", "WRONG", "Output", "Verdict", "all_same", "dtensors", "outputs_of", "worst"]
 

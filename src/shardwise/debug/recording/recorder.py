@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise import modes
 from shardwise.core.mode_stack import ModeStack
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import is_tracing
 from shardwise.debug.recording.module_tracker import ModuleTracker
 from shardwise.debug.recording.records import (
     NO_LINE,
@@ -41,6 +41,7 @@ from shardwise.plan.route import Route
 from shardwise.schema import op_info, tensor_slots
 from shardwise.tensor import DTensor, dispatcher, unrecorded
 from shardwise.tensor import record as record_operators
+from shardwise.torch_private import autograd_sequence_number, current_autograd_node, tree_leaves
 
 __all__ = ["Listener", "listening"]
 
@@ -77,7 +78,7 @@ class _State:
         """The records of operators now running on this thread, innermost last."""
         thread = self.thread
         if not hasattr(thread, "open"):
-            thread.open, thread.nodes = [], torch.autograd._get_sequence_nr()
+            thread.open, thread.nodes = [], autograd_sequence_number()
         return thread.open
 
 
@@ -157,19 +158,13 @@ def _switch_off() -> None:
 def _dispatch(
     cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    if _is_traced():
+    if is_tracing():
         return unrecorded(func, types, args, kwargs)
     state = _state
     record = _begin_record(state, str(func), "operator", *_describe_call(state, func, args, kwargs or {}))
     record.directly = modes.is_decomposing(func)
     _remember_node(state, record)
     return _execute_recorded(state, record, lambda: unrecorded(func, types, args, kwargs))
-
-
-def _is_traced() -> bool:
-    """Whether a graph is being traced: its operators do not run now."""
-    modes_of, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
-    return modes_of(keys.FAKE) is not None or modes_of(keys.PROXY) is not None
 
 
 def _recorded_method(name: str, original: Any) -> Callable[..., Any]:
@@ -179,18 +174,18 @@ def _recorded_method(name: str, original: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def recording(*args: Any, **kwargs: Any) -> Any:
         state = _state
-        if _is_traced() or (state.open and state.open[-1].kind == "explicit"):
+        if is_tracing() or (state.open and state.open[-1].kind == "explicit"):
             return function(*args, **kwargs)
         tensor = args[0] if args else None
         operands = (_operand(state, "self", tensor),) if isinstance(tensor, DTensor) else ()
         record = _begin_record(state, name, "explicit", operands, None)
-        first = torch.autograd._get_sequence_nr()
+        first = autograd_sequence_number()
         try:
             return _execute_recorded(state, record, lambda: function(*args, **kwargs))
         finally:
-            for number in range(first, torch.autograd._get_sequence_nr()):
+            for number in range(first, autograd_sequence_number()):
                 state.by_node.setdefault(number, record)
-            state.thread.nodes = torch.autograd._get_sequence_nr()
+            state.thread.nodes = autograd_sequence_number()
 
     return recording
 
@@ -247,7 +242,7 @@ def _call_context(
     """Phase, lines, module, parent and cause."""
     if outer is not None:  # part of a decomposition: inherits the context of the decomposed operator
         return outer.phase, outer.where, outer.called, outer.module, outer.index, outer.cause
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_autograd_node()
     inner, called, recomputing = stack_lines(node is not None)
     if node is None or recomputing:
         return "forward" if node is None else "recompute", inner, called, modules.current, None, None
@@ -287,7 +282,7 @@ def _operand(state: _State, name: str, tensor: Any) -> Operand:
 
 def _remember_node(state: _State, record: Record) -> None:
     """Map the autograd node of this operator to its record: autograd creates the node just before it dispatches."""
-    nodes = torch.autograd._get_sequence_nr()
+    nodes = autograd_sequence_number()
     if record.parent is None and nodes > state.thread.nodes:
         state.by_node.setdefault(nodes - 1, record)
         if len(state.by_node) > 2**20:  # bounds memory: drop the oldest
@@ -301,7 +296,7 @@ def _remember_node(state: _State, record: Record) -> None:
 
 def _on_route(route: Route) -> None:
     """Add a route's collectives to the innermost record, or to a new one, as in backward of a redistribution."""
-    if not _is_traced():
+    if not is_tracing():
         _note_moves(moves_of_route(route), "redistribute", route.source, route.target).routes.append(route)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from shardwise import modes
 from shardwise.debug.recording.records import NO_LINE, SourceLine
+from shardwise.torch_private import autograd_sequence_number, current_autograd_node
 
 __all__ = ["BackwardLines", "StackLines", "stack_lines"]
 
@@ -66,7 +67,7 @@ class BackwardLines:
         """Store the line of the forward operator that just ran: autograd numbered its node last."""
         if _node() is not None:
             return
-        number = torch.autograd._get_sequence_nr() - 1
+        number = autograd_sequence_number() - 1
         if number not in self._lines:  # operators without a gradient repeat the last number: keep the first line
             if len(self._lines) >= MOST_LINES:
                 del self._lines[next(iter(self._lines))]
@@ -81,4 +82,4 @@ class BackwardLines:
 
 
 def _node() -> torch.autograd.graph.Node | None:
-    return torch._C._current_autograd_node()
+    return current_autograd_node()

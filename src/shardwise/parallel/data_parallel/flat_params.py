@@ -19,6 +19,7 @@ from shardwise.core.layout import EqualChunks, chunk, dense_strides, equal_chunk
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.block_copies import chunk_rows, chunk_views
+from shardwise.torch_private import foreach_copy_
 
 __all__ = ["FlatLayout", "ParamSlot"]
 
@@ -134,9 +135,7 @@ class FlatLayout:
         if self.is_even and {tensor.dtype for tensor in flat} == {dtype}:
             return torch.cat(flat)
         row = (torch.empty if self.is_even else torch.zeros)(self.total, dtype=dtype, device=flat[0].device)
-        torch._foreach_copy_(
-            [row.narrow(0, at, tensor.numel()) for at, tensor in zip(self.offsets, flat, strict=True)], flat
-        )
+        foreach_copy_([row.narrow(0, at, tensor.numel()) for at, tensor in zip(self.offsets, flat, strict=True)], flat)
         return row
 
     def blocks(self, row: torch.Tensor, coordinates: Sequence[Coordinate]) -> list[torch.Tensor]:
@@ -152,7 +151,7 @@ class FlatLayout:
             targets = [whole.view(rows, -1) for whole in wholes]
             torch.split_with_sizes_copy(buffer.view(rows, -1), self.sizes, dim=1, out=targets)
         elif pairs := self._pairs(buffer, wholes):
-            torch._foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
+            foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
 
     def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
         """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
@@ -160,7 +159,7 @@ class FlatLayout:
             rows = self.slots[0].ranks
             torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
         elif pairs := self._pairs(buffer, wholes):
-            torch._foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
+            foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
 
     def _pairs(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the buffer and of tensors that hold the same elements. Which ones is worked out once."""

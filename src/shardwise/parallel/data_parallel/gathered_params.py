@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
@@ -25,10 +22,20 @@ from shardwise.errors import UnsupportedError
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.parallel.data_parallel.sharded_param import ShardedParameter
 from shardwise.tensor import DTensor, dtensor_of
+from shardwise.torch_private import (
+    CachedCheckpointMode,
+    CachingCheckpointMode,
+    dispatch_mode_count,
+    dispatch_mode_stack,
+    saved_tensor_hooks,
+    temporarily_clear_interpreter_stack,
+    transforms_active,
+    without_dispatch_modes,
+)
 
 __all__ = ["Gathered", "Leaves", "Source", "at_once", "completion_token", "save_handles"]
 
-COUNTING = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)  # modes of selective checkpointing
+COUNTING = (CachedCheckpointMode, CachingCheckpointMode)  # modes of selective checkpointing
 Take = Callable[[Sequence[torch.Tensor | None]], None]
 
 
@@ -267,8 +274,10 @@ def save_handles() -> saved_tensors_hooks | None:
     None where that is so already, where a user's hooks are in place (checkpointing: they decide what is saved), and
     where torch allows none: memory that is saved then stays.
     """
-    native: Any = getattr(torch._C, "_autograd")  # noqa: B009  # not declared to type checkers
-    if native._top_saved_tensors_default_hooks(False) is not None or not native._saved_tensors_hooks_is_enabled():
+    if (
+        saved_tensor_hooks._top_saved_tensors_default_hooks(False) is not None
+        or not saved_tensor_hooks._saved_tensors_hooks_is_enabled()
+    ):
         return None
     hooks = saved_tensors_hooks(_pack, _unpack)
     hooks.__enter__()
@@ -342,7 +351,7 @@ def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
     They are no inference tensors, and constants to transforms of torch.func. The operators that gather are not the
     program's: selective checkpointing, which counts those that it sees, does not see them.
     """
-    transformed, modes = torch._C._are_functorch_transforms_active(), torch._C._len_torch_dispatch_stack()
+    transformed, modes = transforms_active(), dispatch_mode_count()
     if not transformed and not modes and not torch.is_inference_mode_enabled():
         return torch.set_grad_enabled(grads)
     stack = contextlib.ExitStack()
@@ -358,10 +367,10 @@ def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Hide operators from selective checkpointing; other modes (dry runs, profilers) go on to see them."""
-    if not any(isinstance(mode, COUNTING) for mode in _get_current_dispatch_mode_stack()):
+    if not any(isinstance(mode, COUNTING) for mode in dispatch_mode_stack()):
         yield
         return
-    with _disable_current_modes() as before, contextlib.ExitStack() as others:
+    with without_dispatch_modes() as before, contextlib.ExitStack() as others:
         for mode in reversed(before):
             if mode is not None and not isinstance(mode, COUNTING):
                 others.enter_context(mode)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from shardwise.torch_private import tree_leaves
 
 __all__ = ["STATE", "owned_parameters", "states_under", "subclass_with", "tensors_in"]
 

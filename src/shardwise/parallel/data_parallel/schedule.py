@@ -26,13 +26,14 @@ from shardwise.parallel.data_parallel.module_tree import STATE, tensors_in
 from shardwise.parallel.data_parallel.param_group import Bucket, Finish, ParameterGroup
 from shardwise.parallel.data_parallel.precision import MixedPrecisionPolicy, cast_floats
 from shardwise.tensor import DTensor
+from shardwise.torch_private import current_graph_task, functorch, queue_callback, transforms_active
 
 __all__ = ["ModuleState", "abandon_forward"]
 
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass: a forward now is one that checkpointing repeats."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1
 
 
 class ForwardRun:
@@ -127,12 +128,12 @@ def current_backward() -> Backward:
     """The outermost backward that is running on this thread. Asked for the first time, it is told to call back."""
     found = _thread.backward
     if found is None or found.is_over:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         with _lock:
             found = _backwards.get(task)
             if found is None:
                 found = _backwards[task] = Backward(task)
-                torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(found))  # pyright: ignore[reportAttributeAccessIssue]
+                queue_callback(_AtEnd(found))  # pyright: ignore[reportAttributeAccessIssue]
         _thread.backward = found
     return found
 
@@ -438,7 +439,7 @@ class ModuleState:
     def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
         """Backward has run everything that gives gradients to a bucket."""
         backward = self._touch()
-        is_inner = torch._C._current_graph_task_id() != backward.task
+        is_inner = current_graph_task() != backward.task
         if is_inner and not group.has_all_gradients(bucket):
             return  # one part of a module that checkpointing goes through part by part
         if not group.has_frozen:  # first of all: the reduction needs memory
@@ -500,7 +501,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 def _meshes_of(args: Any, kwargs: Any) -> tuple[DeviceMesh, ...]:
     """The meshes of the DTensors among the inputs."""
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = transforms_active()
     if not kwargs and not transformed and _PLAIN.issuperset(map(type, args)):
         return ()
     found: list[Any] = tensors_in((args, kwargs))[0]
@@ -511,9 +512,8 @@ def _meshes_of(args: Any, kwargs: Any) -> tuple[DeviceMesh, ...]:
 
 def _unwrapped(tensor: Any) -> Any:
     """The tensor under those of transforms of torch.func."""
-    native: Any = getattr(torch._C, "_functorch")  # noqa: B009  # not declared to type checkers
-    while native.is_functorch_wrapped_tensor(tensor):
-        tensor = native.get_unwrapped(tensor)
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return tensor
 
 

@@ -23,6 +23,7 @@ from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.data_parallel.flat_params import ParamSlot
 from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
 from shardwise.tensor import DTensor, dtensor_of
+from shardwise.torch_private import current_graph_task, make_subclass
 
 __all__ = ["GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter"]
 
@@ -34,7 +35,7 @@ class GatheredParameter(nn.Parameter):
     """A gathered parameter in plain memory. Its `data` counts versions with it, so that a write to it is seen.
 
     Example:
-        >>> leaf = torch.Tensor._make_subclass(GatheredParameter, torch.zeros(2))
+        >>> leaf = make_subclass(GatheredParameter, torch.zeros(2))
         >>> _ = leaf.data.add_(1)
         >>> leaf._version
         1
@@ -70,7 +71,7 @@ class ParametersInBackward(dict[str, Any]):
         return self._seen(name, super().get(name, default))
 
     def _seen(self, name: str, held: Any) -> Any:
-        leaf = self.leaves.get(name) if torch._C._current_graph_task_id() != -1 else None
+        leaf = self.leaves.get(name) if current_graph_task() != -1 else None
         found = None if leaf is None else leaf(held)
         return held if found is None else found
 
@@ -181,7 +182,7 @@ class ShardedParameter:
         elif isinstance(gathered, RankTensor):
             made = RankTensor(gathered.tensors)
         else:
-            return torch.Tensor._make_subclass(GatheredParameter, gathered)
+            return make_subclass(GatheredParameter, gathered)
         made._is_param = True  # what makes isinstance(made, nn.Parameter) true
         return made
 

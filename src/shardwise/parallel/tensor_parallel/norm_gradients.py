@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
@@ -22,6 +21,7 @@ from shardwise.dispatch.flat_buffer import alike
 from shardwise.fabric.base import of_one_rank
 from shardwise.parallel.tensor_parallel.redistribute_many import redistributed_together
 from shardwise.tensor import DTensor
+from shardwise.torch_private import queue_callback
 
 __all__ = ["add_up", "add_up_after_backward", "users_hooks"]
 
@@ -63,7 +63,7 @@ def _reached(parameter: torch.Tensor) -> None:
     with _lock:
         _waiting[id(parameter)] = parameter  # pyright: ignore[reportArgumentType]
     # for each parameter, since a backward that failed may have left some behind; all but the first find nothing to do
-    Variable._execution_engine.queue_callback(_add_up_waiting)  # pyright: ignore[reportAttributeAccessIssue]
+    queue_callback(_add_up_waiting)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _add_up_waiting() -> None:

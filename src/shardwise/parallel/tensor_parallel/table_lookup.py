@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
+from shardwise.torch_private import assert_async
 
 __all__ = ["is_plain_table", "rows_here", "zero_elsewhere"]
 
@@ -27,7 +28,7 @@ def rows_here(table: DTensorSpec, tokens: torch.Tensor) -> tuple[torch.Tensor, t
     fabric, rows = fabric_of(table.mesh), table.shape[0]
 
     def missing(coordinate: Sequence[int], local: torch.Tensor) -> torch.Tensor:
-        torch._assert_async(((local >= 0) & (local < rows)).all(), f"an index is not in the table of {rows} rows")
+        assert_async(((local >= 0) & (local < rows)).all(), f"an index is not in the table of {rows} rows")
         begin, held = table.global_offset(coordinate)[0], table.local_shape(coordinate)[0]
         return (local < begin) | (local >= begin + held)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from shardwise.compilers import traceable
 from shardwise.core.mesh import DeviceMesh
@@ -17,6 +16,7 @@ from shardwise.core.placement import Placement, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, checked_placements
 from shardwise.errors import MeshError
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor
+from shardwise.torch_private import tree_map_only
 
 __all__ = ["in_layout", "in_layouts", "local_of"]
 

@@ -1,0 +1,156 @@
+"""The private names of torch that the library needs, each with its reason. No other module imports one.
+
+Three rooms have private names of their own, because they replace or adapt what they name: `interop` (torch's DTensor),
+`fabric/c10d` and `fabric/thread_group` (process groups), `loading` (methods of modules and optimizers).
+`tests/pure/test_torch_private.py` checks each name and holds this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._library as _library
+from torch import overrides as _overrides
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedCheckpointMode
+from torch.utils.checkpoint import _CachingTorchDispatchMode as CachingCheckpointMode
+
+__all__ = [
+    "CachedCheckpointMode",
+    "CachingCheckpointMode",
+    "DisableTorchDispatch",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DispatchKey",
+    "DispatchKeySet",
+    "DispatchModeKey",
+    "ExcludeDispatchKeyGuard",
+    "FakeTensor",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "IncompatibleKeys",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "TracingContext",
+    "UnsupportedFakeTensorException",
+    "assert_async",
+    "autograd_sequence_number",
+    "below_autograd",
+    "current_autograd_node",
+    "current_graph_task",
+    "current_raw_stream",
+    "decomposition_of",
+    "disabled_torch_function",
+    "dispatch_mode_count",
+    "dispatch_mode_of",
+    "dispatch_mode_stack",
+    "dynamo_frames",
+    "foreach_copy_",
+    "forward_ad",
+    "function_mode_count",
+    "functorch",
+    "has_thread_object",
+    "is_alias_of",
+    "is_key_excluded",
+    "keep_thread_object",
+    "make_subclass",
+    "make_wrapper_subclass",
+    "opaque_types",
+    "pop_dispatch_mode",
+    "pop_function_mode",
+    "pop_raw_dispatch_mode",
+    "push_dispatch_mode",
+    "push_function_mode",
+    "push_raw_dispatch_mode",
+    "queue_callback",
+    "saved_tensor_hooks",
+    "set_key_excluded",
+    "temporarily_clear_interpreter_stack",
+    "thread_object",
+    "transforms_active",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "without_dispatch_modes",
+]
+
+_C: Any = torch._C  # type checkers know few of its names
+
+# ---------------------------------------------------------------- tensor subclasses
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a DTensor is a tensor without storage
+make_subclass = torch.Tensor._make_subclass  # a parameter that shares storage with a tensor
+disabled_torch_function = _C._disabled_torch_function_impl  # operators go straight to __torch_dispatch__
+DisableTorchFunction = _C.DisableTorchFunction  # operators of a process group of threads: not the program's
+DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # modes see a call once
+DisableTorchDispatch = _C._DisableTorchDispatch  # metadata of a wrapper changes in place, as resize_ does
+is_alias_of = _C._is_alias_of  # views of locals: whether a result shares storage
+
+# ---------------------------------------------------------------- dispatch keys and modes
+DispatchKey = _C.DispatchKey  # which keys to exclude
+DispatchKeySet = _C.DispatchKeySet  # the same
+ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard  # a composite operator without our replacement
+below_autograd = _C._AutoDispatchBelowAutograd  # kernels of the target device in a dry run
+is_key_excluded = _C._dispatch_tls_is_dispatch_key_excluded  # conjugate and negative bits inside an operator
+set_key_excluded = _C._dispatch_tls_set_dispatch_key_excluded  # the same
+DispatchModeKey = _C._TorchDispatchModeKey  # the modes of a tracer
+dispatch_mode_of = _C._get_dispatch_mode  # whether one is active
+dispatch_mode_count = _C._len_torch_dispatch_stack  # a cheap test for any mode
+function_mode_count = _C._len_torch_function_stack  # the same for function modes
+push_raw_dispatch_mode = _C._push_on_torch_dispatch_stack  # version counters: without the costs of a context
+pop_raw_dispatch_mode = _C._pop_torch_dispatch_stack  # the same
+push_dispatch_mode = _python_dispatch._push_mode  # a dry run removes its mode from below others
+pop_dispatch_mode = _python_dispatch._pop_mode  # the same
+push_function_mode = _overrides._push_mode  # the same for function modes
+pop_function_mode = _overrides._pop_mode  # the same
+without_dispatch_modes = _python_dispatch._disable_current_modes  # computing shapes without recording them
+dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack  # modes that gathering must not be seen by
+
+# ---------------------------------------------------------------- autograd
+# `forward_ad._current_level` changes. It is read where it is needed: a function would cost a frame.
+current_autograd_node = _C._current_autograd_node  # the line of a gradient; the layout of its forward
+current_graph_task = _C._current_graph_task_id  # which backward runs; -1 outside
+autograd_sequence_number = torch.autograd._get_sequence_nr  # pairs operators of forward and backward
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # runs at the end of a backward
+saved_tensor_hooks = _C._autograd  # whether hooks for saved tensors are in place
+keep_thread_object = _C._stash_obj_in_tls  # modes reach the threads of a backward
+thread_object = _C._get_obj_in_tls  # the same
+has_thread_object = _C._is_key_in_tls  # the same
+
+# ---------------------------------------------------------------- torch.func and compilers
+functorch = _C._functorch  # the wrappers that transformed functions are given
+transforms_active = _C._are_functorch_transforms_active  # whether one runs
+opaque_types: Any = getattr(_library, "opaque_object", None)  # classes whose values are constants in a graph
+
+# ---------------------------------------------------------------- operators
+assert_async = torch._assert_async  # indices are checked without a synchronisation
+foreach_copy_ = torch._foreach_copy_  # many small copies as one kernel
+
+
+def current_raw_stream(device: int) -> int:
+    """The CUDA stream in use, as the driver's handle. Builds without CUDA lack the function."""
+    return _C._cuda_getCurrentRawStream(device)
+
+
+def dynamo_frames() -> Any:
+    """Dynamo's frame evaluation, which marks functions that are never compiled. AttributeError where torch moved it."""
+    return _C._dynamo.eval_frame
+
+
+def decomposition_of(op: OpOverload) -> Any:
+    """The decomposition that torch has for an operator, if it has one. The first call takes half a second."""
+    import torch._decomp
+
+    return torch._decomp.decomposition_table.get(op)
