@@ -63,7 +63,7 @@ def _reached(parameter: torch.Tensor) -> None:
     with _lock:
         _waiting[id(parameter)] = parameter  # pyright: ignore[reportArgumentType]
     # for each parameter, since a backward that failed may have left some behind; all but the first find nothing to do
-    queue_callback(_add_up_waiting)  # pyright: ignore[reportAttributeAccessIssue]
+    queue_callback(_add_up_waiting)
 
 
 def _add_up_waiting() -> None:
