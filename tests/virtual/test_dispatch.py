@@ -321,10 +321,26 @@ def test_strict_names_operator_layouts_bytes_and_line(mesh):
 
 def test_strict_holds_in_backward(mesh):
     x = sharded(mesh, 8, 4).requires_grad_()
+    result, other = x.tanh(), sharded(mesh, 8, 4, dim=1)
+    with sw.strict():
+        with pytest.raises(sw.ImplicitCommunicationError, match=r"aten\.tanh_backward") as caught:
+            result.backward(other, retain_graph=True)
+        assert x.grad is None
+        with sw.allow_implicit(torch.ops.aten.tanh_backward):
+            result.backward(other, retain_graph=True)
+    assert "bytes" in str(caught.value)
+    allowed, x.grad = x.grad, None
+    result.backward(other)
+    assert torch.equal(x.grad.full_tensor(), allowed.full_tensor())
+
+
+def test_strict_lets_a_backward_through_that_moves_nothing(mesh):
+    x = sharded(mesh, 8, 4).requires_grad_()
     y = sharded(mesh, 8, 4, dim=1).redistribute(placements=[sw.Replicate()])
     loss = (x * y).sum()
     with sw.strict():
         loss.backward()
+    assert torch.equal(x.grad.full_tensor(), y.full_tensor())
 
 
 def test_one_warning_for_an_operator_and_line(mesh):
