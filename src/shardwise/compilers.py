@@ -7,9 +7,11 @@ of what the functions do.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -26,12 +28,14 @@ from shardwise.rules.registry import USERS_RULES
 from shardwise.torch_private import DispatchModeKey, dispatch_mode_of, dynamo_frames
 
 __all__ = [
+    "compiler_is_loaded",
     "decided_by",
     "mixes_strides",
     "never_traced",
     "not_compiled",
     "refuse_dry",
     "refuse_named",
+    "release_importing_frames",
     "taken_whole",
     "tell_compiler",
     "traceable",
@@ -92,6 +96,22 @@ def tell_compiler() -> bool:
 
 # what torch.compiler.assume_constant_result sets; calling that would import the compiler
 tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def compiler_is_loaded() -> bool:
+    """Whether Dynamo has been imported. Some of torch's Python functions import it when they first run."""
+    return "torch._dynamo" in sys.modules
+
+
+@functools.cache
+def release_importing_frames() -> None:
+    """Free the frames that were running when Dynamo was imported, once in a process.
+
+    A function of torch that runs during the import stores its own frame in a local variable. This cycle keeps all its
+    callers' frames, with their tensors, until the garbage collector runs. A view among them counts as a reference to
+    its base, and `torch.utils.swap_tensors` then refuses to replace a parameter (as parametrizations do).
+    """
+    gc.collect()
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 import copy
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -375,6 +377,30 @@ def test_parametrizations_before_and_after_a_plan(make: Any, first: str, ranks: 
         torch.testing.assert_close(*outs)
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+FIRST_OPERATOR_THAT_IMPORTS_DYNAMO = """
+import gc, sys, warnings
+import torch
+import shardwise as sw
+from torch import nn
+from shardwise.parallel import RowwiseParallel, parallelize_module
+
+gc.disable()
+warnings.simplefilter("ignore")
+layer = nn.Linear(8, 4)
+parallelize_module(layer, sw.init_device_mesh("cpu", (4,)), RowwiseParallel())
+assert "torch._dynamo" not in sys.modules
+nn.utils.parametrizations.orthogonal(layer)
+print("torch._dynamo" in sys.modules, layer.weight.shape)
+"""
+
+
+def test_frames_that_an_import_of_dynamo_kept_are_released() -> None:
+    command = [sys.executable, "-c", FIRST_OPERATOR_THAT_IMPORTS_DYNAMO]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "True torch.Size([4, 8])\n"
 
 
 def test_weights_that_a_hook_computes(line: sw.DeviceMesh) -> None:

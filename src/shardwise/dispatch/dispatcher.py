@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.compilers import compiler_is_loaded, release_importing_frames
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -101,9 +102,14 @@ class OpDispatcher:
             run = self.cache.get(key)
         except TypeError:  # a symbolic size among the arguments has no hash
             run = None
-        if run is None:
-            run = self.miss(key, func, args, kwargs)
-        return run(args, kwargs)
+        if run is not None:
+            return run(args, kwargs)
+        was_loaded = compiler_is_loaded()
+        try:
+            return self.miss(key, func, args, kwargs)(args, kwargs)
+        finally:
+            if not was_loaded and compiler_is_loaded():
+                release_importing_frames()
 
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """Work out the executor of a new signature and keep it."""
