@@ -1,6 +1,6 @@
 """Random layers, layouts, plans and sizes: compiled programs on four processes beside one device.
 
-    python -m tests.gloo.compiled_sizes --programs 200 --seed 0 --jobs 2
+    python -m tests.gloo.compiled_sizes --programs 200 --seed 0 --jobs 2 [--virtual]
 
 A program is a stack of layers, laid out at random or by a plan, and batches of several sizes, even and uneven, that go
 through one compiled module. Results and gradients of every batch are compared with plain tensors on one device.
@@ -175,19 +175,35 @@ def check_alone(seeds: Sequence[int], backend: str) -> list[str]:
         return check(seeds, pool, backend)
 
 
+def check_virtual(seeds: Sequence[int], backend: str) -> list[str]:
+    """The same on virtual ranks of this process."""
+    torch.set_num_threads(1)
+    failures = []
+    for program in map(Program.of, seeds):
+        try:
+            found = run(program, backend)
+        except Exception as problem:
+            found = f"{type(problem).__name__}: {problem}"
+        if found is not None:
+            failures.append(f"{program}\n{found}")
+    return failures
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gloo.compiled_sizes", description=__doc__)
     parser.add_argument("--programs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--jobs", type=int, default=1, help="groups of four processes at a time")
     parser.add_argument("--backend", default="aot_eager")
+    parser.add_argument("--virtual", action="store_true", help="on virtual ranks instead of processes")
     options = parser.parse_args(argv)
     started = time.monotonic()
     seeds = range(options.seed, options.seed + options.programs)
     shares = [seeds[i :: options.jobs] for i in range(options.jobs)]
     with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         named = importlib.import_module("tests.gloo.compiled_sizes")  # not __main__, which the processes do not have
-        found = list(pool.map(named.check_alone, shares, [options.backend] * options.jobs))
+        check_share = named.check_virtual if options.virtual else named.check_alone
+        found = list(pool.map(check_share, shares, [options.backend] * options.jobs))
     failures = [failure for share in found for failure in share]
     for failure in failures:
         print(failure, end="\n\n")

@@ -386,8 +386,8 @@ def virtual_ranks() -> list[tuple[float, str]]:
 class Dense(nn.Linear):
     """A linear layer with code of its own: Dynamo of torch 2.11 compiles no file of torch.nn on its own."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return F.linear(input, self.weight, self.bias)
 
 
 def tensor_parallel(layers: nn.Module, mesh: sw.DeviceMesh, **options: Any) -> nn.Module:

@@ -437,9 +437,16 @@ def test_compiled_code_raises_when_ranks_write_different_values() -> None:
 @pytest.mark.parametrize("given", [["--backend", "aot_eager"], ["--backend", "inductor", "--plans", "columns"]])
 def test_compiled_plans_with_local_outputs(given: list[str]) -> None:
     command = [sys.executable, "-m", "tests.virtual.compiled_locals", *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "differs by" in done.stdout
+
+
+def test_compiled_uneven_shards() -> None:
+    command = [sys.executable, "-m", "tests.virtual.compiled_uneven"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the rest is refused" in done.stdout
 
 
 # ---------------------------------------------------------------- operators that give other bits each time

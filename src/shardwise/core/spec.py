@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, TypeGuard
 
 import numpy as np
 import torch
@@ -152,6 +152,25 @@ class ShardOrderEntry(NamedTuple):
 
 ShardOrder = tuple[ShardOrderEntry, ...]
 Context = tuple[DeviceMesh, tuple[Placement, ...], ShardOrder, tuple[int, ...]]
+_LOCAL = ["_local_tensor"]
+
+
+class ByRank(tuple[Any, ...]):
+    """The context of a tensor that compilers know by each virtual rank's tensor, because their shapes may differ."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: Any) -> ByRank:
+        return self
+
+
+@functools.cache
+def _rank_names(count: int) -> list[str]:
+    return [f"_t{rank}" for rank in range(count)]
+
+
+def _is_strided(placement: Placement) -> TypeGuard[StridedShard]:
+    return isinstance(placement, StridedShard)
 
 
 @constant_to_compilers
@@ -195,7 +214,8 @@ class DTensorSpec(Interned):
     is_replicated: bool
     is_lazy: bool  # whether one device would have stored a broadcast dim: a write must materialize it first
     context: Context  # all but the metadata
-    flattened: tuple[list[str], tuple[Any, ...]]  # what compilers guard of a tensor: where its local is; the context
+    # what compilers guard of a tensor: where its local, or each virtual rank's, is; the context
+    flattened: tuple[list[str], tuple[Any, ...]]
     is_strided: bool  # whether some placement is a StridedShard
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
@@ -244,7 +264,6 @@ class DTensorSpec(Interned):
         put = object.__setattr__
         shape, placements, by_dim = self.tensor_meta.shape, self.placements, dict(self.shard_order)
         put(self, "context", (self.mesh, placements, self.shard_order, self.broadcast))
-        put(self, "flattened", (["_local_tensor"], self.context))
         put(self, "shape", shape)
         put(self, "ndim", len(shape))
         put(self, "dim_axes", tuple([by_dim.get(dim, ()) for dim in range(len(shape))]))
@@ -253,8 +272,20 @@ class DTensorSpec(Interned):
         stride = self.tensor_meta.stride
         put(self, "is_lazy", bool(self.broadcast) and any(_is_stored(stride[dim]) for dim in self.broadcast))
         put(self, "is_strided", any(isinstance(p, StridedShard) for p in placements))
+        by_rank = self.mesh.fabric == "virtual" and self._is_uneven()
+        flattened = (_rank_names(self.mesh.grid_size), ByRank(self.context)) if by_rank else (_LOCAL, self.context)
+        put(self, "flattened", flattened)
         put(self, "_blocks", {})
         put(self, "_largest", None)
+
+    def _is_uneven(self) -> bool:
+        """Whether some ranks' parts may differ in shape. A symbolic size that is sharded divides evenly."""
+        for dim, axes in self.shard_order:
+            size, parts = self.shape[dim], math.prod(self.mesh.shape[axis] for axis in axes)
+            rows = math.prod(p.split_factor for p in map(self.placements.__getitem__, axes) if _is_strided(p))
+            if isinstance(size, int) and size % (parts * rows):
+                return True
+        return False
 
     # ---------------------------------------------------------------- what a coordinate holds
 

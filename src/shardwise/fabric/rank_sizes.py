@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from shardwise.core.symbolic import hinted, specialized
 from shardwise.errors import AgreementError
 
-__all__ = ["RankNumber", "count_of", "of_rank", "rank_sizes"]
+__all__ = ["RankNumber", "count_of", "of_rank", "rank_sizes", "traced_sizes"]
 
 
 class RankNumber:
@@ -222,6 +223,21 @@ def rank_sizes(sizes: Sequence[Sequence[int]], strides: bool = False) -> list[An
         [2/1, 3]
     """
     return [column[0] if len(set(column)) == 1 else _symbol(column, strides) for column in zip(*sizes, strict=True)]
+
+
+def traced_sizes(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    """The sizes and strides of tensors that a compiler traces. If ranks differ in a size, all its symbols are fixed.
+
+    Example:
+        >>> traced_sizes([torch.empty(2, 3), torch.empty(1, 3)])
+        ([2/1, 3], [3, 1])
+    """
+    first = tensors[0]
+    shape = hinted(first.shape)
+    if all(hinted(tensor.shape) == shape for tensor in tensors):
+        return first.shape, first.stride()
+    sizes, strides = [specialized(t.shape) for t in tensors], [specialized(t.stride()) for t in tensors]
+    return rank_sizes(sizes), rank_sizes(strides, strides=True)
 
 
 def _symbol(values: Sequence[int], is_stride: bool) -> Any:

@@ -37,7 +37,7 @@ from shardwise.fabric.block_copies import (
 from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
 from shardwise.fabric.packing import pack_traced
 from shardwise.fabric.rank_generators import draws, draws_alike
-from shardwise.fabric.rank_sizes import of_rank, rank_sizes
+from shardwise.fabric.rank_sizes import of_rank, rank_sizes, traced_sizes
 from shardwise.fabric.rank_tangents import RankTangents, in_forward_mode
 from shardwise.fabric.row_packing import RowParcels, row_parcels
 from shardwise.fabric.shared_writes import (
@@ -83,7 +83,9 @@ class RankTensor(torch.Tensor):
     def __new__(cls, tensors: Sequence[torch.Tensor]) -> RankTensor:
         first = tensors[0]
         size, stride = first.shape, first.stride()
-        if first.__class__ not in TRACED:
+        if first.__class__ in TRACED:
+            size, stride = traced_sizes(tensors)
+        else:
             for tensor in tensors:
                 if tensor.shape != size:
                     size, stride = _own_sizes(tensors)
@@ -131,6 +133,13 @@ class RankTensor(torch.Tensor):
         return "RankTensor(\n" + "".join(shown) + ")"
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
+        if not is_traced(self.tensors[0]) and not is_even(self):
+            raise UnsupportedError(
+                f"torch.compile of a RankTensor of shape {tuple(self.shape)}: the ranks' tensors differ in shape, and "
+                "the compiler needs one shape",
+                hint="make it a DTensor before the compiled program, by from_local(..., shape=, stride=); as such it "
+                "compiles",
+            )
         return [f"_t{i}" for i in range(len(self.tensors))], len(self.tensors)
 
     def __getattr__(self, name: str) -> Any:

@@ -31,7 +31,7 @@ from shardwise.core.html import spec_html
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.core.spec import DTensorSpec, TensorMeta, known_dense
+from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta, known_dense
 from shardwise.core.symbolic import hinted, introduce_sizes, is_tracing, specialized
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
@@ -101,17 +101,25 @@ class UnderModes(tuple[Any, ...]):
     """The context of a flattened DTensor while other modes than the default are in force. Equal to it without them."""
 
     modes: tuple[Any, ...]
+    by_rank: bool
 
-    def __new__(cls, context: tuple[Any, ...], in_force: tuple[Any, ...]) -> UnderModes:
+    def __new__(cls, context: tuple[Any, ...], in_force: tuple[Any, ...], by_rank: bool) -> UnderModes:
         self = super().__new__(cls, context)
-        self.modes = in_force
+        self.modes, self.by_rank = in_force, by_rank
         return self
 
     def __deepcopy__(self, memo: Any) -> UnderModes:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnderModes, (tuple(self), self.modes)
+        return UnderModes, (tuple(self), self.modes, self.by_rank)
+
+
+def _guarded(context: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What compiled code was made for besides a layout: the modes, and how the tensor is taken apart."""
+    if isinstance(context, UnderModes):
+        return context.modes, context.by_rank
+    return None, context.__class__ is ByRank
 
 
 class DTensor(torch.Tensor):
@@ -339,8 +347,15 @@ class DTensor(torch.Tensor):
             >>> sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)]).to_local().shape
             torch.Size([2])
         """
+        spec = self._spec
+        if spec.flattened[1].__class__ is ByRank and is_tracing():
+            raise UnsupportedError(
+                f"to_local() of {spec} in a compiled program: the shards of the virtual ranks differ in shape, and the "
+                "compiler needs one shape of a local",
+                hint="compute on the DTensor, redistribute it to a layout that divides evenly, or call to_local() "
+                "outside the compiled program; on process groups it compiles as it is",
+            )
         if wants_derivatives(self):
-            spec = self._spec
             given = grad_placements is not None
             gradient = gradient_spec_as(spec, grad_placements) if given else gradient_spec_of_local(spec)
             return apply_function(ToLocal, self, spec, gradient)
@@ -497,22 +512,28 @@ class DTensor(torch.Tensor):
     # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        changed = modes.changed_modes()
-        if changed is None:
-            return self._spec.flattened
-        names, context = self._spec.flattened
-        return names, UnderModes(context, changed)
+        flattened, changed = self._spec.flattened, modes.changed_modes()
+        if changed is None and flattened[1].__class__ is tuple:
+            return flattened
+        names, context = flattened
+        by_rank = context.__class__ is ByRank
+        if by_rank:
+            _name_ranks(len(names))
+        return names, context if changed is None else UnderModes(context, changed, by_rank)
 
     @classmethod
     def __metadata_guard__(cls, compiled: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
         """Whether code that was compiled for one context may run for another: the same layout, in the same modes."""
-        return compiled == given and getattr(compiled, "modes", None) == getattr(given, "modes", None)
+        return compiled == given and _guarded(compiled) == _guarded(given)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        local = inner["_local_tensor"]
+        local = inner.get("_local_tensor")
+        if local is None:  # what is uneven on virtual ranks has no symbolic sizes
+            outer_size, outer_stride = specialized(outer_size), specialized(outer_stride)
+            local = RankTensor(list(inner.values()))
         try:
             spec = _unflattened.get(key := (context, outer_size, outer_stride, local.dtype))
         except TypeError:  # symbolic sizes have no hash
@@ -900,6 +921,26 @@ def _stride_as_local(context: tuple[Any, ...], size: Any, stride: Any, local: to
     order = part.stride()
     is_dense = not context[3] and order == dense_strides(part.shape, like=order)
     return dense_strides(size, like=order) if is_dense else stride
+
+
+def _name_ranks(count: int) -> None:
+    """Give the class an attribute for each virtual rank's tensor: compilers ask for them by these names."""
+    for rank in range(count - 1, -1, -1):
+        if hasattr(DTensor, f"_t{rank}"):
+            return
+        setattr(
+            DTensor, f"_t{rank}", property(functools.partial(_part, rank=rank), functools.partial(_put_part, rank=rank))
+        )
+
+
+def _part(tensor: DTensor, rank: int) -> torch.Tensor | None:
+    parts = parts_of(tensor._local_tensor)
+    return parts[rank] if rank < len(parts) else None
+
+
+def _put_part(tensor: DTensor, part: torch.Tensor, rank: int) -> None:
+    parts = parts_of(tensor._local_tensor)
+    tensor._local_tensor = RankTensor([*parts[:rank], part, *parts[rank + 1 :]])
 
 
 def _fix_uneven(spec: DTensorSpec) -> bool:
