@@ -169,23 +169,33 @@ def test_one_copy_in_one_deep_copy() -> None:
     assert first is second
 
 
-def test_flatten_and_unflatten() -> None:
-    tensor = made([Shard(0), Partial()])
+@pytest.mark.parametrize("whole", [torch.arange(15.0).reshape(5, 3), torch.arange(15.0).reshape(3, 5).t()], ids=str)
+@pytest.mark.parametrize(
+    ("placements", "wanted"),
+    [([Replicate(), Partial()], ["_local_tensor"]), ([Shard(0), Partial()], ["_t0", "_t1", "_t2", "_t3"])],
+)
+def test_flatten_and_unflatten(whole: torch.Tensor, placements: list[Any], wanted: list[str]) -> None:
+    tensor = sw.distribute_tensor(whole, mesh(), placements)
     names, context = tensor.__tensor_flatten__()
+    assert names == wanted
     inner = {name: getattr(tensor, name) for name in names}
     again = DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
     assert again.spec is tensor.spec
-    assert again._local_tensor is tensor._local_tensor
-    smaller = DTensor.__tensor_unflatten__(inner, context, torch.Size((5, 3)), (1, 5))
-    assert smaller.stride() == (1, 5)
-    assert smaller.placements == tensor.placements
+    assert again.stride() == whole.stride()
+    for one, other in zip(again.to_local().tensors, tensor.to_local().tensors, strict=True):
+        assert one.data_ptr() == other.data_ptr()
+    assert DTensor.__metadata_guard__(context, again.__tensor_flatten__()[1])
+    evenly = sw.distribute_tensor(torch.ones(4, 3), mesh(), placements).__tensor_flatten__()[1]
+    assert DTensor.__metadata_guard__(context, evenly) is (len(wanted) == 1)  # compiled code for one is none for both
 
 
 def test_flatten_and_unflatten_a_rank_tensor() -> None:
-    local = RankTensor([torch.zeros(2), torch.ones(1)])
+    local = RankTensor([torch.zeros(2), torch.ones(2)])
     names, context = local.__tensor_flatten__()
     again = RankTensor.__tensor_unflatten__({n: getattr(local, n) for n in names}, context, local.shape, local.stride())
-    assert again.tolist() == [[0.0, 0.0], [1.0]]
+    assert again.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    with pytest.raises(sw.UnsupportedError, match="differ in shape"):
+        RankTensor([torch.zeros(2), torch.ones(1)]).__tensor_flatten__()
 
 
 # ---------------------------------------------------------------- parameters
