@@ -136,7 +136,7 @@ __all__ = [
 
 _PACKAGES = ("checkpoint", "debug", "parallel")
 _DCP = "shardwise.checkpoint.dcp"
-_STATE_DICT = "shardwise.checkpoint.torch_state_dict"
+_STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
 _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),

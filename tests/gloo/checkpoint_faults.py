@@ -20,17 +20,17 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.boxes import held_boxes
+from shardwise.checkpoint.partition.boxes import held_boxes
 from tests.gloo.processes import ProcessPool
 from tests.virtual.checkpoints import mesh_of
 
 FOLDER = str(Path(checkpoint.__file__).parent)
-CHANNEL = ("together.py", "background.py")  # the exchanges, and the thread that a save runs on
+CHANNEL = ("process_exchange.py", "background_save.py")  # the exchanges, and the thread that a save runs on
 EXCHANGING = {
-    "save", "async_save", "prepare_job", "run_job", "load", "_load", "retry_replaced", "_agreed_fit",
+    "save", "async_save", "prepare_save", "execute_save", "load", "_load", "retry_replaced", "_agreed_match",
     "_read_and_verify", "change_all", "export_safetensors", "load_safetensors", "reshard", "_reshard",
     "load.<locals>.<lambda>", "load_safetensors.<locals>.<lambda>", "reshard.<locals>.<lambda>",
-    "async_save.<locals>.run",
+    "async_save.<locals>.write_in_background",
     "OpenDirectory.__exit__", "FileReader.__exit__",  # after the last exchange
     "_by_rows",  # before the first
 }  # fmt: skip

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, reshard, save, writing
-from shardwise.checkpoint.reading import open_index
+from shardwise.checkpoint.operations.load_checkpoint import open_index
 from tests.gloo import checkpoint_faults
 from tests.gloo.processes import ProcessPool
 from tests.virtual.checkpoints import OBJECTS, Trained, full, laid_out, mesh_of, same_bits, values, zeroed

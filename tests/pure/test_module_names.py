@@ -7,13 +7,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 UNNAMED = ("__init__", "__main__")
 
 # Base names in use more than once, with their modules. The list may only shrink.
-KNOWN_DUPLICATES: dict[str, set[str]] = {
-    "blocks": {"checkpoint.blocks", "rng.blocks"},
-    "checkpoint": {"checkpoint", "cli.checkpoint"},
-    "demo": {"cli.demo", "demo"},
-    "draw": {"cli.draw", "rng.draw"},
-    "plan": {"cli.plan", "plan"},
-}
+KNOWN_DUPLICATES: dict[str, set[str]] = {}
 
 
 def duplicates(modules: list[str]) -> dict[str, set[str]]:

@@ -26,7 +26,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import load, save, verify
-from shardwise.checkpoint.index import INDEX
+from shardwise.checkpoint.format.checkpoint_index import INDEX
 from tests.virtual.checkpoints import full, laid_out, mesh_of, same_bits, values, zeroed
 
 NUMBERS: tuple[Any, ...] = (

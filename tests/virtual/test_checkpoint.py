@@ -18,9 +18,11 @@ import safetensors
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import async_save, atomic, load, read, save, writing
-from shardwise.checkpoint.atomic import Staging
-from shardwise.checkpoint.reading import open_index
+from shardwise.checkpoint import async_save, load, read, save
+from shardwise.checkpoint.io import atomic_directory as atomic
+from shardwise.checkpoint.io.atomic_directory import Staging
+from shardwise.checkpoint.operations import save_checkpoint as writing
+from shardwise.checkpoint.operations.load_checkpoint import open_index
 from shardwise.fabric.base import fabric_of
 from tests.virtual.checkpoints import (
     MESHES,
@@ -272,7 +274,7 @@ def test_partial_nested_dry_and_rank_tensors_are_refused(tmp_path: Path) -> None
     with pytest.raises(sw.CheckpointError, match=r"x is f32\[2\] dp:P: its value is not yet reduced"):
         save({"x": partial}, tmp_path / "c")
     save({"x": torch.ones(2)}, tmp_path / "c")
-    with pytest.raises(sw.CheckpointMismatchError, match="a sum cannot be filled"):
+    with pytest.raises(sw.CheckpointMismatchError, match="a Partial cannot be filled"):
         load({"x": partial}, tmp_path / "c")
     nested: list[Any] = []
     nested.append(nested)

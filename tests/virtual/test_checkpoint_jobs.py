@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import async_save, atomic, load, read, save, writing
-from shardwise.checkpoint.atomic import Staging
-from shardwise.checkpoint.background import finish_pending
-from shardwise.checkpoint.index import INDEX
-from shardwise.checkpoint.ranges import OpenDirectory
+from shardwise.checkpoint import async_save, load, read, save
+from shardwise.checkpoint.format.checkpoint_index import INDEX
+from shardwise.checkpoint.io import atomic_directory as atomic
+from shardwise.checkpoint.io.atomic_directory import Staging
+from shardwise.checkpoint.io.range_reader import OpenDirectory
+from shardwise.checkpoint.operations import save_checkpoint as writing
+from shardwise.checkpoint.operations.background_save import finish_pending
 from tests.virtual.checkpoints import mesh_of
 
 

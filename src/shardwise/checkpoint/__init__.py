@@ -1,13 +1,21 @@
-"""Checkpoints: a state saved on one mesh and loaded on any other; never half-written, never executable."""
+"""Checkpoints: save a state on one mesh, load it on any other. Written atomically; loading executes no code."""
 
 from __future__ import annotations
 
-from shardwise.checkpoint.background import Saving
-from shardwise.checkpoint.mapping import Fused
-from shardwise.checkpoint.reading import Loaded, load, read
-from shardwise.checkpoint.safetensors_layout import export_safetensors, load_safetensors
-from shardwise.checkpoint.tools import Difference, Summary, TensorSummary, diff, inspect, reshard, verify
-from shardwise.checkpoint.writing import async_save, save
+from shardwise.checkpoint.operations.background_save import Saving
+from shardwise.checkpoint.operations.checkpoint_tools import (
+    Difference,
+    Summary,
+    TensorSummary,
+    diff,
+    inspect,
+    reshard,
+    verify,
+)
+from shardwise.checkpoint.operations.load_checkpoint import Loaded, load, read
+from shardwise.checkpoint.operations.safetensors_models import export_safetensors, load_safetensors
+from shardwise.checkpoint.operations.save_checkpoint import async_save, save
+from shardwise.checkpoint.partition.fused_tensors import Fused
 
 __all__ = [
     "Difference",

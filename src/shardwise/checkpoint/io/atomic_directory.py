@@ -1,9 +1,8 @@
-"""Directories that appear complete or not at all: written to a staging directory, flushed, renamed; old ones removed.
+"""Atomic directories: written to a staging directory, flushed to disk, renamed. Also removes old checkpoints.
 
-Every save has a staging directory of its own beside its target, `.NAME.saving-TOKEN`, and an owner record,
-`.NAME.saving-TOKEN.owner`, with the process that it belongs to. Two jobs that save to one path never share a file; the
-one that is published first keeps the name, the other gets an error. What dead processes left behind is removed by the
-next save in the same directory.
+Every save has its own staging directory next to its target, `.NAME.saving-TOKEN`, and an owner record,
+`.NAME.saving-TOKEN.owner`, which names the process. Two jobs that save to one path never share a file: the first to
+publish gets the name, the other an error. The next save in the same directory removes the leftovers of dead processes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.checkpoint.index import INDEX
+from shardwise.checkpoint.format.checkpoint_index import INDEX
 from shardwise.errors import CheckpointError
 
 __all__ = [
@@ -38,8 +37,8 @@ __all__ = [
     "write_flushed",
 ]
 
-ABANDONED = 24 * 3600.0  # seconds without a change, after which a staging directory of an unknown machine is removed
-LONGEST = 180  # bytes of a name that go into the names of its staging directories
+ABANDONED = 24 * 3600.0  # seconds without changes until a staging directory of another machine is removed
+LONGEST = 180  # the most bytes of a target's name in the names of its staging directories
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
 _LEFTOVER = re.compile(r"(?P<place>\..+\.(?P<kind>saving|removing)-[0-9a-f]{16})(\.owner)?", re.DOTALL)
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
@@ -50,7 +49,7 @@ Identity = tuple[int, int, int]
 
 
 class Staging(NamedTuple):
-    """Where one save writes: the target, a token that no other save has, and the checkpoint that it replaces."""
+    """The staging area of one save: the target, a unique token, and the identity of the checkpoint it replaces."""
 
     target: Path
     token: str
@@ -69,44 +68,44 @@ class Staging(NamedTuple):
 
     @property
     def owner(self) -> Path:
-        """The owner record: which process saves."""
+        """The owner record, which names the saving process."""
         return self.directory.with_name(f"{self.directory.name}.owner")
 
     @property
     def removing(self) -> Path:
-        """The name of a replaced checkpoint while it is removed."""
+        """The name of the replaced checkpoint during its removal."""
         return self._beside("removing")
 
 
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """What the system says about files, as our error."""
+    """Convert OSError to CheckpointError."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
             f"{what}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""),
-            hint="free space or permissions there, or give another path",
+            hint="check free space and permissions, or use another path",
         ) from error
 
 
 def check_target(target: Path, keep: int | None, overwrite: bool) -> None:
-    """An error if a checkpoint cannot get this name."""
+    """Raise if a checkpoint cannot be saved under this name."""
     if keep is not None and (keep < 1 or not _NUMBERED.fullmatch(target.name)):
         raise CheckpointError(
             f"keep={keep} with the name {target.name}",
-            hint="keep at least one, of checkpoints whose names end in a number, as in step-300",
+            hint="keep must be at least 1, and names end in a number, as in step-300",
         )
     if not _exists(target):
         return
     if not overwrite:
-        raise CheckpointError(f"{target} exists already", hint="give each checkpoint its own name, or overwrite=True")
+        raise CheckpointError(f"{target} exists already", hint="use another name, or overwrite=True")
     if not (target / INDEX).is_file():
-        raise CheckpointError(f"{target} is not a checkpoint, so it is not overwritten", hint="remove it yourself")
+        raise CheckpointError(f"{target} is not a checkpoint, and is not overwritten", hint="remove it yourself")
 
 
 def _exists(target: Path) -> bool:
-    """Whether something has this name; an error if nothing can have it (too long, below a file, a null byte)."""
+    """Whether the name is in use; raises if it is invalid (too long, below a file, a null byte)."""
     try:
         os.lstat(target)
     except FileNotFoundError:
@@ -115,7 +114,7 @@ def _exists(target: Path) -> bool:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointError(
             f"{str(target)[:80]!r}{'...' if len(str(target)) > 80 else ''} cannot be a checkpoint: {why}",
-            hint="give another path",
+            hint="use another path",
         ) from error
     return True
 
@@ -124,7 +123,7 @@ def _exists(target: Path) -> bool:
 
 
 def prepare(target: Path) -> Staging:
-    """An empty staging directory for a save; what dead processes left in the same directory is removed."""
+    """Make an empty staging directory for a save, and remove leftovers of dead processes."""
     before = _identity(target) if _exists(target) else None
     staging = Staging(target, secrets.token_hex(8), before)
     with disk_errors(f"{target} cannot be saved"):
@@ -133,7 +132,7 @@ def prepare(target: Path) -> Staging:
             write_flushed(staging.owner, json.dumps(_this_process() | {"target": target.name}).encode())
             staging.directory.mkdir()
             _remove_leftovers(target.parent, now=staging.owner.stat().st_mtime)
-            if staging.before is not None:  # try before anything is written whether the exchange is possible here
+            if staging.before is not None:  # check first that the file system can exchange two directories
                 staging.removing.mkdir()
                 _exchange(staging.directory, staging.removing)
                 staging.removing.rmdir()
@@ -144,7 +143,7 @@ def prepare(target: Path) -> Staging:
 
 
 def discard(staging: Staging) -> None:
-    """Remove the staging directory, and its owner record last."""
+    """Remove the staging directory, then its owner record."""
     _remove(staging.removing)
     _remove(staging.directory)
     with contextlib.suppress(OSError):
@@ -160,7 +159,7 @@ def _remove(path: Path) -> None:
 
 
 def _identity(target: Path) -> Identity | None:
-    """What tells the checkpoint of this name from others that had the name before; None if there is none."""
+    """The identity of the checkpoint with this name, by the file of its index; None if there is none."""
     try:
         status = os.stat(target / INDEX)
     except OSError:
@@ -173,7 +172,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
-    """What two processes have in common that can see each other by number; nothing where the system does not say."""
+    """Boot id and process id namespace: equal for processes that see each other's ids. Empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "pids": os.readlink("/proc/self/ns/pid")}
@@ -182,7 +181,7 @@ def _machine() -> dict[str, str]:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in ticks of the system; None if it is not running any more, or cannot be seen."""
+    """The start time of a process in clock ticks; None if it has ended or is not visible."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -191,19 +190,19 @@ def _start_time(pid: int) -> int | None:
 
 
 def _is_dead(pid: int, started: int) -> bool:
-    """Whether the process with this number that started at this time has ended; one that is hidden has not."""
+    """Whether the process with this id and start time has ended; a process that is not visible has not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # of another user: it may be hidden, but its number is taken
+    except PermissionError:  # a process of another user: it may be hidden, but its id is in use
         found = _start_time(pid)
         return found is not None and found != started
     return _start_time(pid) != started
 
 
 def _remove_leftovers(parent: Path, now: float) -> None:
-    """Remove staging directories whose owner is dead, and checkpoints that somebody began to remove."""
+    """Remove staging directories of dead processes, and checkpoints whose removal was interrupted."""
     for place, kind in sorted({(m["place"], m["kind"]) for m in map(_LEFTOVER.fullmatch, os.listdir(parent)) if m}):
         directory = parent / place
         owner = parent / f"{place.replace('.removing-', '.saving-')}.owner"
@@ -217,14 +216,14 @@ def _remove_leftovers(parent: Path, now: float) -> None:
 
 
 def _is_abandoned(directory: Path, owner: Path, now: float) -> bool:
-    """Whether nobody writes there any more: the owner is dead, or, if it cannot be seen from here, nothing changed."""
+    """Whether the owner is dead; for an owner on another machine, whether nothing changed for a long time."""
     try:
         record = json.loads(owner.read_bytes())
         here, pid, started = _machine(), record["pid"], record["started"]
         if here and all(record.get(key) == value for key, value in here.items()):
             return _is_dead(pid, started)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        pass  # no owner record, or a part of one
+        pass  # no owner record, or an incomplete one
     changed = 0.0
     for path in (owner, directory, *(directory.iterdir() if directory.is_dir() else ())):
         with contextlib.suppress(OSError):
@@ -233,7 +232,7 @@ def _is_abandoned(directory: Path, owner: Path, now: float) -> bool:
 
 
 def write_flushed(path: Path, data: bytes) -> None:
-    """A new small file that is on disk when this returns."""
+    """Write a new small file and flush it to disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -244,10 +243,10 @@ def write_flushed(path: Path, data: bytes) -> None:
 
 
 def publish(staging: Staging) -> None:
-    """Give the staging directory its name, in one step that either has happened or has not.
+    """Rename the staging directory to the target, atomically.
 
-    The name then refers to what it referred to when the save began, or to nothing. If another job has published there
-    since, its checkpoint stays, and this save is an error.
+    The target must still be the checkpoint from the start of the save, or not exist. If another job has published there
+    since, its checkpoint is kept, and this save raises.
     """
     with disk_errors(f"{staging.target} cannot be saved"):
         flush_directory(staging.directory)
@@ -258,7 +257,7 @@ def publish(staging: Staging) -> None:
 
 
 def _replaced(staging: Staging) -> bool:
-    """Swap the old checkpoint for the new one; False if the old one is gone."""
+    """Exchange the old checkpoint with the new one; False if the old one does not exist any more."""
     found = _identity(staging.target)
     if found is not None and found != staging.before:
         raise _taken(staging.target)
@@ -266,15 +265,15 @@ def _replaced(staging: Staging) -> bool:
         _exchange(staging.directory, staging.target)
     except FileNotFoundError:
         return False
-    if _identity(staging.directory) != staging.before:  # another job published after we looked
+    if _identity(staging.directory) != staging.before:  # another job published after the check above
         _exchange(staging.directory, staging.target)
         raise _taken(staging.target)
-    os.rename(staging.directory, staging.removing)  # a name that says to anybody that it can be removed
+    os.rename(staging.directory, staging.removing)  # by this name any process may remove it
     return True
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename a file or directory to a name that is free; an error of ours if it is not."""
+    """Rename a file or directory; raises CheckpointError if the target exists."""
     try:
         try:
             _rename(source, target, _NO_REPLACE)
@@ -283,7 +282,7 @@ def rename_new(source: Path, target: Path) -> None:
                 raise
             if not source.is_dir() and os.path.lexists(target):
                 raise _taken(target) from None
-            os.rename(source, target)  # which does not replace a directory that has something in it
+            os.rename(source, target)  # does not replace a non-empty directory
     except OSError as error:
         if error.errno in _TAKEN:
             raise _taken(target) from None
@@ -292,20 +291,20 @@ def rename_new(source: Path, target: Path) -> None:
 
 def _taken(target: Path) -> CheckpointError:
     return CheckpointError(
-        f"another job saved to {target} while this one did; what it saved is kept, and this save is not",
-        hint="give each job its own path, or end the other one",
+        f"another job saved to {target} at the same time; its checkpoint is kept, and this one is discarded",
+        hint="use a different path for each job, or end the other one",
     )
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Swap two directories at once; there is no moment at which either name is missing."""
+    """Exchange two directories atomically: both names exist at all times."""
     try:
         _rename(a, b, _EXCHANGE)
     except OSError as error:
         if error.errno not in _NOT_OFFERED:
             raise
         raise CheckpointError(
-            f"this file system cannot replace {b} in one step", hint="save under another name, then remove the old one"
+            f"this file system cannot replace {b} atomically", hint="save under another name, then remove the old one"
         ) from None
 
 
@@ -319,7 +318,7 @@ def _rename(a: Path, b: Path, flag: int) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Flush the names in a directory to disk."""
+    """Flush the entries of a directory to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -328,13 +327,13 @@ def flush_directory(path: Path) -> None:
 
 
 def prune(target: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` latest checkpoints whose names differ from the target's in the number at the end only.
+    """Keep the `keep` latest checkpoints whose names differ from the target's only in the final number; remove others.
 
-    The target and those that were published after it stay. One that is removed loses its name first, so that none is
-    ever seen half removed.
+    The target and checkpoints published after it are kept. A checkpoint is renamed before its removal, so that no
+    reader sees it half removed.
     """
     match = _NUMBERED.fullmatch(target.name)
-    assert match is not None, "check_target has seen to it"
+    assert match is not None, "checked by check_target"
     family = re.compile(re.escape(match["stem"]) + r"\d+")
     own = _published(target)
     others: list[tuple[int, Path]] = []
@@ -358,6 +357,6 @@ def prune(target: Path, keep: int) -> list[Path]:
 
 
 def _published(path: Path) -> int | None:
-    """When the index of a checkpoint was written; None if there is no checkpoint."""
+    """The time at which the index of a checkpoint was written; None if there is no checkpoint."""
     identity = _identity(path)
     return None if identity is None else identity[1]

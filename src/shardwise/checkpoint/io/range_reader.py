@@ -1,11 +1,11 @@
-"""Files read in exact ranges: whole runs, or rows of a block with what is between them left out; summed on the way.
+"""Reads exact byte ranges of files and checksums them in the same pass.
 
-A directory is held open while it is read: files are opened relative to it, so that all of them belong to one
-checkpoint, whatever its name refers to by then. If that checkpoint was replaced or removed meanwhile, a file that is
-missing says nothing about damage: `Replaced` is raised, and the reader starts over.
+A directory is kept open while it is read. Files are opened relative to it, so all of them belong to one checkpoint,
+even if another one takes its name. If the checkpoint was replaced or removed meanwhile, a missing file is no sign of
+damage: `Replaced` is raised, and the reader starts over.
 
-Long runs that are not in the page cache are read around it: to fill the cache costs more than the reading. What is in
-the cache is taken from there.
+Long runs are read from the page cache if they are in it, otherwise with direct I/O: filling the page cache costs more
+than the reading.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardwise.checkpoint.boxes import rows_of
-from shardwise.checkpoint.checksum import MODULUS, checksum, sum_of_rows
-from shardwise.checkpoint.files import BUFFER, PAGE, STRIDE, Count
+from shardwise.checkpoint.format.checksum import MODULUS, checksum, sum_of_rows
+from shardwise.checkpoint.io.block_writer import BUFFER, PAGE, STRIDE, Count
+from shardwise.checkpoint.partition.boxes import byte_runs
 from shardwise.errors import CheckpointError
 
 __all__ = ["FileReader", "OpenDirectory", "Replaced", "retry_replaced"]
 
-SECTOR = 512  # runs shorter than this are read with what lies between them: a disk has nothing smaller
-LONG = 4 << 20  # bytes of a run that are read at a time
+SECTOR = 512  # shorter runs are read together with the gaps between them: a disk reads no less
+LONG = 4 << 20  # bytes of a run read at a time
 MOST_OPEN = 64
-TRIES = 20  # how often a reader starts over while writers replace what it reads
+TRIES = 20  # attempts of a reader while writers replace the checkpoint
 
 T = TypeVar("T")
 
 
 class Replaced(CheckpointError):
-    """The name of a checkpoint refers to another one, or to none, since reading began."""
+    """The checkpoint was replaced or removed while it was read."""
 
 
-def retry_replaced(run: Callable[[], T]) -> T:
-    """What `run` gives; it starts over when the checkpoint that it read was replaced."""
+def retry_replaced(attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, which is called again if the checkpoint was replaced meanwhile."""
     for _ in range(TRIES - 1):
         try:
-            return run()
+            return attempt()
         except Replaced:
             pass
-    return run()
+    return attempt()
 
 
 class OpenDirectory:
-    """A directory held open for reading, with the files in it."""
+    """A directory kept open for reading its files."""
 
     def __init__(self, path: Path, missing: str = "there is no directory") -> None:
         self.path = path
@@ -70,7 +70,7 @@ class OpenDirectory:
         os.close(self._fd)
 
     def is_current(self) -> bool:
-        """Whether its path still leads to it."""
+        """Whether its path still refers to it."""
         try:
             there, here = os.stat(self.path), os.fstat(self._fd)
         except OSError:
@@ -78,15 +78,15 @@ class OpenDirectory:
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
     def error(self, problem: str, hint: str) -> CheckpointError:
-        """An error about a file in it: a sign of damage, unless the directory was replaced."""
+        """The error for a bad file: damage, or `Replaced` if the directory was replaced."""
         if self.is_current():
             return CheckpointError(problem, hint=hint)
         return Replaced(
-            f"{self.path} was replaced or removed while it was read", hint="read a checkpoint that nobody replaces"
+            f"{self.path} was replaced or removed while it was read", hint="read a checkpoint that no job overwrites"
         )
 
     def open(self, file: str, what: str, *, links: bool = False) -> int:
-        """A file opened for reading that is a plain file: no pipe that would block, no link unless they are allowed."""
+        """Open a regular file for reading; refuses pipes, which would block, and links, unless they are allowed."""
         path = self.path / file
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
         try:
@@ -97,7 +97,7 @@ class OpenDirectory:
             raise self.error(f"{what}: {path} {why}", "the checkpoint is incomplete or damaged") from None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise CheckpointError(f"{what}: {path} is not a plain file", hint="the checkpoint is damaged")
+            raise CheckpointError(f"{what}: {path} is not a regular file", hint="the checkpoint is damaged")
         return fd
 
     def read(self, file: str, what: str, *, links: bool = False) -> bytes:
@@ -109,7 +109,7 @@ class OpenDirectory:
                 raise self.error(f"{what}: {file} cannot be read ({error.strerror})", "is the disk damaged?") from None
 
     def contains(self, file: str) -> bool:
-        """Whether it has something of this name."""
+        """Whether it has an entry of this name."""
         try:
             os.stat(file, dir_fd=self._fd)
         except OSError:
@@ -118,7 +118,7 @@ class OpenDirectory:
 
 
 class FileReader:
-    """The files of a checkpoint, read in exact ranges; counts the bytes that are read."""
+    """Reads exact ranges of the files of a checkpoint; counts the bytes."""
 
     def __init__(
         self, directory: OpenDirectory, files: Mapping[str, int], count: Count = lambda n: None, *, links: bool = False
@@ -142,7 +142,7 @@ class FileReader:
             self._around.close()
 
     def descriptor(self, file: str, what: str) -> int:
-        """The open file, which is as long as the index says."""
+        """The descriptor of a file, whose size matches the index."""
         fd = self._open.pop(file, None)
         if fd is None:
             fd = self._directory.open(file, what, links=self._links)
@@ -154,7 +154,7 @@ class FileReader:
                 )
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-        self._open[file] = fd  # the last of the dict is the latest used
+        self._open[file] = fd  # the most recently used is last
         return fd
 
     def read_part(
@@ -167,7 +167,7 @@ class FileReader:
         out: np.ndarray,
         what: str,
     ) -> int:
-        """Read a part of the block that starts at byte `start` into `out`, dense; its share of the block's checksum."""
+        """Read a part of the block at byte `start` densely into `out`. Returns its part of the block's checksum."""
         fd = self.descriptor(file, what)
         try:
             return self._read_part(fd, start, sizes, part, itemsize, out, f"{what}: {file}")
@@ -187,8 +187,8 @@ class FileReader:
         what: str,
     ) -> int:
         total, at = 0, 0
-        for first, count, pitch, length in rows_of(sizes, part, itemsize):
-            if count > 1 and 4 * length >= pitch:  # most pages have something of it: let the disk begin
+        for first, count, pitch, length in byte_runs(sizes, part, itemsize):
+            if count > 1 and 4 * length >= pitch:  # most pages are needed: start read-ahead
                 os.posix_fadvise(fd, start + first, count * pitch, os.POSIX_FADV_WILLNEED)
             if count == 1 or length >= SECTOR:
                 step = max(1, STRIDE // length)
@@ -201,7 +201,7 @@ class FileReader:
         return total % MODULUS
 
     def _rows(self, fd: int, start: int, first: int, pitch: int, rows: np.ndarray, what: str) -> int:
-        """Read rows of a block; the sum of them."""
+        """Read rows of a block. Returns their checksum."""
         count, length = rows.shape
         if count == 1:
             return self._read_run(fd, rows[0], start, first, what)
@@ -214,7 +214,7 @@ class FileReader:
         return sum_of_rows(rows, first, pitch)
 
     def _read_run(self, fd: int, run: np.ndarray, start: int, first: int, what: str) -> int:
-        """Read one run of a block, and sum it while it is at hand."""
+        """Read one run of a block. Returns its checksum, computed while the data is in the CPU cache."""
         total = 0
         for at in range(0, len(run), LONG):
             part = run[at : at + LONG]
@@ -223,7 +223,7 @@ class FileReader:
         return total
 
     def _read_apart(self, fd: int, rows: np.ndarray, at: int, pitch: int, what: str) -> None:
-        """Read rows that have something between them: many short reads, so the loop is kept bare."""
+        """Read rows with gaps between them: many short reads, so the loop is kept minimal."""
         count, length = rows.shape
         view, preadv = rows.reshape(-1).data, os.preadv
         for first in range(0, count * length, length):
@@ -241,7 +241,7 @@ class FileReader:
             view, at = view[got:], at + got
 
     def _some(self, fd: int, view: memoryview, at: int) -> int:
-        """Read as much as comes at once: long runs from the cache or around it, short ones as the system likes."""
+        """One read: long runs by `AroundCache`, short ones through the page cache. Returns the number of bytes."""
         got = 0
         if len(view) >= STRIDE:
             if self._around is None:
@@ -257,19 +257,19 @@ class FileReader:
 
 
 class AroundCache:
-    """Long reads of open files: what is in the page cache from there, the rest directly from the disk.
+    """Long reads of open files: from the page cache if the data is in it, otherwise with direct I/O.
 
-    Direct reads are of whole pages, to a buffer that begins at one, and are copied from there.
+    Direct reads are of full pages, into a page-aligned buffer, and are copied from there.
     """
 
     def __init__(self) -> None:
         self._buffer = mmap.mmap(-1, BUFFER)
         self._array = np.frombuffer(self._buffer, dtype=np.uint8)
         self._of: tuple[int, int, int] | None = None
-        self._opened: tuple[int, int] | None = None  # one to ask the cache, one to read directly
+        self._opened: tuple[int, int] | None = None  # descriptors for the page cache and for direct I/O
 
     def read(self, fd: int, view: memoryview, at: int) -> int:
-        """How many bytes were read into `view`; 0 if this file cannot be read in this way."""
+        """Read into `view`. Returns the number of bytes; 0 if the file does not support it."""
         opened = self._descriptors(fd)
         if opened is None:
             return 0
@@ -289,7 +289,7 @@ class AroundCache:
         return useful
 
     def _descriptors(self, fd: int) -> tuple[int, int] | None:
-        """The same file opened twice more; None where that cannot be."""
+        """The same file opened twice more; None if that is not possible."""
         status = os.fstat(fd)
         key = (fd, status.st_dev, status.st_ino)
         if self._of != key:
@@ -299,7 +299,7 @@ class AroundCache:
             try:
                 direct = os.open(name, flags | os.O_DIRECT)
                 asking = os.open(name, flags)
-                os.posix_fadvise(asking, 0, 0, os.POSIX_FADV_RANDOM)  # to ask must not make it read ahead
+                os.posix_fadvise(asking, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
                 self._opened = (asking, direct)
             except (OSError, AttributeError):
                 return None

@@ -1,7 +1,7 @@
-"""Plain objects as JSON and back: exactly, of a closed list of kinds, running nothing.
+"""Plain objects as JSON and back: lossless, for a fixed set of types, without executing code.
 
-What JSON has no word for is an object with one key that starts with `$`. Anything not on the list is an error that
-names where in the state it is.
+A value that JSON cannot represent is an object with one key that starts with `$`. Any other type is an error that names
+its place in the state.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.dtypes import DTYPES, NAMES
+from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
 from shardwise.errors import CheckpointError
 
 __all__ = ["Name", "decode", "decode_kind", "encode", "encode_items", "is_plain", "join", "kind_of"]
 
-Name = tuple[Any, ...]  # the keys that lead to an entry
-DEEPEST = 100  # levels of nesting, of what is written and of what is read
-EXACT = 2**53  # integers beyond this are floats to some readers of JSON
+Name = tuple[Any, ...]  # the path of keys to an entry
+DEEPEST = 100  # levels of nesting, in writing and in reading
+EXACT = 2**53  # some JSON readers convert larger integers to floats
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _KEYS = (str, int)
-_KINDS = ("$ordered", "$counter", "$default")  # dicts that are more than a dict, written around one
+_KINDS = ("$ordered", "$counter", "$default")  # subclasses of dict; the value is the content as a dict
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "none": None, "int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": tuple, "dict": dict,
     "OrderedDict": OrderedDict, "Counter": Counter,
@@ -33,7 +33,7 @@ _FACTORIES: dict[str, Callable[[], Any] | None] = {
 
 
 def join(path: Sequence[Any]) -> str:
-    """The name of an entry: its keys with `/` between them; `~` and `/` inside a key are `~0` and `~1`.
+    """The name of an entry: its keys joined by `/`; `~` and `/` inside a key are `~0` and `~1`.
 
     Example:
         >>> join(("optimizer", "state", 0, "exp_avg"))
@@ -43,7 +43,7 @@ def join(path: Sequence[Any]) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether no tensor is inside `value`: it is stored as one object."""
+    """Whether `value` contains no tensor: it is stored as one object."""
     if isinstance(value, torch.Tensor):
         return False
     if isinstance(value, dict):
@@ -52,7 +52,7 @@ def is_plain(value: Any) -> bool:
 
 
 def encode(value: Any, path: Name = (), depth: int = 0) -> Any:
-    """What JSON can say of `value`, from which `decode` makes it again.
+    """`value` as JSON data; `decode` is the inverse.
 
     Example:
         >>> encode({"betas": (0.9, float("inf")), 3: [None, 2**60]})
@@ -85,14 +85,14 @@ def encode(value: Any, path: Name = (), depth: int = 0) -> Any:
 
 def _refused(value: Any, path: Name) -> CheckpointError:
     return CheckpointError(
-        f"{join(path) or 'the state'} is {_what(value)}, which a checkpoint cannot hold",
-        hint="it holds tensors, numbers, strings, None, lists, tuples, dicts, OrderedDict, defaultdict and Counter; of "
-        "numpy: .item(), .tolist(); of named tuples and dataclasses: ._asdict(), asdict()",
+        f"{join(path) or 'the state'} is {_what(value)}, which a checkpoint cannot store",
+        hint="supported are tensors, numbers, strings, None, lists, tuples, dicts, OrderedDict, defaultdict and "
+        "Counter; convert numpy values with .tolist(), named tuples with ._asdict(), dataclasses with asdict()",
     )
 
 
 def encode_items(items: Sequence[tuple[Any, Any]], path: Name, like: dict[Any, Any]) -> Any:
-    """A dict of the kind of `like` whose values are encoded already."""
+    """Encode a dict of the type of `like`, whose values are already encoded."""
     for key, _ in items:
         if type(key) not in _KEYS:
             raise CheckpointError(
@@ -117,13 +117,13 @@ def _encode_kind(value: dict[Any, Any], made: Any, path: Name) -> Any:
 
 
 def kind_of(value: dict[Any, Any], path: Name) -> Callable[[dict[Any, Any]], dict[Any, Any]]:
-    """What makes a dict of the kind of `value` of a plain one; an error for kinds that a checkpoint cannot hold."""
+    """A function from a plain dict to the dict type of `value`; raises for unsupported types."""
     if type(value) is defaultdict:
         factory = value.default_factory
         if not any(factory is known for known in _FACTORIES.values()):
             raise CheckpointError(
-                f"{join(path) or 'the state'} is a defaultdict of {factory!r}, which a checkpoint cannot hold",
-                hint=f"its defaults are made by one of {', '.join(_FACTORIES)}; or give dict(...)",
+                f"{join(path) or 'the state'} is a defaultdict of {factory!r}, which a checkpoint cannot store",
+                hint=f"supported factories are {', '.join(_FACTORIES)}; or use dict(...)",
             )
         return lambda made: defaultdict(factory, made)
     for kind in (dict, OrderedDict, Counter):
@@ -133,7 +133,7 @@ def kind_of(value: dict[Any, Any], path: Name) -> Callable[[dict[Any, Any]], dic
 
 
 def decode_kind(data: dict[str, Any]) -> tuple[Any, Callable[[dict[Any, Any]], dict[Any, Any]]] | None:
-    """Of a stored dict of another kind: the dict inside, and what makes the kind of a plain one; None of others."""
+    """For an encoded dict subclass: its content, and the function from a plain dict to it; None for other data."""
     tag = next(iter(data), "")
     if tag not in _KINDS or len(data) != 1:
         return None
@@ -141,14 +141,14 @@ def decode_kind(data: dict[str, Any]) -> tuple[Any, Callable[[dict[Any, Any]], d
     make: Callable[[dict[Any, Any]], dict[Any, Any]] = OrderedDict if tag == "$ordered" else Counter
     if tag == "$default":
         if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], str):
-            raise CheckpointError(f"a dict that means nothing: {str(data)[:80]}")
+            raise CheckpointError(f"invalid encoding of a dict: {str(data)[:80]}")
         name, content = content
         if name not in _FACTORIES:
-            raise CheckpointError(f"a dict with defaults that mean nothing: {name[:80]!r}")
+            raise CheckpointError(f"unknown default factory of a dict: {name[:80]!r}")
         make = lambda made: defaultdict(_FACTORIES[name], made)  # noqa: E731
     inner = next(iter(content), "") if isinstance(content, dict) else "$"
     if inner.startswith("$") and inner != "$dict":
-        raise CheckpointError(f"a dict that means nothing: {str(data)[:80]}")
+        raise CheckpointError(f"invalid encoding of a dict: {str(data)[:80]}")
     return content, make
 
 
@@ -157,7 +157,7 @@ def _what(value: Any) -> str:
 
 
 def decode(data: Any, depth: int = 0) -> Any:
-    """The value that `encode` made `data` of; an error for anything that it cannot have made.
+    """The inverse of `encode`; raises for data that `encode` cannot return.
 
     Example:
         >>> decode({"$tuple": [1, {"$float": "nan"}]})
@@ -188,13 +188,13 @@ def decode(data: Any, depth: int = 0) -> Any:
             return DTYPES[content]
     if len(data) == 1 and tag == "$size" and isinstance(content, list) and all(type(n) is int for n in content):
         return torch.Size(content)
-    raise CheckpointError(f"an object that means nothing: {str(data)[:80]}")
+    raise CheckpointError(f"invalid encoding of an object: {str(data)[:80]}")
 
 
 def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
     made: dict[Any, Any] = {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS or pair[0] in made:
-            raise CheckpointError(f"a dict with an entry that means nothing: {str(pair)[:80]}")
+            raise CheckpointError(f"invalid encoding of a dict entry: {str(pair)[:80]}")
         made[pair[0]] = pair[1]
     return made

@@ -1,7 +1,7 @@
-"""The state dict of an optimizer that has not made a step yet, with room for what a checkpoint holds for it.
+"""The state dict of an optimizer before its first step, with tensors to load the checkpoint's state into.
 
-An optimizer makes its moments at its first step. To be loaded into before that, they are made here: laid out as their
-parameter where they have its shape, plain otherwise.
+An optimizer creates its moments at its first step. To load before that, they are created here: with the layout of their
+parameter if they have its shape, otherwise as plain tensors.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.index import Index
-from shardwise.checkpoint.tree import stored_entries, tensor_name
-from shardwise.checkpoint.values import Name
+from shardwise.checkpoint.format.checkpoint_index import Index
+from shardwise.checkpoint.format.json_values import Name
+from shardwise.checkpoint.format.state_tree import stored_entries, tensor_name
 
 __all__ = ["optimizer_state"]
 
 
 def optimizer_state(owner: Any, path: Name, index: Index) -> dict[Any, Any]:
-    """What `owner.state_dict()` gives; for an optimizer, with the entries that the checkpoint has beyond it."""
+    """`owner.state_dict()`; for an optimizer without a state, with the entries of the checkpoint."""
     state = owner.state_dict()
     if not isinstance(owner, torch.optim.Optimizer) or state["state"]:
         return state
@@ -35,7 +35,7 @@ def optimizer_state(owner: Any, path: Name, index: Index) -> dict[Any, Any]:
 
 
 def _room(parameter: torch.Tensor, name: str | None, index: Index) -> Any:
-    """A tensor for a stored one, or None for a plain object, which is replaced anyway."""
+    """A tensor to load a stored one into, or None for a plain object."""
     if name is None:
         return None
     stored = index.tensors[name]

@@ -1,8 +1,7 @@
-"""The index of a checkpoint: what is stored where, as data; written as JSON, read with every claim of it checked.
+"""The index of a checkpoint: which block of which tensor is where in which file. Written as JSON; validated on reading.
 
-Knows nothing of tensors in memory. Reading believes nothing: sizes, products, offsets, overlaps, coverage, names of
-files and dtypes are checked before anybody allocates or reads by them, so that what it says is bounded by what lies on
-disk.
+Sizes, products, offsets, overlaps, coverage, file names and dtypes are checked before any memory is allocated, so a
+damaged or malicious index cannot request more bytes than the files have.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.boxes import Box, overlapping
-from shardwise.checkpoint.dtypes import DTYPES, NAMES
+from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
+from shardwise.checkpoint.partition.boxes import Box, overlapping
 from shardwise.errors import CheckpointError
 
 __all__ = ["FORMAT", "INDEX", "VERSION", "Index", "StoredBlock", "StoredTensor", "parse_index", "write_index"]
@@ -25,16 +24,16 @@ FORMAT = "shardwise.checkpoint"
 VERSION = 1
 INDEX = "index.json"
 MOST_DIMS = 64
-LARGEST = 2**62  # of any number: sums of two of them still are numbers of files
+LARGEST = 2**62  # the largest number allowed: the sum of two is a valid file offset
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _HEAD = '{{"sha256": "{}", "index": '
 _HEAD_LENGTH = len(_HEAD.format("0" * 64))
-_HINT = "the checkpoint is damaged or was not written by Shardwise; `shardwise checkpoint verify` says more"
+_HINT = "the checkpoint is damaged or was not written by Shardwise; run `shardwise checkpoint verify`"
 
 
 class StoredBlock(NamedTuple):
-    """A box of a tensor: the file, its first byte there, and the checksum of its bytes, which lie row-major."""
+    """A box of a tensor: its file, its first byte there, and the checksum of its row-major bytes."""
 
     box: Box
     file: str
@@ -52,17 +51,17 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return sum(block.box.numel for block in self.blocks) * self.dtype.itemsize
 
 
 class Index(NamedTuple):
-    """All of it: files with their bytes, tensors by name, and the state in which the tensors stand."""
+    """The index: file sizes, tensors by name, and the nested state that refers to the tensors."""
 
     files: Mapping[str, int]
     tensors: Mapping[str, StoredTensor]
-    state: Any  # encoded, see tree.py
-    digest: str = ""  # of the index that was read; it tells a checkpoint from one that replaced it
+    state: Any  # encoded, see state_tree.py
+    digest: str = ""  # hash of the index file; distinguishes a checkpoint from one that replaced it
 
 
 def write_index(index: Index) -> bytes:
@@ -101,7 +100,7 @@ def _tensor_data(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def parse_index(data: bytes) -> Index:
-    """The index in these bytes, all of whose claims fit each other."""
+    """Parse and validate the bytes of an index file."""
     content = _keys(_parse(data), ("format", "version", "state", "tensors", "files"), "the index")
     if content["format"] != FORMAT or content["version"] != VERSION or type(content["version"]) is not int:
         raise CheckpointError(
@@ -118,7 +117,7 @@ def parse_index(data: bytes) -> Index:
 def _parse(data: bytes) -> Any:
     head, body = data[:_HEAD_LENGTH], data[_HEAD_LENGTH:-2]
     if data[-2:] != b"}\n" or head != _HEAD.format(hashlib.sha256(body).hexdigest()).encode():
-        raise CheckpointError(f"{INDEX} does not have the checksum that it claims", hint=_HINT)
+        raise CheckpointError(f"{INDEX} does not match its checksum", hint=_HINT)
     try:
         return json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_refused)
     except CheckpointError:
@@ -130,12 +129,12 @@ def _parse(data: bytes) -> Any:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise CheckpointError(f"{INDEX} has a key twice in one object", hint=_HINT)
+        raise CheckpointError(f"{INDEX} has a repeated key in one object", hint=_HINT)
     return made
 
 
 def _refused(constant: str) -> Any:
-    raise CheckpointError(f"{INDEX} holds {constant}, which is not JSON", hint=_HINT)
+    raise CheckpointError(f"{INDEX} contains {constant}, which is not JSON", hint=_HINT)
 
 
 def _mapping(data: Any, what: str) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def _mapping(data: Any, what: str) -> dict[str, Any]:
 
 def _keys(data: Any, keys: tuple[str, ...], what: str) -> dict[str, Any]:
     if set(_mapping(data, what)) != set(keys):
-        raise CheckpointError(f"{what} in {INDEX} has not the keys {', '.join(keys)}", hint=_HINT)
+        raise CheckpointError(f"{what} in {INDEX} must have the keys {', '.join(keys)}", hint=_HINT)
     return data
 
 
@@ -165,7 +164,7 @@ def _numbers(value: Any, count: int | None, what: str) -> tuple[int, ...]:
 def _file_size(name: str, entry: Any) -> int:
     if not _FILE.fullmatch(name):
         raise CheckpointError(
-            f"the index names a file {name[:80]!r}", hint="files lie beside the index, and end in .safetensors"
+            f"the index names a file {name[:80]!r}", hint="files must be in its directory, and end in .safetensors"
         )
     return _number(_keys(entry, ("bytes",), f"file {name}")["bytes"], f"the size of {name}")
 
@@ -175,7 +174,7 @@ def _tensor(name: str, entry: Any, files: Mapping[str, int]) -> StoredTensor:
     content = _keys(entry, ("dtype", "shape", "blocks"), what)
     dtype = DTYPES.get(content["dtype"]) if isinstance(content["dtype"], str) else None
     if dtype is None:
-        raise CheckpointError(f"{what} has the dtype {str(content['dtype'])[:40]!r}, which is none", hint=_HINT)
+        raise CheckpointError(f"{what} has an unknown dtype {str(content['dtype'])[:40]!r}", hint=_HINT)
     shape = _numbers(content["shape"], None, f"the shape of {what}")
     if not isinstance(content["blocks"], list):
         raise CheckpointError(f"the blocks of {what} are not a list", hint=_HINT)
@@ -191,24 +190,24 @@ def _block(what: str, entry: Any, shape: tuple[int, ...], itemsize: int, files: 
     file, checksum = content["file"], content["checksum"]
     box = Box(offset, sizes)
     if not all(n and at + n <= size for at, n, size in zip(offset, sizes, shape, strict=True)):
-        raise CheckpointError(f"{what}: the block at {offset} of sizes {sizes} does not lie in {shape}", hint=_HINT)
+        raise CheckpointError(f"{what}: the block at {offset} of sizes {sizes} is not inside {shape}", hint=_HINT)
     if not isinstance(file, str) or file not in files:
         raise CheckpointError(f"{what}: its block at {offset} is in no file of the checkpoint", hint=_HINT)
     start = _number(content["start"], f"the start of a block of {what}")
     if start + box.numel * itemsize > files[file]:
-        raise CheckpointError(f"{what}: the block at {offset} ends beyond the end of {file}", hint=_HINT)
+        raise CheckpointError(f"{what}: the block at {offset} ends after the end of {file}", hint=_HINT)
     if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
         raise CheckpointError(f"{what}: the block at {offset} in {file} has no checksum", hint=_HINT)
     return StoredBlock(box, file, start, int(checksum, 16))
 
 
 def _check_cover(what: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Each element stands in exactly one block: as many as there are, and none twice."""
+    """Check that each element is in exactly one block: the counts match, and no blocks overlap."""
     numel = 1
     for size in shape:
         numel *= size
     if sum(box.numel for box in boxes) != numel:
-        raise CheckpointError(f"{what}: the blocks do not make up the whole shape {shape}", hint=_HINT)
+        raise CheckpointError(f"{what}: the blocks do not cover the shape {shape}", hint=_HINT)
     pair = overlapping(boxes)
     if pair is not None:
         first, second = (boxes[i].offset for i in pair)
@@ -216,7 +215,7 @@ def _check_cover(what: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 def _check_files(files: Mapping[str, int], tensors: Mapping[str, StoredTensor]) -> None:
-    """No byte of a file belongs to two blocks, so that all blocks together are no larger than the files."""
+    """Check that no byte of a file belongs to two blocks, so that the blocks are not larger than the files."""
     spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in files}
     for tensor in tensors.values():
         for block in tensor.blocks:

@@ -1,7 +1,4 @@
-"""Boxes of a global tensor: cut out of layouts, intersected, checked to cover a tensor, found as runs of bytes.
-
-Pure arithmetic over integers. A box is where it begins in the global tensor and its sizes.
-"""
+"""Boxes of a global tensor: from layouts, intersections, overlap checks, byte ranges. Integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -16,46 +13,46 @@ from shardwise.core.spec import DTensorSpec
 
 __all__ = [
     "Box",
-    "Held",
-    "Rows",
+    "ByteRuns",
+    "HeldBox",
+    "block_holders",
     "boxes_of",
-    "common",
-    "cut",
+    "byte_runs",
+    "full_box",
     "held_boxes",
-    "holders",
+    "intersection",
     "overlapping",
-    "rows_of",
-    "whole",
+    "split_box",
 ]
 
 
 class Box(NamedTuple):
-    """Consecutive indices in each dim of a global tensor."""
+    """Consecutive indices in each dim of a global tensor: offset and sizes."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `outer`."""
+        """The slices of this box in a tensor with the elements of `outer`."""
         starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
         return tuple([slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True)])
 
 
-class Held(NamedTuple):
-    """A box, where it lies in the local tensor of those who hold it, and their ranks."""
+class HeldBox(NamedTuple):
+    """A box, its slices in the local tensor, and the ranks that hold it."""
 
     box: Box
     within: tuple[slice, ...]
     ranks: tuple[int, ...]
 
 
-class Rows(NamedTuple):
-    """Equally long runs of bytes at equal distances: run i starts at `start + i * pitch`."""
+class ByteRuns(NamedTuple):
+    """Byte runs of equal length at equal distances: run i starts at `start + i * pitch`."""
 
     start: int
     number: int
@@ -63,16 +60,16 @@ class Rows(NamedTuple):
     length: int
 
 
-def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor of this shape."""
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of all elements of a shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
-def common(a: Box, b: Box) -> Box | None:
-    """What both boxes hold, None if nothing.
+def intersection(a: Box, b: Box) -> Box | None:
+    """The intersection of two boxes, None if it is empty.
 
     Example:
-        >>> common(Box((0, 0), (4, 4)), Box((2, 1), (4, 2)))
+        >>> intersection(Box((0, 0), (4, 4)), Box((2, 1), (4, 2)))
         Box(offset=(2, 1), sizes=(2, 2))
     """
     low = tuple(map(max, a.offset, b.offset))
@@ -81,11 +78,11 @@ def common(a: Box, b: Box) -> Box | None:
     return Box(low, sizes) if min(sizes, default=1) > 0 else None
 
 
-def cut(box: Box, parts: int) -> list[Box]:
-    """At most `parts` boxes of about one size that make up `box`, cut along its first dim that is longer than one.
+def split_box(box: Box, parts: int) -> list[Box]:
+    """Split a box into at most `parts` boxes of similar size, along its first dim longer than one.
 
     Example:
-        >>> [part.sizes for part in cut(Box((0, 0, 0), (1, 5, 2)), 2)]
+        >>> [part.sizes for part in split_box(Box((0, 0, 0), (1, 5, 2)), 2)]
         [(1, 3, 2), (1, 2, 2)]
     """
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
@@ -105,7 +102,7 @@ def _narrowed(box: Box, dim: int, run: Run) -> Box:
 
 
 def boxes_of(block: Block) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes that make up the block of a rank (several where it is strided), and where each lies in its local."""
+    """The boxes of a rank's block (several if it is strided), each with its slices in the local tensor."""
     if not all(block.shape):
         return []
     placed: list[list[tuple[Run, int]]] = []
@@ -119,10 +116,10 @@ def boxes_of(block: Block) -> list[tuple[Box, tuple[slice, ...]]]:
     return found
 
 
-def holders(spec: DTensorSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each different block of a layout a coordinate that holds it, and the ranks that do.
+def block_holders(spec: DTensorSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Each distinct block of a layout: one coordinate that holds it, and all ranks that hold it.
 
-    On a slice of a mesh all slices are taken to hold the same.
+    On a slice of a mesh, all slices are assumed to have the same values.
     """
     mesh = spec.mesh
     sharding = sorted(axis for axes in spec.dim_axes for axis in axes)
@@ -134,12 +131,12 @@ def holders(spec: DTensorSpec) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def held_boxes(spec: DTensorSpec) -> tuple[Held, ...]:
-    """Every box of a tensor of this layout, and which ranks hold it."""
+def held_boxes(spec: DTensorSpec) -> tuple[HeldBox, ...]:
+    """Every box of a tensor of this layout, with the ranks that hold it."""
     return tuple(
         [
-            Held(box, within, ranks)
-            for coordinate, ranks in holders(spec)
+            HeldBox(box, within, ranks)
+            for coordinate, ranks in block_holders(spec)
             for box, within in boxes_of(spec.block(coordinate))
         ]
     )
@@ -149,7 +146,7 @@ def held_boxes(spec: DTensorSpec) -> tuple[Held, ...]:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The positions of two boxes that have elements in common, None if no two have.
+    """The positions of two boxes that overlap, None if no two overlap.
 
     Example:
         >>> overlapping([Box((0,), (2,)), Box((4,), (2,)), Box((1,), (2,))])
@@ -161,35 +158,37 @@ def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
     ndim = len(boxes[0].sizes)
     if ndim == 0:
         return full[0], full[1]
-    # swept along the dim in which they differ most, so that few are open at a time
+    # sweep along the dim with the most different offsets, so that few boxes are open at a time
     dim = max(range(ndim), key=lambda d: len({boxes[i].offset[d] for i in full}))
     still_open: list[int] = []
     for i in sorted(full, key=lambda i: boxes[i].offset[dim]):
         start = boxes[i].offset[dim]
         still_open = [j for j in still_open if boxes[j].offset[dim] + boxes[j].sizes[dim] > start]
         for j in still_open:
-            if common(boxes[i], boxes[j]) is not None:
+            if intersection(boxes[i], boxes[j]) is not None:
                 return min(i, j), max(i, j)
         still_open.append(i)
     return None
 
 
-# ---------------------------------------------------------------- runs of bytes
+# ---------------------------------------------------------------- byte runs
 
 
-def rows_of(sizes: Sequence[int], part: Sequence[slice], itemsize: int) -> Iterator[Rows]:
-    """The bytes of a part of a dense row-major tensor of these sizes, in the order of the part's own elements.
+def byte_runs(sizes: Sequence[int], part: Sequence[slice], itemsize: int) -> Iterator[ByteRuns]:
+    """The byte runs of a part of a dense row-major tensor of these sizes, in the order of the part's elements.
 
     Example:
-        >>> list(rows_of((4, 6), (slice(1, 3), slice(0, 6)), 4)), list(rows_of((4, 6), (slice(1, 3), slice(2, 4)), 4))
-        ([Rows(start=24, number=1, pitch=48, length=48)], [Rows(start=32, number=2, pitch=24, length=8)])
+        >>> list(byte_runs((4, 6), (slice(1, 3), slice(0, 6)), 4))
+        [ByteRuns(start=24, number=1, pitch=48, length=48)]
+        >>> list(byte_runs((4, 6), (slice(1, 3), slice(2, 4)), 4))
+        [ByteRuns(start=32, number=2, pitch=24, length=8)]
     """
     strides = [itemsize] * len(sizes)
     for dim in range(len(sizes) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * sizes[dim + 1]
     counts = [piece.stop - piece.start for piece in part]
     start = sum(piece.start * stride for piece, stride in zip(part, strides, strict=True))
-    inner = len(sizes)  # dims from here on are one run
+    inner = len(sizes)  # dims from here on are contiguous
     length = itemsize
     while inner and length == strides[inner - 1]:
         inner -= 1
@@ -197,8 +196,8 @@ def rows_of(sizes: Sequence[int], part: Sequence[slice], itemsize: int) -> Itera
         if counts[inner] != sizes[inner]:
             break
     if inner == 0:
-        yield Rows(start, 1, length, length)
+        yield ByteRuns(start, 1, length, length)
         return
     for index in itertools.product(*[range(n) for n in counts[: inner - 1]]):
         at = start + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        yield Rows(at, counts[inner - 1], strides[inner - 1], length)
+        yield ByteRuns(at, counts[inner - 1], strides[inner - 1], length)

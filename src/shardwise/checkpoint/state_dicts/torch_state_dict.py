@@ -1,8 +1,8 @@
-"""torch's own `torch.distributed.checkpoint.state_dict` on models that hold our DTensors: `state_dict` does its work.
+"""Wraps torch's `torch.distributed.checkpoint.state_dict` for models with our DTensors; `state_dict` does the work.
 
-torch knows DTensors by its own class, and no other can be registered. Ours are plain tensors to it, and rank 0 would
-keep its shard alone of a full state dict. Therefore the four functions of its module that everything goes through are
-wrapped. For models without our DTensors they do what they did before.
+torch recognizes only its own DTensor class, and no other can be registered. It would treat ours as plain tensors, and a
+full state dict would contain only the shard of rank 0. So the four internal functions of its module are wrapped. For
+models without our DTensors they call the originals.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.checkpoint import state_dict as ours
+from shardwise.checkpoint.state_dicts.model_state_dict import model_state
+from shardwise.checkpoint.state_dicts.state_dict_values import finished
 from shardwise.tensor import DTensor
 from shardwise.torch_private import IncompatibleKeys
 
@@ -22,7 +24,7 @@ __all__ = ["wrap"]
 
 
 def wrap(module: ModuleType) -> None:
-    """Let the functions of torch's module take models that hold our DTensors."""
+    """Make the functions of torch's module accept models with our DTensors."""
     for name, instead in _INSTEAD.items():
         setattr(module, name, _choosing(getattr(module, name), instead))
 
@@ -39,7 +41,7 @@ def _choosing(theirs: Callable[..., Any], instead: Callable[..., Any]) -> Callab
 def _get_model(model: nn.Module, info: Any) -> dict[str, Any]:
     if not info.handle_model:
         return {}
-    return ours.finished(ours.model_state(model, sorted(info.submodule_prefixes), info), info)
+    return finished(model_state(model, sorted(info.submodule_prefixes), info), info)
 
 
 def _get_optimizers(model: nn.Module, optimizers: Any, info: Any) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def _set_optimizers(model: nn.Module, optimizers: Any, state: Any, info: Any) ->
         ours.set_optimizer_state_dict(model, optimizers, state, options=info)
 
 
-# torch looks these up in its module at each call, so that it does not matter who imported its public functions when
+# torch looks these up in its module at each call, so the order of imports does not matter
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "_get_model_state_dict": _get_model,
     "_get_optim_state_dict": _get_optimizers,

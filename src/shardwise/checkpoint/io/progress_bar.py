@@ -1,4 +1,4 @@
-"""A progress bar for what takes more than a few seconds: bytes and rate, on a terminal only. Silent anywhere else."""
+"""A progress bar in bytes for operations longer than a few seconds. Shown on a terminal only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 __all__ = ["Progress"]
 
-PATIENCE = 2.0  # seconds without a bar
+PATIENCE = 2.0  # seconds until the bar is shown
 
 
 class Progress:
-    """Counts bytes; shows them once it has taken a while.
+    """Counts bytes; shows a bar after a delay.
 
     Args:
-        title: what is going on.
-        total: bytes in all.
-        shown: whether this process is the one that shows it; a bar needs a terminal besides.
+        title: the name of the operation.
+        total: the total number of bytes.
+        shown: whether this process may show the bar; it also needs a terminal.
     """
 
     def __init__(self, title: str, total: int, *, shown: bool) -> None:
@@ -35,7 +35,7 @@ class Progress:
             self._bar.stop()
 
     def add(self, count: int) -> None:
-        """So many bytes more are done."""
+        """Add to the number of processed bytes."""
         self.done += count
         if not self._shown:
             return

@@ -1,8 +1,8 @@
-"""Block files: safetensors files written once from front to back, past the page cache.
+"""Writes block files: safetensors files, sequentially and with direct I/O.
 
-The format (8 bytes of length, a JSON header, the data) is written and read here and not by the safetensors package:
-blocks go to disk without a copy of the state, with checksums made on the way, and readers (ranges.py) must know that a
-range lies in the file before anything is allocated for it. Files are the same to any safetensors reader.
+The safetensors package is not used: blocks are written without a copy of the state and checksummed in the same pass,
+and readers (range_reader.py) validate a byte range before they allocate memory for it. Any safetensors reader can read
+the files.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.checksum import MODULUS, checksum
-from shardwise.checkpoint.dtypes import stored_as
+from shardwise.checkpoint.format.checksum import MODULUS, checksum
+from shardwise.checkpoint.format.stored_dtypes import stored_as
 
-__all__ = ["FileWriter", "Item", "as_bytes", "block_header", "write_blocks"]
+__all__ = ["BlockToWrite", "FileWriter", "as_bytes", "block_header", "write_blocks"]
 
 PAGE = 4096
-BUFFER = 8 << 20  # bytes that go to disk at a time
-STRIDE = 1 << 20  # bytes that are summed at a time, so that they are still in the cache
+BUFFER = 8 << 20  # bytes of one write
+STRIDE = 1 << 20  # bytes checksummed at a time, while they are in the CPU cache
 Count = Callable[[int], None]
 
 
-class Item(NamedTuple):
-    """A block to be written: its name in the file, dtype, sizes, and how to get it as a tensor in host memory."""
+class BlockToWrite(NamedTuple):
+    """A block to write: its name in the file, dtype, sizes, and a function that returns it in host memory."""
 
     key: str
     dtype: torch.dtype
@@ -48,14 +48,14 @@ class Item(NamedTuple):
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor in host memory, row-major; without a copy where it lies so."""
+    """The row-major bytes of a tensor in host memory; without a copy if it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # of one element or none any stride is contiguous, and a view as bytes wants 1
+    # with at most one element any stride counts as contiguous, but a view as bytes needs stride 1
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
 
 
-def block_header(items: Sequence[Item]) -> tuple[bytes, list[int]]:
-    """The header of a file of these blocks, filled up to whole pages, and where each block starts in the file."""
+def block_header(items: Sequence[BlockToWrite]) -> tuple[bytes, list[int]]:
+    """The header of a file of these blocks, padded to full pages, and the first byte of each block in the file."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, starts = 0, []
     for item in items:
@@ -68,8 +68,8 @@ def block_header(items: Sequence[Item]) -> tuple[bytes, list[int]]:
     return len(text).to_bytes(8, "little") + text, [start + len(text) + 8 for start in starts]
 
 
-def write_blocks(path: Path, items: Sequence[Item], count: Count) -> tuple[int, list[tuple[int, int]]]:
-    """Write a block file and flush it to disk; its bytes, and start and checksum of each block."""
+def write_blocks(path: Path, items: Sequence[BlockToWrite], count: Count) -> tuple[int, list[tuple[int, int]]]:
+    """Write a block file and flush it to disk. Returns its size, and the start and checksum of each block."""
     header, starts = block_header(items)
     sums = []
     with FileWriter(path) as file:
@@ -87,11 +87,11 @@ def write_blocks(path: Path, items: Sequence[Item], count: Count) -> tuple[int, 
 
 
 class FileWriter:
-    """A new file, written from front to back in large pieces that go around the page cache where the disk allows it."""
+    """Writes a new file sequentially in large buffers, with direct I/O if the file system supports it."""
 
     def __init__(self, path: Path) -> None:
         self.written = 0
-        self._buffer = mmap.mmap(-1, BUFFER)  # begins at a page, which direct writes need
+        self._buffer = mmap.mmap(-1, BUFFER)  # page-aligned, as direct I/O requires
         self._array = np.frombuffer(self._buffer, dtype=np.uint8)
         self._filled = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -130,18 +130,18 @@ class FileWriter:
 
     def _finish(self) -> None:
         if self._filled:
-            length = -(-self._filled // PAGE) * PAGE  # whole pages, cut off again below
+            length = -(-self._filled // PAGE) * PAGE  # full pages; the file is truncated below
             self._array[self._filled : length] = 0
             self._flush(length)
             os.ftruncate(self._fd, self.written)
         os.fsync(self._fd)
 
     def _set_direct(self, on: bool) -> bool:
-        """Turn direct writes on or off; whether that changed anything."""
+        """Turn direct I/O on or off. Returns whether that changed anything."""
         flag = getattr(os, "O_DIRECT", 0)
         before = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, before | flag if on else before & ~flag)
-        except OSError:  # a file system without them
+        except OSError:  # not supported by the file system
             return False
         return bool(flag) and bool(before & flag) != on

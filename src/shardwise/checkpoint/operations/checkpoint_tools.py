@@ -1,6 +1,6 @@
-"""What one does with a checkpoint without a model: inspect, verify, compare, lay out for another mesh.
+"""Tools for checkpoints without a model: inspect, verify, diff, reshard.
 
-Each goes block by block: none holds more of a tensor than one block of it.
+All of them process one block at a time, so memory is bounded by the largest block.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint import atomic
-from shardwise.checkpoint.atomic import Staging
-from shardwise.checkpoint.background import finish_pending
-from shardwise.checkpoint.blocks import Sums, check_sums, read_box
-from shardwise.checkpoint.boxes import held_boxes
-from shardwise.checkpoint.dtypes import NAMES
-from shardwise.checkpoint.files import Item, as_bytes
-from shardwise.checkpoint.headers import read_header
-from shardwise.checkpoint.index import Index, StoredTensor
-from shardwise.checkpoint.owners import Share, Shared, share_out
-from shardwise.checkpoint.progress import Progress
-from shardwise.checkpoint.ranges import FileReader, OpenDirectory, Replaced, retry_replaced
-from shardwise.checkpoint.reading import open_checkpoint, open_index, read_index
-from shardwise.checkpoint.together import Processes, Turn, processes_of
-from shardwise.checkpoint.tree import stored_entries, tensor_name
-from shardwise.checkpoint.values import decode
-from shardwise.checkpoint.writing import Described, Job, run_job
+from shardwise.checkpoint.format.checkpoint_index import Index, StoredTensor
+from shardwise.checkpoint.format.json_values import decode
+from shardwise.checkpoint.format.state_tree import stored_entries, tensor_name
+from shardwise.checkpoint.format.stored_dtypes import NAMES
+from shardwise.checkpoint.io import atomic_directory as atomic
+from shardwise.checkpoint.io.atomic_directory import Staging
+from shardwise.checkpoint.io.block_writer import BlockToWrite, as_bytes
+from shardwise.checkpoint.io.box_reader import Sums, check_sums, read_box
+from shardwise.checkpoint.io.progress_bar import Progress
+from shardwise.checkpoint.io.range_reader import FileReader, OpenDirectory, Replaced, retry_replaced
+from shardwise.checkpoint.io.safetensors_header import read_header
+from shardwise.checkpoint.operations.background_save import finish_pending
+from shardwise.checkpoint.operations.load_checkpoint import open_checkpoint, open_index, read_index
+from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
+from shardwise.checkpoint.operations.save_checkpoint import SaveJob, TensorDescription, execute_save
+from shardwise.checkpoint.partition.boxes import held_boxes
+from shardwise.checkpoint.partition.write_assignment import TensorToWrite, WriteShare, assign_writes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -41,7 +41,7 @@ Placements = Callable[[str, tuple[int, ...]], Sequence[Any]]
 
 
 class TensorSummary(NamedTuple):
-    """A tensor of a checkpoint: its name, dtype, shape, bytes, and how many blocks it is stored in."""
+    """A tensor of a checkpoint: its name, dtype, shape, bytes, and number of blocks."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class TensorSummary(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a checkpoint holds, by what its index says."""
+    """The contents of a checkpoint, according to its index."""
 
     tensors: tuple[TensorSummary, ...]
     objects: dict[str, Any]
@@ -64,14 +64,14 @@ class Summary(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Something in which two checkpoints differ."""
+    """A difference between two checkpoints."""
 
     name: str
     what: str
 
 
 def inspect(path: str | Path) -> Summary:
-    """What a checkpoint holds. Reads the index alone.
+    """The contents of a checkpoint. Reads only the index.
 
     Example:
         >>> import shardwise as sw, tempfile
@@ -92,7 +92,7 @@ def _objects(index: Index) -> dict[str, Any]:
 
 
 def verify(path: str | Path) -> list[str]:
-    """Read all of a checkpoint; a line for each thing that is wrong with it, none if it is whole.
+    """Read a full checkpoint, and return a line for each problem; an empty list if it is intact.
 
     Example:
         >>> import shardwise as sw, tempfile
@@ -102,7 +102,7 @@ def verify(path: str | Path) -> list[str]:
         []
         >>> __import__("os").truncate(path + "/blocks-00000.safetensors", 100)
         >>> sw.checkpoint.verify(path)[0].splitlines()[0]
-        'blocks-00000.safetensors is not a safetensors file: its header would have 4088 bytes'
+        'blocks-00000.safetensors is not a safetensors file: its header size is 4088 bytes'
     """
     finish_pending()
     try:
@@ -135,7 +135,7 @@ def _verify(path: Path) -> list[str]:
 
 
 def _header_problems(directory: OpenDirectory, index: Index) -> Iterator[str]:
-    """Where the header of a file does not say what the index says."""
+    """The blocks whose positions differ between a file's header and the index."""
     for file in index.files:
         try:
             _, inside = read_header(directory, file)
@@ -148,11 +148,11 @@ def _header_problems(directory: OpenDirectory, index: Index) -> Iterator[str]:
             for block in stored.blocks:
                 key = f"{stored.name}@{','.join(map(str, block.box.offset))}"
                 if block.file == file and (key not in inside or inside[key].start != block.start):
-                    yield f"{file}: its header and the index do not agree where {key} is"
+                    yield f"{file}: its header and the index disagree on the position of {key}"
 
 
 def diff(a: str | Path, b: str | Path) -> list[Difference]:
-    """In what two checkpoints differ: names, shapes, dtypes, values of tensors and objects. Layouts do not count.
+    """The differences of two checkpoints: names, shapes, dtypes, values of tensors and objects. Ignores layouts.
 
     Example:
         >>> import shardwise as sw, tempfile
@@ -218,17 +218,18 @@ def _difference(in_a: FileReader, a: StoredTensor, in_b: FileReader, b: StoredTe
 def reshard(
     path: str | Path, out: str | Path, mesh: Any, placements: Placements | None = None, *, process_group: Any = None
 ) -> None:
-    """Write a checkpoint anew as ranks of a mesh would have saved it, so that loading there reads long ranges.
+    """Copy a checkpoint into the blocks of another mesh, so that loading on that mesh reads long byte ranges.
 
-    Any checkpoint loads on any mesh; this only makes it faster to do so often. Under torchrun every process calls it
-    and does its part; on a virtual mesh this process does all, one block at a time.
+    Any checkpoint loads on any mesh; this makes frequent loads faster. Under torchrun every process calls it
+    and does its part; on a virtual mesh this process does everything, one block at a time.
 
     Args:
         path: the checkpoint.
-        out: the directory to make.
+        out: the directory to create.
         mesh: the mesh, virtual or of processes.
-        placements: from a tensor's name and shape to its placements on the mesh; by default all axes split dim 0.
-        process_group: the processes that take part, if not all.
+        placements: a function from a tensor's name and shape to its placements on the mesh; by default all axes shard
+            dim 0.
+        process_group: the processes that take part; default: all.
 
     Example:
         >>> import shardwise as sw, tempfile
@@ -241,13 +242,13 @@ def reshard(
     grid = as_mesh(mesh)
     if grid.fabric == "dry":
         raise UnsupportedError("a dry run has no files", hint="use a virtual mesh, or processes")
-    processes = Processes() if grid.fabric == "virtual" else processes_of(Turn(), [], process_group)
+    processes = Processes() if grid.fabric == "virtual" else processes_of(Outcome(), [], process_group)
     retry_replaced(lambda: _reshard(path, out, grid, placements or _by_rows(grid), processes))
 
 
 def _reshard(path: str | Path, out: str | Path, grid: DeviceMesh, layout: Placements, processes: Processes) -> None:
-    turn = Turn()
-    turn.attempt(finish_pending, None)
+    outcome = Outcome()
+    outcome.attempt(finish_pending, None)
     with contextlib.ExitStack() as opened:
 
         def look() -> tuple[OpenDirectory | None, Index, dict[str, DTensorSpec], Staging | None]:
@@ -263,22 +264,22 @@ def _reshard(path: str | Path, out: str | Path, grid: DeviceMesh, layout: Placem
             atomic.check_target(target, None, False)
             return source, index, specs, atomic.prepare(target)
 
-        source, index, specs, staging = turn.attempt(look, (None, Index({}, {}, {}), {}, None))
-        turn.says = (index.digest, staging)
+        source, index, specs, staging = outcome.attempt(look, (None, Index({}, {}, {}), {}, None))
+        outcome.value = (index.digest, staging)
         try:
-            told = processes.tell(turn)
-            if len({digest for digest, _ in told}) > 1:
+            gathered = processes.exchange(outcome)
+            if len({digest for digest, _ in gathered}) > 1:
                 raise Replaced(
-                    f"the ranks do not find the same checkpoint at {path}",
-                    hint="give a path that all processes see, to a checkpoint that nobody replaces",
+                    f"the ranks find different checkpoints at {path}",
+                    hint="use a path on a shared file system, and a checkpoint that no job overwrites",
                 )
         except BaseException:
             if staging is not None:
                 atomic.discard(staging)
             raise
-        nothing = Job(told[0][1], processes, {}, {}, {})
-        job = turn.attempt(lambda: _resharding(opened, source, index, specs, nothing), nothing)
-        run_job(turn, job)
+        nothing = SaveJob(gathered[0][1], processes, {}, {}, {})
+        job = outcome.attempt(lambda: _resharding(opened, source, index, specs, nothing), nothing)
+        execute_save(outcome, job)
 
 
 def _resharding(
@@ -286,15 +287,16 @@ def _resharding(
     source: OpenDirectory | None,
     index: Index,
     specs: dict[str, DTensorSpec],
-    job: Job,
-) -> Job:
-    """The save that copies what this process is to write from another checkpoint."""
-    assert source is not None, "an attempt after a failed one does nothing"
-    shares = share_out(
-        [Shared(name, stored.dtype.itemsize, held_boxes(specs[name])) for name, stored in index.tensors.items()]
+    job: SaveJob,
+) -> SaveJob:
+    """The save job that copies this process's boxes from another checkpoint."""
+    assert source is not None, "no step runs after a failed one"
+    shares = assign_writes(
+        [TensorToWrite(name, stored.dtype.itemsize, held_boxes(specs[name])) for name, stored in index.tensors.items()]
     )
     described = {
-        name: Described(NAMES[stored.dtype], stored.shape, repr(specs[name])) for name, stored in index.tensors.items()
+        name: TensorDescription(NAMES[stored.dtype], stored.shape, repr(specs[name]))
+        for name, stored in index.tensors.items()
     }
     sums: Sums = {}
     files = opened.enter_context(FileReader(source, index.files))
@@ -303,7 +305,7 @@ def _resharding(
         for rank, of_rank in shares.items()
         if job.processes.alone or rank == job.processes.rank
     }
-    check: Callable[[list[Any]], None] = lambda told: check_sums(index, told)  # noqa: E731
+    check: Callable[[list[Any]], None] = lambda gathered: check_sums(index, gathered)  # noqa: E731
     return job._replace(tensors=described, state=index.state, files=items, sums=sums, check=check)
 
 
@@ -311,12 +313,12 @@ def _by_rows(mesh: DeviceMesh) -> Placements:
     return lambda name, shape: [Shard(0) if shape else Replicate()] * mesh.ndim
 
 
-def _copied(files: FileReader, index: Index, share: Share, sums: Sums) -> Item:
-    """A block that is read from another checkpoint when it is to be written."""
+def _copied(files: FileReader, index: Index, share: WriteShare, sums: Sums) -> BlockToWrite:
+    """A block that is read from another checkpoint just before it is written."""
     stored, box = index.tensors[share.name], share.box
 
     def get() -> torch.Tensor:
         values, sums[share.name, box] = read_box(files, stored, box)
         return values
 
-    return Item(f"{share.name}@{','.join(map(str, box.offset))}", stored.dtype, box.sizes, get)
+    return BlockToWrite(f"{share.name}@{','.join(map(str, box.offset))}", stored.dtype, box.sizes, get)

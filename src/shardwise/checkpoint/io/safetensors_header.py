@@ -1,6 +1,6 @@
-"""The tensors in safetensors files of others: headers and indexes read with every claim checked. Data only.
+"""Headers and indexes of safetensors files: parsed and validated. Data only.
 
-Links are followed: the caches in which such models lie are made of them.
+Symbolic links are followed, because model caches consist of them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.boxes import whole
-from shardwise.checkpoint.dtypes import SAFETENSORS
-from shardwise.checkpoint.ranges import OpenDirectory
+from shardwise.checkpoint.format.stored_dtypes import SAFETENSORS
+from shardwise.checkpoint.io.range_reader import OpenDirectory
+from shardwise.checkpoint.partition.boxes import full_box
 from shardwise.errors import CheckpointError
 
 __all__ = ["FileTensor", "find_tensors", "read_header"]
@@ -23,7 +23,7 @@ SINGLE, INDEXED = "model.safetensors", "model.safetensors.index.json"
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file: where its bytes start, and what they are."""
+    """A tensor in a file: its first byte, dtype and shape."""
 
     file: str
     start: int
@@ -32,7 +32,7 @@ class FileTensor(NamedTuple):
 
 
 def find_tensors(source: OpenDirectory, file: str | None) -> tuple[dict[str, int], dict[str, FileTensor]]:
-    """The files with their sizes, and all tensors by name, of a directory in this layout or of one file in it."""
+    """File sizes and all tensors by name, of a directory in the Hugging Face layout or of one file in it."""
     if file is not None or not source.contains(INDEXED):
         single = file or SINGLE
         size, tensors = read_header(source, single)
@@ -44,7 +44,7 @@ def find_tensors(source: OpenDirectory, file: str | None) -> tuple[dict[str, int
         files[file], inside = read_header(source, file)
         found |= {name: tensor for name, tensor in inside.items() if named.get(name) == file}
     if lost := sorted(set(named) - set(found)):
-        raise CheckpointError(f"{INDEXED} names {', '.join(lost[:8])}, which its files do not have")
+        raise CheckpointError(f"{INDEXED} names {', '.join(lost[:8])}, which are not in its files")
     return files, found
 
 
@@ -55,7 +55,9 @@ def _weight_map(directory: OpenDirectory) -> dict[str, str]:
         raise CheckpointError(f"{directory.path / INDEXED} has no weight_map")
     for file in named.values():
         if os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{INDEXED} names the file {file[:80]!r}", hint="files lie beside the index")
+            raise CheckpointError(
+                f"{INDEXED} names the file {file[:80]!r}", hint="files must be in the directory of the index"
+            )
     return named
 
 
@@ -67,13 +69,13 @@ def _json(data: bytes, what: str) -> Any:
 
 
 def read_header(directory: OpenDirectory, file: str) -> tuple[int, dict[str, FileTensor]]:
-    """Size and tensors of one file; every range lies in the file and has the bytes that its shape needs."""
+    """Size and tensors of one file; every byte range is inside the file and matches its shape and dtype."""
     fd = directory.open(file, "the header", links=True)
     try:
         size = os.fstat(fd).st_size
         length = int.from_bytes(os.pread(fd, 8, 0), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise CheckpointError(f"{file} is not a safetensors file: its header would have {length} bytes")
+            raise CheckpointError(f"{file} is not a safetensors file: its header size is {length} bytes")
         described = _json(os.pread(fd, length, 8), f"the header of {file}")
     finally:
         os.close(fd)
@@ -91,9 +93,11 @@ def _tensor(file: str, name: str, entry: Any, data: int, end: int) -> FileTensor
     except (TypeError, KeyError, ValueError):
         known, dtype, sizes, start, stop = False, None, (), 0, 0
     if not known or not isinstance(dtype, str):
-        raise CheckpointError(f"tensor {name} of {file} is not described as one")
+        raise CheckpointError(f"tensor {name} of {file} has an invalid description")
     if dtype not in SAFETENSORS:
-        raise CheckpointError(f"tensor {name} of {file} has the dtype {dtype}, which torch has not")
-    if stop - start != whole(sizes).numel * SAFETENSORS[dtype].itemsize or data + stop > end:
-        raise CheckpointError(f"tensor {name} of {file}: {list(sizes)} of {dtype} do not lie at {start} to {stop}")
+        raise CheckpointError(f"tensor {name} of {file} has the dtype {dtype}, which torch does not have")
+    if stop - start != full_box(sizes).numel * SAFETENSORS[dtype].itemsize or data + stop > end:
+        raise CheckpointError(
+            f"tensor {name} of {file}: the bytes {start} to {stop} do not match {list(sizes)} of {dtype}"
+        )
     return FileTensor(file, data + start, SAFETENSORS[dtype], sizes)

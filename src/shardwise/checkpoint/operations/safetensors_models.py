@@ -1,7 +1,7 @@
-"""The layout of Hugging Face models: `model.safetensors`, or numbered files with an index, read and written in slices.
+"""Models in the Hugging Face layout: `model.safetensors`, or numbered files with an index.
 
-Each rank reads and writes its own slices of the files' tensors; none holds a whole one. There are no checksums in this
-layout, but headers are checked, and nothing changes in the model before everything was read.
+Each rank reads and writes only its slices of the tensors. The layout has no checksums, but headers are validated, and
+the model changes only after everything was read.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint import atomic
-from shardwise.checkpoint.atomic import Staging
-from shardwise.checkpoint.background import finish_pending
-from shardwise.checkpoint.boxes import Held, holders, rows_of, whole
-from shardwise.checkpoint.files import Item, as_bytes, block_header
-from shardwise.checkpoint.headers import INDEXED, SINGLE, FileTensor, find_tensors
-from shardwise.checkpoint.mapping import Source, file_shapes, pieces_of, source_of
-from shardwise.checkpoint.owners import Share, Shared, share_out
-from shardwise.checkpoint.progress import Progress
-from shardwise.checkpoint.ranges import FileReader, OpenDirectory, retry_replaced
-from shardwise.checkpoint.reading import Changes, Loaded, Staged, change_all, mismatch, unfillable
-from shardwise.checkpoint.together import Processes, Turn, processes_of
-from shardwise.checkpoint.tree import tensors_in
-from shardwise.checkpoint.writing import describe, local_of
+from shardwise.checkpoint.format.state_tree import tensors_in
+from shardwise.checkpoint.io import atomic_directory as atomic
+from shardwise.checkpoint.io.atomic_directory import Staging
+from shardwise.checkpoint.io.block_writer import BlockToWrite, as_bytes, block_header
+from shardwise.checkpoint.io.progress_bar import Progress
+from shardwise.checkpoint.io.range_reader import FileReader, OpenDirectory, retry_replaced
+from shardwise.checkpoint.io.safetensors_header import INDEXED, SINGLE, FileTensor, find_tensors
+from shardwise.checkpoint.operations.apply_load import LoadChanges, StagedValues, change_all
+from shardwise.checkpoint.operations.background_save import finish_pending
+from shardwise.checkpoint.operations.load_checkpoint import Loaded, mismatch, unfillable
+from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
+from shardwise.checkpoint.operations.save_checkpoint import describe, local_of
+from shardwise.checkpoint.partition.boxes import HeldBox, block_holders, byte_runs, full_box
+from shardwise.checkpoint.partition.fused_tensors import Source, file_shapes, file_slices, source_of
+from shardwise.checkpoint.partition.write_assignment import TensorToWrite, WriteShare, assign_writes
 from shardwise.errors import AgreementError, CheckpointError, NotationError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
@@ -43,17 +44,17 @@ Mapped = Mapping[str, Source] | None
 def load_safetensors(
     model: Any, source: str | Path, mapping: Mapped = None, *, strict: bool = True, process_group: Any = None
 ) -> Loaded:
-    """Read a model's parameters and buffers from safetensors files straight into their shards.
+    """Read a model's parameters and buffers from safetensors files directly into their shards.
 
-    Every process calls it; each rank reads its slices only. Values are converted to the dtype of the model's tensor.
+    Every process calls it; each rank reads only its slices. Values are converted to the dtype of the model's tensor.
 
     Args:
         model: a module, or a dict of tensors by name.
         source: a file, or a directory with `model.safetensors` or with numbered files and their index.
-        mapping: for tensors of the model whose name or form differs in the files: the name there, or a `Fused`.
-        strict: what is missing, unexpected or of another shape is an error that lists it all; with False, what fits is
-            loaded, and the result has the lists.
-        process_group: the processes that take part, if not all.
+        mapping: for tensors of the model that are renamed or split in the files: the name there, or a `Fused`.
+        strict: raise an error that lists all missing and unexpected tensors, and all of another shape. With False, load
+            the tensors that match; the result lists the others.
+        process_group: the processes that take part; default: all.
 
     Example:
         >>> import shardwise as sw, tempfile
@@ -69,38 +70,38 @@ def load_safetensors(
 
 
 def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, group: Any) -> Loaded:
-    """One attempt to load; all processes start over together if the directory is replaced meanwhile."""
-    turn = Turn()
-    turn.attempt(finish_pending, None)
-    tensors = turn.attempt(lambda: _tensors_of(model), {})
-    processes = processes_of(turn, tensors.values() or tensors_in(model), group)
-    staged: list[Staged] = []
+    """One attempt to load; all processes retry together if the directory is replaced meanwhile."""
+    outcome = Outcome()
+    outcome.attempt(finish_pending, None)
+    tensors = outcome.attempt(lambda: _tensors_of(model), {})
+    processes = processes_of(outcome, tensors.values() or tensors_in(model), group)
+    staged: list[StagedValues] = []
     with contextlib.ExitStack() as opened:
 
-        def look() -> tuple[OpenDirectory | None, dict[str, int], dict[str, FileTensor], Fitting]:
+        def look() -> tuple[OpenDirectory | None, dict[str, int], dict[str, FileTensor], FileMatch]:
             place = Path(source)
             single = not place.is_dir()
             directory = opened.enter_context(OpenDirectory(place.parent if single else place))
             files, found = find_tensors(directory, place.name if single else None)
             return directory, files, found, _fit(tensors, mapping, found)
 
-        directory, files, found, fit = turn.attempt(look, (None, {}, {}, Fitting([], [], [], {})))
-        turn.says = fit[1:]
-        told, _ = processes.tell_if_different(turn, lambda: fit[1:])
+        directory, files, found, fit = outcome.attempt(look, (None, {}, {}, FileMatch([], [], [], {})))
+        outcome.value = fit[1:]
+        gathered, _ = processes.exchange_if_different(outcome, lambda: fit[1:])
 
-        def compare() -> Fitting:
-            others = [set(unexpected) for _, unexpected, _ in told]
+        def compare() -> FileMatch:
+            others = [set(unexpected) for _, unexpected, _ in gathered]
             agreed = fit._replace(unexpected=[name for name in fit.unexpected if all(name in one for one in others)])
-            missing = sorted({name for names, _, _ in told for name in names})
-            wrong = {name: why for _, _, wrongs in told for name, why in wrongs.items()}
+            missing = sorted({name for names, _, _ in gathered for name in names})
+            wrong = {name: why for _, _, wrongs in gathered for name, why in wrongs.items()}
             if strict and (missing or agreed.unexpected or wrong):
                 raise mismatch(tuple(missing), tuple(agreed.unexpected), wrong)
             return agreed
 
-        fit = turn.attempt(compare, fit)
+        fit = outcome.attempt(compare, fit)
 
         def read_mine() -> int:
-            assert directory is not None, "an attempt after a failed one does nothing"
+            assert directory is not None, "no step runs after a failed one"
             total = sum(tensors[name].nbytes for name in fit.fitting)
             with (
                 Progress("loading", total, shown=processes.is_first) as progress,
@@ -110,9 +111,9 @@ def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, group: 
                     staged.extend(_stage(reader, name, tensors[name], source_of(name, mapping), found))
             return reader.bytes_read
 
-        read_bytes = turn.attempt(read_mine, 0)
+        read_bytes = outcome.attempt(read_mine, 0)
         filled = [tensors[name] for name in fit.fitting]
-        change_all(turn, processes, lambda: Changes(processes.rank, filled, staged))
+        change_all(outcome, processes, lambda: LoadChanges(processes.rank, filled, staged))
     return Loaded(model, tuple(fit.missing), tuple(fit.unexpected), fit.wrong, read_bytes)
 
 
@@ -121,8 +122,8 @@ def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-class Fitting(NamedTuple):
-    """Which tensors can be loaded; what is missing from the files, what is there besides, what has another shape."""
+class FileMatch(NamedTuple):
+    """The comparison of a model with files: tensors to load, missing and unexpected ones, and mismatches."""
 
     fitting: list[str]
     missing: list[str]
@@ -130,8 +131,8 @@ class Fitting(NamedTuple):
     wrong: dict[str, str]
 
 
-def _fit(tensors: Mapping[str, torch.Tensor], mapping: Mapped, found: Mapping[str, FileTensor]) -> Fitting:
-    """How the tensors and the files fit."""
+def _fit(tensors: Mapping[str, torch.Tensor], mapping: Mapped, found: Mapping[str, FileTensor]) -> FileMatch:
+    """Compare the tensors of a model with the files."""
     fitting: list[str] = []
     missing: dict[str, list[str]] = {}
     wrong: dict[str, str] = {}
@@ -146,15 +147,15 @@ def _fit(tensors: Mapping[str, torch.Tensor], mapping: Mapped, found: Mapping[st
         elif odd:
             part = odd[0]
             wrong[name] = (
-                f"needs {part} of shape {list(wanted[part])}, which has {list(found[part].shape)} in the files"
+                f"needs {part} of shape {list(wanted[part])}, which has shape {list(found[part].shape)} in the files"
             )
         elif (why := unfillable(tensor)) is not None:
             wrong[name] = why
         else:
             fitting.append(name)
-    filled = {_memory(tensors[name]) for name in fitting}  # a tied weight stands in the files under one name
+    filled = {_memory(tensors[name]) for name in fitting}  # tied weights have one name in the files
     lost = [part for name, parts in missing.items() if _memory(tensors[name]) not in filled for part in parts]
-    return Fitting(fitting, lost, sorted(set(found) - used), wrong)
+    return FileMatch(fitting, lost, sorted(set(found) - used), wrong)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
@@ -165,16 +166,16 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 def _stage(
     reader: FileReader, name: str, tensor: torch.Tensor, source: Source, found: Mapping[str, FileTensor]
-) -> Iterator[Staged]:
+) -> Iterator[StagedValues]:
     for spec, coordinate, local in _locals(tensor):
         values = torch.empty(local.shape, dtype=local.dtype)
-        for part, box, within in pieces_of(name, tuple(tensor.shape), source, spec, coordinate):
+        for part, box, within in file_slices(name, tuple(tensor.shape), source, spec, coordinate):
             file, start, dtype, shape = found[part]
             data = np.empty(box.numel * dtype.itemsize, dtype=np.uint8)
-            where = box.inside(whole(shape))
+            where = box.inside(full_box(shape))
             reader.read_part(file, start, shape, where, dtype.itemsize, data, f"tensor {part}")
             values[within] = torch.from_numpy(data).view(dtype).reshape(box.sizes).to(local.dtype)
-        yield Staged(local, values, name)
+        yield StagedValues(local, values, name)
 
 
 def _locals(tensor: torch.Tensor) -> Iterator[tuple[Any, tuple[int, ...], torch.Tensor]]:
@@ -188,13 +189,13 @@ def _locals(tensor: torch.Tensor) -> Iterator[tuple[Any, tuple[int, ...], torch.
 # ---------------------------------------------------------------- writing
 
 
-class Planned(NamedTuple):
-    """A file to be exported: its name, its header, and the tensors in it with the place where each starts."""
+class PlannedFile(NamedTuple):
+    """A file to export: its name, header and size, and its tensors with their first bytes."""
 
     file: str
     header: bytes
     size: int
-    starts: dict[str, tuple[int, Item]]
+    starts: dict[str, tuple[int, BlockToWrite]]
 
 
 def export_safetensors(
@@ -205,17 +206,17 @@ def export_safetensors(
     *,
     process_group: Any = None,
 ) -> None:
-    """Write a model's parameters and buffers as safetensors files that other libraries read.
+    """Write a model's parameters and buffers as safetensors files for other libraries.
 
-    Every process calls it; each rank writes its slices into the files. One file `model.safetensors`, or numbered ones
-    with an index where it would be larger than `max_shard_size`.
+    Every process calls it; each rank writes its slices into the files. Writes one file `model.safetensors`, or numbered
+    files with an index if it would be larger than `max_shard_size`.
 
     Args:
         model: a module, or a dict of tensors by name.
-        directory: where the files go; it may exist, without such files in it.
+        directory: the directory of the files; it may exist, but must not have such files.
         max_shard_size: the most bytes of tensors in a file, as a number or as "5GB", "200MiB".
-        mapping: as in `load_safetensors`: parts of fused tensors are written under names of their own.
-        process_group: the processes that take part, if not all.
+        mapping: as in `load_safetensors`: the parts of fused tensors are written as separate tensors.
+        process_group: the processes that take part; default: all.
 
     Example:
         >>> import tempfile, shardwise as sw
@@ -224,37 +225,37 @@ def export_safetensors(
         >>> sorted(path.name for path in Path(folder).iterdir())[:2]
         ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    turn = Turn()
-    turn.attempt(finish_pending, None)
-    tensors = turn.attempt(lambda: _tensors_of(model), {})
-    processes = processes_of(turn, tensors.values() or tensors_in(model), process_group)
+    outcome = Outcome()
+    outcome.attempt(finish_pending, None)
+    tensors = outcome.attempt(lambda: _tensors_of(model), {})
+    processes = processes_of(outcome, tensors.values() or tensors_in(model), process_group)
 
-    def decide() -> tuple[list[Planned], Staging | None]:
+    def decide() -> tuple[list[PlannedFile], Staging | None]:
         for name, tensor in tensors.items():
             describe(name, tensor, processes)
         plan = _plan(tensors, mapping, parse_size(max_shard_size))
         return plan, _make_files(Path(directory).absolute(), plan) if processes.is_first else None
 
-    plan, staging = turn.attempt(decide, ([], None))
+    plan, staging = outcome.attempt(decide, ([], None))
     try:
-        turn.says = [planned.header for planned in plan]
-        told, places = processes.tell_if_different(turn, lambda: turn.says, staging)
-        turn.attempt(lambda: _check_same(told), None)
-        turn.attempt(lambda: _write_mine(places[0].directory, tensors, mapping, plan, processes), None)
-        turn.says = None
-        processes.tell(turn)
+        outcome.value = [planned.header for planned in plan]
+        gathered, places = processes.exchange_if_different(outcome, lambda: outcome.value, staging)
+        outcome.attempt(lambda: _check_same(gathered), None)
+        outcome.attempt(lambda: _write_mine(places[0].directory, tensors, mapping, plan, processes), None)
+        outcome.value = None
+        processes.exchange(outcome)
         if staging is not None:
             done = staging
-            turn.attempt(lambda: _publish(done, plan), None)
-        processes.tell(turn)
+            outcome.attempt(lambda: _publish(done, plan), None)
+        processes.exchange(outcome)
     finally:
         if staging is not None:
             atomic.discard(staging)
 
 
-def _check_same(told: Sequence[list[bytes]]) -> None:
-    if any(headers != told[0] for headers in told[1:]):
-        raise AgreementError("the ranks do not export the same tensors", hint="give every rank the same model")
+def _check_same(gathered: Sequence[list[bytes]]) -> None:
+    if any(headers != gathered[0] for headers in gathered[1:]):
+        raise AgreementError("the ranks export different tensors", hint="pass the same model on every rank")
 
 
 def parse_size(size: int | str) -> int:
@@ -269,15 +270,15 @@ def parse_size(size: int | str) -> int:
     try:
         return parse_bytes(size if isinstance(size, str) else "")
     except NotationError:
-        raise CheckpointError(f"{size!r} is not a size", hint='give bytes, or as in "5GB", "200MiB"') from None
+        raise CheckpointError(f"{size!r} is not a size", hint='use a number of bytes, or "5GB", "200MiB"') from None
 
 
-def _plan(tensors: Mapping[str, torch.Tensor], mapping: Mapped, most: int) -> list[Planned]:
-    """Which tensors go to which file, in the order of the model."""
-    files: list[list[Item]] = [[]]
+def _plan(tensors: Mapping[str, torch.Tensor], mapping: Mapped, most: int) -> list[PlannedFile]:
+    """Assign the tensors to files, in the order of the model."""
+    files: list[list[BlockToWrite]] = [[]]
     for name, tensor in tensors.items():
         for part, shape in file_shapes(name, tuple(tensor.shape), source_of(name, mapping)).items():
-            item = Item(part, tensor.dtype, shape, lambda: torch.empty(0))
+            item = BlockToWrite(part, tensor.dtype, shape, lambda: torch.empty(0))
             if files[-1] and sum(other.nbytes for other in files[-1]) + item.nbytes > most:
                 files.append([])
             files[-1].append(item)
@@ -286,12 +287,12 @@ def _plan(tensors: Mapping[str, torch.Tensor], mapping: Mapped, most: int) -> li
         file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         header, starts = block_header(items)
         size = len(header) + sum(item.nbytes for item in items)
-        planned.append(Planned(file, header, size, {i.key: (s, i) for i, s in zip(items, starts, strict=True)}))
+        planned.append(PlannedFile(file, header, size, {i.key: (s, i) for i, s in zip(items, starts, strict=True)}))
     return planned
 
 
-def _make_files(target: Path, plan: list[Planned]) -> Staging:
-    """Files of the final sizes with headers in them, in a staging directory."""
+def _make_files(target: Path, plan: list[PlannedFile]) -> Staging:
+    """Create the files in a staging directory, with their headers and final sizes."""
     _check_free(target)
     staging = atomic.prepare(target)
     try:
@@ -314,19 +315,19 @@ def _check_free(target: Path) -> None:
 
 
 def _write_mine(
-    directory: Path, tensors: Mapping[str, torch.Tensor], mapping: Mapped, plan: list[Planned], processes: Processes
+    directory: Path, tensors: Mapping[str, torch.Tensor], mapping: Mapped, plan: list[PlannedFile], processes: Processes
 ) -> None:
-    """Write the slices that this process answers for, each to its place."""
+    """Write the slices that are assigned to this process."""
     owner_of: dict[str, str] = {}
-    shared: list[Shared] = []
+    shared: list[TensorToWrite] = []
     for name, tensor in tensors.items():
-        by_part: dict[str, list[Held]] = {}
+        by_part: dict[str, list[HeldBox]] = {}
         for part, held in _held(name, tensor, source_of(name, mapping), processes):
             by_part.setdefault(part, []).append(held)
         for part, held in by_part.items():
             owner_of[part] = name
-            shared.append(Shared(part, tensor.dtype.itemsize, held))
-    shares = share_out(shared)
+            shared.append(TensorToWrite(part, tensor.dtype.itemsize, held))
+    shares = assign_writes(shared)
     mine = [s for rank, of_rank in shares.items() if processes.alone or rank == processes.rank for s in of_rank]
     total = sum(share.box.numel * tensors[owner_of[share.name]].dtype.itemsize for share in mine)
     places = {part: (planned.file, *place) for planned in plan for part, place in planned.starts.items()}
@@ -345,23 +346,23 @@ def _write_mine(
                 os.close(fd)
 
 
-def _held(name: str, tensor: torch.Tensor, source: Source, processes: Processes) -> Iterator[tuple[str, Held]]:
-    """The pieces of a tensor by the file's tensor they belong to, each with the ranks that hold it."""
+def _held(name: str, tensor: torch.Tensor, source: Source, processes: Processes) -> Iterator[tuple[str, HeldBox]]:
+    """The slices of a tensor, each with its name in the files and the ranks that hold it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        for part, box, within in pieces_of(name, shape, source, None, ()):
-            yield part, Held(box, within, processes.ranks)
+        for part, box, within in file_slices(name, shape, source, None, ()):
+            yield part, HeldBox(box, within, processes.ranks)
         return
-    for coordinate, ranks in holders(tensor.spec):
-        for part, box, within in pieces_of(name, shape, source, tensor.spec, coordinate):
-            yield part, Held(box, within, ranks)
+    for coordinate, ranks in block_holders(tensor.spec):
+        for part, box, within in file_slices(name, shape, source, tensor.spec, coordinate):
+            yield part, HeldBox(box, within, ranks)
 
 
-def _write_share(fd: int, share: Share, tensor: torch.Tensor, start: int, item: Item) -> int:
+def _write_share(fd: int, share: WriteShare, tensor: torch.Tensor, start: int, item: BlockToWrite) -> int:
     held, box = share.source, share.box
     data = as_bytes(local_of(tensor, held)[held.within][box.inside(held.box)].cpu())
     at = 0
-    for first, count, pitch, length in rows_of(item.sizes, box.inside(whole(item.sizes)), item.dtype.itemsize):
+    for first, count, pitch, length in byte_runs(item.sizes, box.inside(full_box(item.sizes)), item.dtype.itemsize):
         for row in range(count):
             view = data[at : at + length].data
             place = start + first + row * pitch
@@ -372,8 +373,8 @@ def _write_share(fd: int, share: Share, tensor: torch.Tensor, start: int, item: 
     return at
 
 
-def _publish(staging: Staging, plan: list[Planned]) -> None:
-    """Move the files to their place, the index last; of two jobs that do, the one that is first."""
+def _publish(staging: Staging, plan: list[PlannedFile]) -> None:
+    """Move the files to their directory, the index last. The first of two concurrent jobs succeeds."""
     target, files = staging.target, [planned.file for planned in plan]
     with atomic.disk_errors(f"{target} cannot be written"):
         if len(plan) > 1:

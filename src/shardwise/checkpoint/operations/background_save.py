@@ -1,4 +1,4 @@
-"""One save under way on a thread of its own: waiting for it, and its error at the next call."""
+"""A save on a background thread: waiting for it, and raising its error at the next call."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ __all__ = ["Saving", "finish_pending", "start_pending"]
 
 
 class Saving:
-    """A save under way."""
+    """A save in progress."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, write: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        if rank_threads() is not None:  # a thread beside them would speak for whichever rank is running
-            self._run(run)
+        if rank_threads() is not None:  # with ranks as threads, another thread would have no rank
+            self._write(write)
             return
-        # not a daemon: a program that ends waits for its checkpoint
-        self._thread = threading.Thread(target=self._run, args=(run,), name="shardwise-checkpoint")
+        # not a daemon thread: at its end the program waits for the checkpoint
+        self._thread = threading.Thread(target=self._write, args=(write,), name="shardwise-checkpoint")
         self._thread.start()
 
-    def _run(self, run: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[], None]) -> None:
         try:
-            run()
+            write()
         except BaseException as error:
             self._error = error
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for it; raises what went wrong, once."""
+        """Wait for the end. Raises the error of the save, once."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -51,20 +51,20 @@ class Saving:
 _pending: list[Saving] = of_one_rank([])
 
 
-def start_pending(run: Callable[[], None]) -> Saving:
-    """Run it on a thread; `finish_pending` waits for it."""
-    saving = Saving(run)
+def start_pending(write: Callable[[], None]) -> Saving:
+    """Run `write` on a thread; `finish_pending` waits for it."""
+    saving = Saving(write)
     _pending[:] = [saving]
     return saving
 
 
 def finish_pending() -> None:
-    """Wait for the save under way, if there is one, and raise its error."""
+    """Wait for the save in progress, if there is one, and raise its error."""
     if _pending:
         _pending[0].wait()
 
 
 @atexit.register
-def _say_what_nobody_asked_for() -> None:
+def _print_unraised_error() -> None:
     if _pending and _pending[0]._error is not None:
         print(f"shardwise: the last checkpoint was not saved: {_pending[0]._error}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""A nested state as named entries and back: which tensors and plain objects stand in it, and under which names.
+"""A nested state as named entries and back: its tensors and plain objects with their names.
 
-Dicts are gone into; lists and tuples are where a tensor is inside, else they are one object. Modules, optimizers and
-whatever else has `state_dict` and `load_state_dict` stand for their state dict. Reads and writes no files.
+Dicts are traversed; lists and tuples only if they contain a tensor, otherwise they are one object. Modules, optimizers
+and other objects with `state_dict` and `load_state_dict` are replaced by their state dict. No file access.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.values import (
+from shardwise.checkpoint.format.json_values import (
     DEEPEST,
     Name,
     decode,
@@ -25,7 +25,7 @@ from shardwise.checkpoint.values import (
 from shardwise.errors import CheckpointError
 
 __all__ = [
-    "Expanded",
+    "ExpandedObject",
     "StateTree",
     "encode_state",
     "entries",
@@ -41,8 +41,8 @@ __all__ = [
 TENSOR = "$tensor"
 
 
-class Expanded(NamedTuple):
-    """An object that stands for its state dict: where it is, itself, and the dict."""
+class ExpandedObject(NamedTuple):
+    """An object that was replaced by its state dict: its path, the object, and the dict."""
 
     path: Name
     owner: Any
@@ -50,14 +50,14 @@ class Expanded(NamedTuple):
 
 
 class StateTree(NamedTuple):
-    """A state of dicts, lists, tuples, tensors and plain objects alone, and the objects it was expanded from."""
+    """A state of dicts, lists, tuples, tensors and plain objects, and the objects that were replaced in it."""
 
     root: Any
-    expanded: tuple[Expanded, ...]
+    expanded: tuple[ExpandedObject, ...]
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value stands for its state dict."""
+    """Whether a value has a state dict."""
     if isinstance(value, dict | torch.Tensor | type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -71,10 +71,9 @@ def expand(
 ) -> StateTree:
     """The state with every module, optimizer, ... replaced by its state dict. The user's containers are not changed.
 
-    A dict of a kind that a checkpoint cannot hold is an error; without `exact` all dicts become plain ones, which is
-    enough to be filled.
+    An unsupported dict type is an error. Without `exact` all dicts become plain dicts, which suffices for loading.
     """
-    found: list[Expanded] = []
+    found: list[ExpandedObject] = []
 
     def walk(value: Any, path: Name) -> Any:
         if len(path) > DEEPEST:
@@ -83,8 +82,8 @@ def expand(
             )
         if is_stateful(value):
             made = state_of(value, path)
-            found.append(Expanded(path, value, made))
-            # that a module's is an OrderedDict is its own matter: it gets its own back
+            found.append(ExpandedObject(path, value, made))
+            # load_state_dict gets a dict of the object's own type, so the type of this dict is not stored
             return walk(dict(made) if isinstance(made, dict) else made, path)
         if isinstance(value, dict):
             items = [(key, walk(item, (*path, key))) for key, item in value.items()]
@@ -96,13 +95,13 @@ def expand(
     root = walk(state, ())
     if not isinstance(root, dict):
         raise CheckpointError(
-            f"the state is a {type(state).__qualname__}", hint="give a dict, as in {'model': model, 'step': 3}"
+            f"the state is a {type(state).__qualname__}", hint="pass a dict, for example {'model': model, 'step': 3}"
         )
     return StateTree(root, tuple(found))
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a state, expanded or not, as far as they are seen: they say on whose ranks it is."""
+    """The visible tensors of a state, expanded or not; used to find the ranks that take part."""
     left, seen = [state], set[int]()
     while left:
         value = left.pop()
@@ -121,7 +120,7 @@ def tensors_in(state: Any) -> Iterator[torch.Tensor]:
 
 
 def entries(root: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
-    """Every tensor and every plain object of an expanded state, with the keys that lead there."""
+    """Every tensor and every plain object of an expanded state, with its path of keys."""
     if isinstance(root, dict):
         for key, item in root.items():
             yield from entries(item, (*path, key))
@@ -133,7 +132,7 @@ def entries(root: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
 
 
 def encode_state(root: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The state as JSON, in which tensors are named, and the tensors by name."""
+    """The state as JSON data with names in place of tensors, and the tensors by name."""
     tensors: dict[str, torch.Tensor] = {}
     names: dict[str, Name] = {}
 
@@ -147,7 +146,7 @@ def encode_state(root: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if names.setdefault(name, path) != path:
             raise CheckpointError(
                 f"two entries of the state have the name {name}: {names[name]} and {path}",
-                hint="keys that differ must differ as text: 0 and '0' do not",
+                hint="different keys must have different names: 0 and '0' have the same",
             )
         if not isinstance(value, torch.Tensor):
             return encode(value, path)
@@ -161,7 +160,7 @@ def encode_state(root: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def stored_entries(data: Any) -> dict[str, tuple[Name, Any]]:
-    """The entries of a stored state by name: the keys that lead there, and a `StoredName` or the encoded object."""
+    """The entries of a stored state by name: the path of keys, and the encoded tensor name or object."""
     found: dict[str, tuple[Name, Any]] = {}
 
     def walk(value: Any, path: Name) -> None:
@@ -195,7 +194,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     content = value[tag]
     if tag == "$dict" and len(value) == 1 and isinstance(content, list):
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-            raise CheckpointError("the stored state has a dict that means nothing")
+            raise CheckpointError("the stored state has an invalid encoding of a dict")
         keys = decode({"$dict": [[key, None] for key, _ in content]})
         return list(zip(keys, [item for _, item in content], strict=True))
     if tag == "$tuple" and len(value) == 1 and isinstance(content, list) and not _has_no_tensor(content):
@@ -214,14 +213,14 @@ def _has_no_tensor(data: Any, depth: int = 0) -> bool:
 
 
 def tensor_name(value: Any) -> str | None:
-    """The name of the tensor that stands at a stored entry, None if a plain object stands there."""
+    """The tensor name of a stored entry, None for a plain object."""
     if isinstance(value, dict) and set(value) == {TENSOR} and isinstance(value[TENSOR], str):
         return value[TENSOR]
     return None
 
 
 def rebuild(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that was stored, with these tensors in it."""
+    """Decode a stored state, with these tensors."""
     name = tensor_name(data)
     if name is not None:
         return tensors[name]
@@ -237,7 +236,7 @@ def rebuild(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def merge(ours: Any, theirs: Any) -> Any:
-    """A stored state with the entries of another that it lacks."""
+    """A stored state, with the missing entries added from another."""
     if not (_is_stored_dict(ours) and _is_stored_dict(theirs)):
         return ours
     merged = dict(_children(ours) or ())
@@ -254,7 +253,7 @@ def _is_stored_dict(data: Any) -> bool:
 
 
 def filled(value: Any, objects: Mapping[Name, Any], path: Name = ()) -> Any:
-    """`value` with the objects at these paths in it: dicts and lists in place, tuples anew, tensors as they are."""
+    """`value` with the entries at these paths replaced: dicts and lists in place, tuples as new tuples."""
     if path in objects:
         return objects[path]
     if isinstance(value, dict):

@@ -1,7 +1,4 @@
-"""A box of a stored tensor put together from its blocks, and the sums of what was read of them, which are verified.
-
-Knows files and the index; knows nothing of DTensors, states or processes.
-"""
+"""Reads a box of a stored tensor from its blocks, and verifies the checksums of all processes together."""
 
 from __future__ import annotations
 
@@ -12,38 +9,38 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shardwise.checkpoint.boxes import Box, common, rows_of
-from shardwise.checkpoint.checksum import MODULUS
-from shardwise.checkpoint.files import as_bytes
-from shardwise.checkpoint.index import Index, StoredTensor
-from shardwise.checkpoint.ranges import FileReader
+from shardwise.checkpoint.format.checkpoint_index import Index, StoredTensor
+from shardwise.checkpoint.format.checksum import MODULUS
+from shardwise.checkpoint.io.block_writer import as_bytes
+from shardwise.checkpoint.io.range_reader import FileReader
+from shardwise.checkpoint.partition.boxes import Box, byte_runs, intersection
 from shardwise.errors import CheckpointError
 
-__all__ = ["Memory", "Sums", "check_sums", "note_sums", "read_box"]
+__all__ = ["HostBuffer", "Sums", "check_sums", "note_sums", "read_box"]
 
-Found = dict[int, tuple[int, int]]  # of a box, for each stored block by number: bytes, and their sum
-Sums = dict[tuple[str, Box], Found]
+BlockSums = dict[int, tuple[int, int]]  # for a box: bytes read and their checksum, by the number of the stored block
+Sums = dict[tuple[str, Box], BlockSums]
 
 
-class Memory:
-    """Host memory in one piece, handed out bit by bit: large pages, which many small pieces would not get."""
+class HostBuffer:
+    """One large allocation of host memory, handed out in parts: the system gives it huge pages."""
 
     def __init__(self, size: int) -> None:
         self._data = np.empty(size, dtype=np.uint8)
         self._used = 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Memory:
-        """That of a tensor itself, where it lies dense in host memory."""
+    def of(cls, tensor: torch.Tensor) -> HostBuffer:
+        """The memory of a tensor itself, if it is dense and in host memory."""
         made = cls(0)
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             made._data = as_bytes(tensor)
         return made
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
-        """Memory as bytes and as a tensor; new where there is not enough left that is aligned."""
+        """Memory as bytes and as a tensor; a new allocation if not enough is left."""
         size = math.prod(shape) * dtype.itemsize
-        start = -(-self._used // 16) * 16  # as wide as the widest dtype
+        start = -(-self._used // 16) * 16  # alignment of the widest dtype
         data = self._data[start : start + size]
         if len(data) == size:
             self._used = start + size
@@ -53,16 +50,18 @@ class Memory:
         return data, tensor
 
 
-_none = Memory(0)
+_none = HostBuffer(0)
 
 
-def read_box(files: FileReader, stored: StoredTensor, box: Box, memory: Memory = _none) -> tuple[torch.Tensor, Found]:
-    """The values of a box of a stored tensor, and the sums of what was read of each block."""
+def read_box(
+    files: FileReader, stored: StoredTensor, box: Box, memory: HostBuffer = _none
+) -> tuple[torch.Tensor, BlockSums]:
+    """The values of a box of a stored tensor, and the checksum of the part read of each block."""
     itemsize = stored.dtype.itemsize
     data, values = memory.take(box.sizes, stored.dtype)
-    found: Found = {}
+    found: BlockSums = {}
     for number, block in enumerate(stored.blocks):
-        part = common(block.box, box)
+        part = intersection(block.box, box)
         if part is None:
             continue
         dense = _dense_range(box, part, itemsize)
@@ -77,8 +76,8 @@ def read_box(files: FileReader, stored: StoredTensor, box: Box, memory: Memory =
 
 
 def _dense_range(box: Box, part: Box, itemsize: int) -> slice | None:
-    """Where the bytes of a part lie in those of the box, if they follow each other."""
-    first, *others = rows_of(box.sizes, part.inside(box), itemsize)
+    """The byte range of a part in the memory of the box, if it is contiguous."""
+    first, *others = byte_runs(box.sizes, part.inside(box), itemsize)
     if others or first.number != 1:
         return None
     return slice(first.start, first.start + first.length)
@@ -87,17 +86,17 @@ def _dense_range(box: Box, part: Box, itemsize: int) -> slice | None:
 # ---------------------------------------------------------------- verifying
 
 
-def note_sums(sums: Sums, stored: StoredTensor, box: Box, found: Found) -> None:
-    """Keep the sums of a box; copies of one box must have the same."""
+def note_sums(sums: Sums, stored: StoredTensor, box: Box, found: BlockSums) -> None:
+    """Store the checksums of a box; all replicas of a box must have the same."""
     if sums.setdefault((stored.name, box), found) != found:
         number = next(n for n in found if sums[stored.name, box].get(n) != found[n])
         raise _damaged(stored, number)
 
 
-def check_sums(index: Index, told: Sequence[Sums]) -> None:
-    """The sums of what all processes read must be those of the blocks; an error names the first that is not."""
+def check_sums(index: Index, gathered: Sequence[Sums]) -> None:
+    """Compare the checksums of all processes with the index; raises for the first block that differs."""
     merged: Sums = {}
-    for sums in told:
+    for sums in gathered:
         for (name, box), found in sums.items():
             note_sums(merged, index.tensors[name], box, found)
     totals: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -111,7 +110,7 @@ def check_sums(index: Index, told: Sequence[Sums]) -> None:
             size, total = blocks.get(number, (0, 0))
             if size != block.box.numel * stored.dtype.itemsize:
                 raise CheckpointError(
-                    f"tensor {name}: the ranks together do not read all of it exactly once",
+                    f"tensor {name}: the ranks together do not read each element exactly once",
                     hint="every process of the mesh must call load with the same state",
                 )
             if total != block.checksum:
@@ -121,7 +120,7 @@ def check_sums(index: Index, told: Sequence[Sums]) -> None:
 def _damaged(stored: StoredTensor, number: int) -> CheckpointError:
     block = stored.blocks[number]
     return CheckpointError(
-        f"tensor {stored.name}: its block at {block.box.offset} in {block.file} does not have the checksum it was "
-        "saved with; nothing was loaded",
+        f"tensor {stored.name}: its block at {block.box.offset} in {block.file} does not match its checksum; nothing "
+        "was loaded",
         hint="the file is damaged: load an older checkpoint",
     )

@@ -1,13 +1,10 @@
-"""A checksum that parts of a block can be added up to: each reader sums what it reads, no byte is read for it alone.
+"""An additive checksum: each rank sums the bytes it reads, and the sums of all ranks add up to the block's checksum.
 
 The checksum of a block is the sum of word[i] * BASE**i modulo 2**64 over its 32-bit little-endian words, the last one
-filled up with zeros. Being a sum, it does not care who adds up which bytes: ranks that read a block in pieces, along
-any dims, each make a sum of their own, and the sums of all of them together must be the block's. BASE is odd, so a
-change inside one word is always seen; it has the largest order there is, so that no two positions within 8 GiB weigh
-the same even in the bits that count; any other damage goes unseen once in 2**32 times or less. It guards against
-accidents, not against forgery.
-
-Arithmetic on arrays of numpy; knows nothing of files or tensors.
+padded with zeros. Since it is a sum, ranks may read a block in parts along any dims, and no byte is read only to verify
+it. BASE is odd, so a change inside one word is always detected. It has the largest possible order, so no two positions
+within 8 GiB have the same weight, even in the significant bits. Other damage is missed with a probability of at most
+2**-32. The checksum protects against accidents, not against forgery.
 """
 
 from __future__ import annotations
@@ -18,10 +15,10 @@ import numpy as np
 
 __all__ = ["BASE", "checksum", "sum_of_rows"]
 
-BASE = 0x5851F42D4C957F2D  # 5 modulo 8, so that its powers repeat after 2**62 steps only
+BASE = 0x5851F42D4C957F2D  # 5 modulo 8, so that its powers have the period 2**62
 MODULUS = 2**64
 WORD = 4
-TABLE = 1 << 14  # words summed at a time: they and their weights stay in the cache
+TABLE = 1 << 14  # words summed at a time: they and their weights fit into the CPU cache
 
 
 @functools.cache
@@ -37,7 +34,7 @@ def _geometric(first: int, ratio: int, count: int) -> np.ndarray:
 
 
 def checksum(data: np.ndarray, start: int = 0) -> int:
-    """The sum of bytes that follow each other in a block from byte `start` on.
+    """The checksum of consecutive bytes that start at byte `start` of a block.
 
     Example:
         >>> data = np.arange(11, dtype=np.uint8)
@@ -48,28 +45,28 @@ def checksum(data: np.ndarray, start: int = 0) -> int:
 
 
 def sum_of_rows(rows: np.ndarray, start: int, pitch: int) -> int:
-    """The sum of equally long rows of bytes, of which row r stands at byte `start + r * pitch` of the block."""
+    """The checksum of rows of bytes of equal length; row r starts at byte `start + r * pitch` of the block."""
     count, length = rows.shape
     if not count or not length:
         return 0
     if start % WORD == 0 and (pitch % WORD == 0 or count == 1) and length % WORD == 0 and rows.flags.c_contiguous:
         return _sum_of_words(rows.view(np.uint32), start // WORD, pitch // WORD)
     total = 0
-    for first in range(min(WORD, count)):  # every fourth row stands at the same place in a word
+    for first in range(min(WORD, count)):  # every fourth row has the same alignment to words
         some, at = rows[first::WORD], start + first * pitch
         shift = at % WORD
         padded = np.zeros((len(some), -(-(shift + length) // WORD) * WORD), dtype=np.uint8)
         padded[:, shift : shift + length] = some
-        total += _sum_of_words(padded.view(np.uint32), at // WORD, pitch)  # four rows on is `pitch` words on
+        total += _sum_of_words(padded.view(np.uint32), at // WORD, pitch)  # four rows are `pitch` words apart
     return total % MODULUS
 
 
 def _sum_of_words(words: np.ndarray, start: int, pitch: int) -> int:
     count, length = words.shape
-    if count == 1 and length > TABLE:  # one long row is many that follow each other
-        cut = length // TABLE * TABLE
-        total = _sum_of_words(words[:, :cut].reshape(-1, TABLE), start, TABLE)
-        return (total + _sum_of_words(words[:, cut:], start + cut, 0)) % MODULUS if cut < length else total
+    if count == 1 and length > TABLE:  # split one long row into consecutive rows
+        full = length // TABLE * TABLE
+        total = _sum_of_words(words[:, :full].reshape(-1, TABLE), start, TABLE)
+        return (total + _sum_of_words(words[:, full:], start + full, 0)) % MODULUS if full < length else total
     total = np.zeros(count, dtype=np.uint64)
     powers = _powers()
     for first in range(0, length, TABLE):

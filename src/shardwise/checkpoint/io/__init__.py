@@ -1,0 +1,1 @@
+"""File access: atomic directories, writing blocks, reading byte ranges, boxes and safetensors headers."""

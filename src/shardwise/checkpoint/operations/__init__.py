@@ -1,0 +1,1 @@
+"""Saving, loading, exporting and inspecting checkpoints, and the exchanges among processes."""

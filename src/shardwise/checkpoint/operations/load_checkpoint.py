@@ -1,0 +1,366 @@
+"""load: each rank reads the bytes of its own blocks; the state changes only after everything is verified.
+
+Values are staged in host memory, one additional copy of this process's part of the state. Checksums are additive: the
+sums of all ranks are compared with the index, so no byte is read only to verify it. A load performs four exchanges: the
+comparison of state and checkpoint; the checksums; that every rank is ready to change; that every rank has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint.format.checkpoint_index import INDEX, Index, StoredTensor, parse_index
+from shardwise.checkpoint.format.json_values import Name, decode, join
+from shardwise.checkpoint.format.state_tree import (
+    ExpandedObject,
+    entries,
+    expand,
+    rebuild,
+    stored_entries,
+    tensor_name,
+    tensors_in,
+)
+from shardwise.checkpoint.io.box_reader import HostBuffer, Sums, check_sums, note_sums, read_box
+from shardwise.checkpoint.io.progress_bar import Progress
+from shardwise.checkpoint.io.range_reader import FileReader, OpenDirectory, Replaced, retry_replaced
+from shardwise.checkpoint.operations.apply_load import LoadChanges, StagedValues, change_all, put_values
+from shardwise.checkpoint.operations.background_save import finish_pending
+from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
+from shardwise.checkpoint.operations.unstepped_optimizer import optimizer_state
+from shardwise.checkpoint.partition.boxes import Box, boxes_of, full_box
+from shardwise.core.spec import TensorMeta
+from shardwise.dispatch.views import materialize
+from shardwise.errors import CheckpointError, CheckpointMismatchError
+from shardwise.fabric.base import fabric_of
+from shardwise.tensor import DTensor
+
+__all__ = [
+    "Loaded",
+    "StateMatch",
+    "load",
+    "mismatch",
+    "open_checkpoint",
+    "open_index",
+    "read",
+    "read_index",
+    "unfillable",
+]
+
+
+class Loaded(NamedTuple):
+    """The result of a load: the loaded state, the entries that did not match, and the bytes this process read."""
+
+    state: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: dict[str, str]
+    bytes_read: int
+
+
+class StateMatch(NamedTuple):
+    """The comparison of a state with a checkpoint: tensors and objects to load, and entries that do not match."""
+
+    tensors: list[tuple[torch.Tensor, StoredTensor]]
+    objects: dict[Name, Any]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: dict[str, str]
+
+
+def load(
+    state: Any, path: str | Path, *, strict: bool = True, staged: bool = True, process_group: Any = None
+) -> Loaded:
+    """Load a checkpoint into a state. The checkpoint may be from any mesh and layout.
+
+    Every process of the group calls it. Tensors are filled in place, plain objects are replaced, modules and optimizers
+    load their state, optimizers also before their first step. If the checkpoint is damaged, all ranks raise an error
+    and nothing has changed.
+
+    Args:
+        state: as passed to `save`, with tensors in the wanted layouts.
+        path: the directory of the checkpoint.
+        strict: raise an error that lists all missing and unexpected entries, and all of another shape or dtype. With
+            False, load the entries that match; the result lists the others.
+        staged: keep all values in host memory until everything is verified. With False they are read directly into the
+            tensors, which takes no extra memory and less time; a damaged checkpoint still raises, but the tensors are
+            partly overwritten. For programs that end on such an error.
+        process_group: the processes that take part; default: all.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> path = tempfile.mkdtemp() + "/first"
+        >>> sw.checkpoint.save({"w": torch.ones(2, 2), "names": ("a", "b")}, path)
+        >>> mesh = sw.init_device_mesh("cpu", (2,))
+        >>> w = sw.zeros(2, 2, device_mesh=mesh, placements=[sw.Shard(1)])
+        >>> sw.checkpoint.load({"w": w, "extra": 0}, path, strict=False)[1:4]
+        (('extra',), ('names',), {})
+    """
+    return retry_replaced(lambda: _load(state, path, strict, staged, process_group))
+
+
+def _load(state: Any, path: str | Path, strict: bool, staged: bool, group: Any) -> Loaded:
+    """One attempt to load; all processes retry together if the checkpoint is replaced meanwhile."""
+    outcome = Outcome()
+    outcome.attempt(finish_pending, None)
+    with contextlib.ExitStack() as opened:
+        source = outcome.attempt(lambda: opened.enter_context(open_checkpoint(Path(path))), None)
+        index = outcome.attempt(lambda: read_index(_given(source)), Index({}, {}, {}))
+        tree = outcome.attempt(
+            lambda: expand(state, lambda owner, at: optimizer_state(owner, at, index), exact=False), None
+        )
+        root, expanded = ({}, ()) if tree is None else tree
+        processes = processes_of(outcome, tensors_in(state if tree is None else root), group)
+        fit = _agreed_match(outcome, processes, path, root, expanded, index, strict)
+        waiting, read_bytes = _read_and_verify(outcome, processes, source, index, fit, staged)
+        tensors = [tensor for tensor, _ in fit.tensors]
+        change_all(
+            outcome, processes, lambda: LoadChanges(processes.rank, tensors, waiting, state, expanded, fit.objects)
+        )
+    return Loaded(state, fit.missing, fit.unexpected, fit.mismatched, read_bytes)
+
+
+def _given(source: OpenDirectory | None) -> OpenDirectory:
+    assert source is not None, "no step runs after a failed one"
+    return source
+
+
+def read(path: str | Path) -> Any:
+    """Read the full state of a checkpoint as plain tensors and objects, in this process only.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> path = tempfile.mkdtemp() + "/first"
+        >>> sw.checkpoint.save({"w": torch.ones(2), "rates": [0.1, (0.2,)]}, path)
+        >>> sw.checkpoint.read(path)
+        {'w': tensor([1., 1.]), 'rates': [0.1, (0.2,)]}
+    """
+    finish_pending()
+    return retry_replaced(lambda: _read(Path(path)))
+
+
+def _read(path: Path) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    with open_checkpoint(path) as source:
+        index = read_index(source)
+        total = sum(tensor.nbytes for tensor in index.tensors.values())
+        with Progress("loading", total, shown=True) as progress, FileReader(source, index.files, progress.add) as files:
+            for stored in index.tensors.values():
+                box = full_box(stored.shape)
+                tensors[stored.name], found = read_box(files, stored, box)
+                check_sums(index, [{(stored.name, box): found}])
+    return rebuild(index.state, tensors)
+
+
+# ---------------------------------------------------------------- comparing checkpoint and state
+
+
+def open_checkpoint(path: Path) -> OpenDirectory:
+    """Open the directory of a checkpoint."""
+    return OpenDirectory(path, "there is no checkpoint")
+
+
+def read_index(source: OpenDirectory) -> Index:
+    """Read and validate the index of a checkpoint: its state must name exactly the stored tensors."""
+    index = parse_index(source.read(INDEX, "the index"))
+    named = {name for _, value in stored_entries(index.state).values() if (name := tensor_name(value)) is not None}
+    if named != set(index.tensors):
+        odd = sorted(named ^ set(index.tensors))
+        raise CheckpointError(f"the state of the checkpoint and its tensors differ in {', '.join(odd[:8])}")
+    return index
+
+
+def open_index(path: Path) -> Index:
+    """Read the index of the checkpoint at a path."""
+
+    def read_once() -> Index:
+        with open_checkpoint(path) as source:
+            return read_index(source)
+
+    return retry_replaced(read_once)
+
+
+def _agreed_match(
+    outcome: Outcome,
+    processes: Processes,
+    path: str | Path,
+    root: Any,
+    expanded: Sequence[ExpandedObject],
+    index: Index,
+    strict: bool,
+) -> StateMatch:
+    """Compare the states of all processes with the checkpoint; if strict, all raise if one does not match."""
+    fit = outcome.attempt(lambda: _fit(root, expanded, index), StateMatch([], {}, (), (), {}))
+    wanted = outcome.attempt(lambda: {join(at) for at, _ in entries(root)}, set[str]())
+    outcome.value = (wanted, fit.missing, fit.mismatched)
+    fact = lambda: (sorted(wanted), fit.missing, fit.mismatched)  # noqa: E731
+    gathered, digests = processes.exchange_if_different(outcome, fact, index.digest)
+    if len(set(digests)) > 1:
+        raise Replaced(
+            f"the ranks find different checkpoints at {path}",
+            hint="use a path on a shared file system, and a checkpoint that no job overwrites",
+        )
+
+    def compare() -> StateMatch:
+        everybody = set().union(*(names for names, _, _ in gathered))
+        agreed = fit._replace(unexpected=tuple(name for name in fit.unexpected if name not in everybody))
+        missing = sorted({name for _, names, _ in gathered for name in names})
+        mismatched = {name: why for _, _, wrong in gathered for name, why in wrong.items()}
+        if strict and (missing or agreed.unexpected or mismatched):
+            raise mismatch(tuple(missing), agreed.unexpected, mismatched)
+        return agreed
+
+    return outcome.attempt(compare, fit)
+
+
+def _fit(root: Any, expanded: Sequence[ExpandedObject], index: Index) -> StateMatch:
+    stored = stored_entries(index.state)
+    tensors: list[tuple[torch.Tensor, StoredTensor]] = []
+    objects: dict[Name, Any] = {}
+    missing: list[str] = []
+    mismatched: dict[str, str] = {}
+    seen: set[str] = set()
+    for path, value in entries(root):
+        name = join(path)
+        seen.add(name)
+        if name not in stored:
+            missing.append(name)
+            continue
+        name_stored = tensor_name(stored[name][1])
+        if name_stored is not None and isinstance(value, torch.Tensor):
+            why = _differs(value, index.tensors[name_stored])
+            if why is None:
+                tensors.append((value, index.tensors[name_stored]))
+            else:
+                mismatched[name] = why
+        elif name_stored is None and not isinstance(value, torch.Tensor):
+            objects[path] = decode(stored[name][1])
+        else:
+            kinds = ("a tensor", "a plain object")
+            mismatched[name] = "is {} in the checkpoint, {} in the state".format(*kinds[:: 1 if name_stored else -1])
+    for owner in expanded:
+        mismatched |= _group_mismatch(owner, objects)
+    unexpected = tuple(name for name in stored if name not in seen)
+    return StateMatch(tensors, objects, tuple(missing), unexpected, mismatched)
+
+
+def _differs(tensor: torch.Tensor, stored: StoredTensor) -> str | None:
+    have, want = TensorMeta(stored.shape, dtype=stored.dtype), TensorMeta(tensor.shape, dtype=tensor.dtype)
+    if have is not want:
+        return f"is {have} in the checkpoint, {want} in the state"
+    return unfillable(tensor)
+
+
+def unfillable(tensor: torch.Tensor) -> str | None:
+    """Why a tensor of the state cannot be filled, None if it can. Checked early, before any tensor changes."""
+    if isinstance(tensor, DTensor):
+        if tensor.spec.partial_axes:
+            return f"is {tensor.spec} in the state, and a Partial cannot be filled: use Replicate() or Shard()"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        return f"is of type {type(tensor).__module__}.{type(tensor).__qualname__} in the state, which cannot be filled"
+    if tensor.device.type == "meta":
+        return "has no memory in the state: it is on the meta device"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"is a {tensor.layout} tensor of {tensor.dtype} in the state, which cannot be filled"
+    for local, _ in _locals(tensor):
+        if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+            return "is expanded in the state: its elements share memory, and cannot be filled separately"
+        if local.untyped_storage().nbytes() < local.dtype.itemsize * (local.storage_offset() + local.numel()):
+            return "has no memory in the state: its storage was freed"
+    return None
+
+
+def _group_mismatch(expanded: ExpandedObject, objects: Mapping[Name, Any]) -> dict[str, str]:
+    """Parameter groups of an optimizer that its load_state_dict would refuse."""
+    at = (*expanded.path, "param_groups")
+    if not isinstance(expanded.owner, torch.optim.Optimizer) or not isinstance(objects.get(at), list):
+        return {}
+    counts = [
+        [len(group["params"]) if isinstance(group, dict) and "params" in group else None for group in groups]
+        for groups in (objects[at], expanded.state["param_groups"])
+    ]
+    if counts[0] == counts[1]:
+        return {}
+    return {join(at): "is {} in the checkpoint, {} in the state, as numbers of parameters".format(*counts)}
+
+
+def mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: dict[str, str]) -> Exception:
+    """The error that lists all entries that do not match."""
+    lines = ["the checkpoint does not match the state:"]
+    lines += [f"    missing from the checkpoint: {name}" for name in missing]
+    lines += [f"    in the checkpoint, not in the state: {name}" for name in unexpected]
+    lines += [f"    {name} {why}" for name, why in mismatched.items()]
+    return CheckpointMismatchError(
+        "\n".join(lines),
+        hint="strict=False loads the entries that match",
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=mismatched,
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_and_verify(
+    outcome: Outcome, processes: Processes, source: OpenDirectory | None, index: Index, fit: StateMatch, staged: bool
+) -> tuple[list[StagedValues], int]:
+    """Read the values of this process, and verify them with the other processes. Returns the staged values."""
+    waiting: list[StagedValues] = []
+    sums: Sums = {}
+
+    def read_mine() -> int:
+        total = sum(local.nbytes for tensor, _ in fit.tensors for local, _ in _locals(tensor))
+        memory = HostBuffer(total) if staged else None
+        progress = Progress("loading", total, shown=processes.is_first)
+        with progress, FileReader(_given(source), index.files, progress.add) as files:
+            for tensor, stored in fit.tensors:
+                waiting.extend(_stage(files, tensor, stored, sums, memory))
+        return files.bytes_read
+
+    read_bytes = outcome.attempt(read_mine, 0)
+    outcome.value = sums
+    gathered = processes.exchange(outcome)
+    outcome.attempt(lambda: check_sums(index, gathered), None)
+    return waiting, read_bytes
+
+
+def _stage(
+    files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: HostBuffer | None
+) -> Iterator[StagedValues]:
+    """Read the values of a tensor's local tensors and note their checksums; without `memory`, write them at once."""
+    for local, boxes in _locals(tensor):
+        place = HostBuffer.of(local) if memory is None else memory
+        if len(boxes) == 1:
+            box = boxes[0][0]
+            values, found = read_box(files, stored, box, place)
+            note_sums(sums, stored, box, found)
+        else:
+            _, values = place.take(tuple(local.shape), local.dtype)
+            for box, within in boxes:
+                values[within], found = read_box(files, stored, box)
+                note_sums(sums, stored, box, found)
+        if memory is not None:
+            yield StagedValues(local, values, stored.name)
+        elif values.data_ptr() != local.data_ptr():
+            put_values(local, values)
+
+
+def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box, tuple[slice, ...]]]]]:
+    """The non-empty local tensors of a tensor in this process, each with its boxes."""
+    if not isinstance(tensor, DTensor):
+        box = full_box(tensor.shape)
+        if box.numel:
+            yield tensor, [(box, box.inside(box))]
+        return
+    if tensor.spec.is_lazy:  # it will be written to
+        materialize(tensor)
+    spec = tensor.spec
+    for coordinate, local in fabric_of(spec.mesh).parts(spec.mesh, tensor._local_tensor):
+        boxes = boxes_of(spec.block(coordinate))
+        if boxes:
+            yield local, boxes

@@ -1,0 +1,339 @@
+"""save: each rank writes its blocks to its own file, the first process writes the index and renames the directory.
+
+A save performs three exchanges: the description of the state and the staging directory; the written blocks; that the
+checkpoint is published. The steps after the first exchange can run on a thread (`async_save`). Every step runs inside
+`Outcome.attempt`, so that an error of one process is raised on all of them at the next exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint.format.checkpoint_index import (
+    INDEX,
+    Index,
+    StoredBlock,
+    StoredTensor,
+    parse_index,
+    write_index,
+)
+from shardwise.checkpoint.format.state_tree import encode_state, expand, merge, stored_entries, tensors_in
+from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
+from shardwise.checkpoint.io import atomic_directory as atomic
+from shardwise.checkpoint.io.atomic_directory import Staging
+from shardwise.checkpoint.io.block_writer import BlockToWrite, write_blocks
+from shardwise.checkpoint.io.progress_bar import Progress
+from shardwise.checkpoint.operations.background_save import Saving, finish_pending, start_pending
+from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
+from shardwise.checkpoint.partition.boxes import HeldBox, full_box, held_boxes
+from shardwise.checkpoint.partition.write_assignment import TensorToWrite, WriteShare, assign_writes
+from shardwise.errors import AgreementError, CheckpointError
+from shardwise.fabric.base import fabric_of, settle_checks
+from shardwise.tensor import DTensor
+
+__all__ = ["SaveJob", "TensorDescription", "async_save", "execute_save", "save"]
+
+Written = tuple[dict[str, int], list[tuple[str, StoredBlock]]]
+
+
+class TensorDescription(NamedTuple):
+    """The description of a tensor that all processes must agree on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+
+class SaveJob(NamedTuple):
+    """A prepared save: the contents of the index, and the blocks that this process writes for each rank."""
+
+    staging: Staging
+    processes: Processes
+    tensors: dict[str, TensorDescription]
+    state: Any
+    files: dict[int, list[tuple[WriteShare, BlockToWrite]]]
+    keep: int | None = None
+    sums: Any = None  # checksums of blocks that this process reads from another checkpoint
+    check: Callable[[list[Any]], None] | None = None  # verifies the `sums` of all processes before publication
+
+
+def save(
+    state: Any, path: str | Path, *, keep: int | None = None, overwrite: bool = False, process_group: Any = None
+) -> None:
+    """Write a state to a checkpoint: a directory that is created atomically.
+
+    Every process of the group calls it with the same path. Each rank writes its blocks; replicated blocks are written
+    once.
+
+    Args:
+        state: a nested dict of DTensors, plain tensors, numbers, strings, lists, tuples, None, and of modules,
+            optimizers and other objects with a `state_dict`.
+        path: the directory to create, on a file system that all processes share.
+        keep: after publication, remove all but this many checkpoints whose names differ only in the final number.
+        overwrite: replace a checkpoint of this name, atomically.
+        process_group: the processes that take part; default: all.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> mesh = sw.init_device_mesh("cpu", (4,))
+        >>> x = sw.distribute_tensor(torch.arange(8.0), mesh, [sw.Shard(0)])
+        >>> folder = tempfile.mkdtemp()
+        >>> sw.checkpoint.save({"x": x, "step": 3}, f"{folder}/step-3")
+        >>> y = sw.zeros(8, device_mesh=mesh, placements=[sw.Replicate()])
+        >>> sw.checkpoint.load({"x": y, "step": 0}, f"{folder}/step-3").state["step"], y.full_tensor()
+        (3, tensor([0., 1., 2., 3., 4., 5., 6., 7.]))
+    """
+    outcome = Outcome()
+    execute_save(outcome, prepare_save(outcome, state, path, keep, overwrite, process_group, copied=False))
+
+
+def async_save(
+    state: Any, path: str | Path, *, keep: int | None = None, overwrite: bool = False, process_group: Any = None
+) -> Saving:
+    """Like `save`, but returns when the state is copied to host memory; a thread writes it in the background.
+
+    An error in the thread is raised on all ranks by the next `save`, `async_save` or `load`, or by `wait()` of the
+    result. One save runs at a time: the next call waits for it.
+
+    Args:
+        state: as in `save`. Each rank copies only the blocks that it writes.
+        path: as in `save`.
+        keep: as in `save`.
+        overwrite: as in `save`.
+        process_group: as in `save`.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+        >>> saving = sw.checkpoint.async_save({"x": x}, tempfile.mkdtemp() + "/step-1")
+        >>> _ = x.zero_()  # the checkpoint has ones
+        >>> saving.wait()
+    """
+    outcome = Outcome()
+    job = prepare_save(outcome, state, path, keep, overwrite, process_group, copied=True)
+    try:
+        background = job._replace(processes=job.processes.with_own_group())
+    except BaseException:
+        if job.processes.is_first:
+            atomic.discard(job.staging)
+        raise
+    interrupt = None if isinstance(outcome.error, Exception) else outcome.error
+
+    def write_in_background() -> None:  # runs also after an error, which must be sent to the other processes
+        try:
+            execute_save(outcome, background)
+        except BaseException as error:
+            if error is not interrupt:
+                raise
+
+    saving = start_pending(write_in_background)
+    if interrupt is not None:
+        raise interrupt
+    return saving
+
+
+# ---------------------------------------------------------------- preparing
+
+
+def prepare_save(
+    outcome: Outcome, state: Any, path: str | Path, keep: int | None, overwrite: bool, group: Any, *, copied: bool
+) -> SaveJob:
+    """Prepare a save, with the first exchange. With `copied`, copy this process's blocks to host memory.
+
+    An error after the exchange is stored in `outcome`, for the next exchange in `execute_save`.
+    """
+    outcome.attempt(finish_pending, None)
+    outcome.attempt(settle_checks, None)
+    tree = outcome.attempt(lambda: expand(state), None)
+    processes = processes_of(outcome, tensors_in(state if tree is None else tree.root), group)
+    nothing: tuple[Any, dict[str, torch.Tensor]] = ({}, {})
+    encoded, tensors = outcome.attempt(lambda: encode_state(tree.root if tree else {}), nothing)
+
+    def look() -> tuple[Path, dict[str, TensorDescription], Staging | None]:
+        target = Path(path).absolute()
+        known = {name: describe(name, tensor, processes) for name, tensor in tensors.items()}
+        if not processes.is_first:
+            return target, known, None
+        atomic.check_target(target, keep, overwrite)
+        return target, known, atomic.prepare(target)
+
+    target, known, staging = outcome.attempt(look, (Path(), {}, None))
+    outcome.value = (str(target), known, encoded)
+    try:
+        gathered, places = processes.exchange_if_different(
+            outcome, lambda: (str(target), known, sorted(stored_entries(encoded))), staging
+        )
+    except BaseException:
+        if staging is not None:
+            atomic.discard(staging)
+        raise
+
+    def decide() -> SaveJob:
+        everything, agreed = _agreed(gathered)
+        shares = _shares(processes, tensors, [known for _, known, _ in gathered])
+        mine = {rank: of_rank for rank, of_rank in shares.items() if processes.alone or rank == processes.rank}
+        files = {
+            rank: [(share, _item(share, tensors[share.name], copied)) for share in of_rank]
+            for rank, of_rank in mine.items()
+        }
+        return SaveJob(places[0], processes, everything, agreed, files, keep)
+
+    return outcome.attempt(decide, SaveJob(places[0], processes, {}, {}, {}, keep))
+
+
+def describe(name: str, tensor: torch.Tensor, processes: Processes) -> TensorDescription:
+    """The description of a tensor; raises if a checkpoint cannot store it."""
+    if not isinstance(tensor, DTensor) and hasattr(tensor, "__tensor_flatten__"):
+        raise CheckpointError(
+            f"{name} is of type {type(tensor).__module__}.{type(tensor).__qualname__}, which a checkpoint cannot store",
+            hint="supported are plain tensors and DTensors of Shardwise; sw.from_torch() converts torch's DTensors",
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in NAMES:
+        raise CheckpointError(f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which a checkpoint cannot store")
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{name} is on the meta device: it has no values")
+    layout = "plain"
+    if isinstance(tensor, DTensor):
+        layout = f"{tensor.spec!r} on {tensor.device_mesh!r}"
+        if tensor.spec.partial_axes:
+            raise CheckpointError(
+                f"{name} is {tensor.spec}: its value is not yet reduced",
+                hint="redistribute it to Replicate() or Shard() before it is saved",
+            )
+        outside = {rank for held in held_boxes(tensor.spec) for rank in held.ranks} - set(processes.ranks)
+        if outside and not processes.alone:
+            raise CheckpointError(
+                f"{name} is on ranks {sorted(outside)[:8]}, which do not take part",
+                hint="use a larger process_group",
+            )
+    return TensorDescription(NAMES[tensor.dtype], tuple(tensor.shape), layout)
+
+
+def _agreed(
+    gathered: Sequence[tuple[str, dict[str, TensorDescription], Any]],
+) -> tuple[dict[str, TensorDescription], Any]:
+    """Merge the tensors and states of all processes; some may have entries that others do not have."""
+    target, tensors, state = gathered[0]
+    tensors = dict(tensors)
+    for other_target, others, other_state in gathered[1:]:
+        if other_target != target:
+            raise AgreementError(f"the ranks save to different paths: {target} and {other_target}")
+        if others is gathered[0][1]:
+            continue
+        state = merge(state, other_state)
+        for name, described in others.items():
+            if tensors.setdefault(name, described) != described:
+                raise AgreementError(
+                    f"the ranks have different tensors named {name}:\n    {tensors[name]}\n    {described}",
+                    hint="tensors of one name must be shards or replicas of one tensor; rename the others",
+                )
+    return tensors, state
+
+
+def _shares(
+    processes: Processes, tensors: Mapping[str, torch.Tensor], known: Sequence[Mapping[str, TensorDescription]]
+) -> dict[int, list[WriteShare]]:
+    """The assignment of boxes to ranks for the tensors in this process; the same on all ranks of a tensor."""
+    everyone = processes.ranks
+    if processes.alone:
+        virtual = (t.device_mesh.grid_ranks for t in tensors.values() if isinstance(t, DTensor))
+        everyone = tuple(sorted({rank for ranks in virtual for rank in ranks})) or (0,)
+    shared = []
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor):
+            held = held_boxes(tensor.spec)
+        else:
+            box = full_box(tensor.shape)
+            among = everyone
+            if not processes.alone:
+                among = tuple(rank for rank, names in zip(everyone, known, strict=True) if name in names)
+            held = (HeldBox(box, box.inside(box), among),) if box.numel else ()
+        shared.append(TensorToWrite(name, tensor.dtype.itemsize, held))
+    return assign_writes(shared)
+
+
+def _item(share: WriteShare, tensor: torch.Tensor, copied: bool) -> BlockToWrite:
+    """The block of a share, ready to be written."""
+    held, box = share.source, share.box
+    local = local_of(tensor, held)
+    part = local[held.within][box.inside(held.box)].detach()
+    key = f"{share.name}@{','.join(map(str, box.offset))}"
+    if not copied:
+        return BlockToWrite(key, tensor.dtype, box.sizes, lambda: part.cpu())
+    kept = part.to("cpu", copy=True)
+    return BlockToWrite(key, tensor.dtype, box.sizes, lambda: kept)
+
+
+def local_of(tensor: torch.Tensor, held: HeldBox) -> torch.Tensor:
+    """The local tensor in this process that contains a held box."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    wanted = {mesh.coordinate_of(rank) for rank in held.ranks}
+    parts = fabric_of(mesh).parts(mesh, tensor._local_tensor)
+    return next(local for coordinate, local in parts if coordinate in wanted)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def execute_save(outcome: Outcome, job: SaveJob) -> None:
+    """Write the files and the index, and publish the checkpoint; on an error raise on all processes and clean up."""
+    processes = job.processes
+    written = outcome.attempt(lambda: write_files(job.staging.directory, job.files, shown=processes.is_first), None)
+    outcome.value = (written, job.sums)
+    done = Outcome()
+    try:
+        gathered = processes.exchange(outcome)
+        if processes.is_first:
+            done.attempt(lambda: finish(job, gathered), None)
+        processes.exchange(done)
+    except BaseException:
+        if processes.is_first:
+            atomic.discard(job.staging)
+        raise
+
+
+def finish(job: SaveJob, gathered: Sequence[tuple[Written, Any]]) -> None:
+    """Write the index and publish; called on the first process after all blocks are on disk."""
+    if job.check is not None:
+        job.check([sums for _, sums in gathered])
+    files: dict[str, int] = {}
+    blocks: dict[str, list[StoredBlock]] = {name: [] for name in job.tensors}
+    for (sizes, stored), _ in gathered:
+        files.update(sizes)
+        for name, block in stored:
+            blocks[name].append(block)
+    tensors = {
+        name: StoredTensor(name, DTYPES[described.dtype], described.shape, tuple(sorted(blocks[name])))
+        for name, described in job.tensors.items()
+    }
+    data = write_index(Index(files, tensors, job.state))
+    parse_index(data)  # an invalid checkpoint is not published
+    with atomic.disk_errors(f"{job.staging.target} cannot be saved"):
+        atomic.write_flushed(job.staging.directory / INDEX, data)
+    atomic.publish(job.staging)
+    if job.keep is not None:
+        with atomic.disk_errors(f"{job.staging.target} is saved, but older checkpoints could not be removed"):
+            atomic.prune(job.staging.target, job.keep)
+
+
+def write_files(directory: Path, files: dict[int, list[tuple[WriteShare, BlockToWrite]]], *, shown: bool) -> Written:
+    """Write a file for each rank with blocks to write. Returns the file sizes, and the positions of the blocks."""
+    sizes: dict[str, int] = {}
+    stored: list[tuple[str, StoredBlock]] = []
+    total = sum(item.nbytes for shares in files.values() for _, item in shares)
+    with Progress("saving", total, shown=shown) as progress, atomic.disk_errors(f"{directory} cannot be written"):
+        for rank, shares in files.items():
+            name = f"blocks-{rank:05d}.safetensors"
+            # wide elements first, so that every block is aligned to its element size
+            ordered = sorted(shares, key=lambda pair: (-pair[1].dtype.itemsize, pair[1].key))
+            sizes[name], placed = write_blocks(directory / name, [item for _, item in ordered], progress.add)
+            for (share, _), (start, checksum) in zip(ordered, placed, strict=True):
+                stored.append((share.name, StoredBlock(share.box, name, start, checksum)))
+    return sizes, stored
