@@ -19,7 +19,7 @@ from shardwise.dispatch.random_ops import agree_on_state
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.base import device_of, fabric_of
 from shardwise.fabric.world import as_mesh
-from shardwise.rng.blocks import default_generator
+from shardwise.rng.draw_blocks import default_generator
 
 __all__ = ["OffsetBasedRNGTracker", "RNGTracker", "is_rng_supported_mesh", "manual_seed", "use_rng"]
 

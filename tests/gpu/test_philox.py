@@ -11,8 +11,9 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.core.layout import Block, Cut, Run
-from shardwise.rng import kernel, philox
-from shardwise.rng.draw import Draw
+from shardwise.rng.cuda import philox_fill as philox
+from shardwise.rng.cuda import philox_kernel as kernel
+from shardwise.rng.random_fill import Draw
 from tests.blocks import block_of
 
 if not torch.cuda.is_available():
@@ -305,7 +306,7 @@ def test_what_is_not_reproduced_is_said() -> None:
 
 
 def test_a_kernel_that_disagrees_with_torch_is_not_used() -> None:
-    def late(part: kernel.Part, seed: int, counter: int, *out: torch.Tensor | None) -> torch.Tensor:
+    def late(part: kernel.BlockFill, seed: int, counter: int, *out: torch.Tensor | None) -> torch.Tensor:
         return kernel.fill_part(part, seed, counter + 1, *out)
 
     with mock.patch.object(philox, "fill_part", late), mock.patch.dict(philox._AGREED, clear=True):

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import COMMANDS, bench, main
-from shardwise.cli.plan import in_words
-from shardwise.cli.words import parse_change, parse_mesh
+from shardwise.cli import COMMANDS, main
+from shardwise.cli import bench_command as bench
+from shardwise.cli.arguments import parse_change, parse_mesh
+from shardwise.cli.plan_command import in_words
 from shardwise.errors import NotationError
 from shardwise.plan.route import DTensorRedistributePlanner, plain_route
 from shardwise.text import parse_bytes
@@ -44,12 +45,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_plan_names_steps_costs_peak_and_the_alternative(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, CHANGE, "--mesh", MESH, "--device", "cuda").splitlines() == [
         "f32[64,4096,4096] dp:S0 tp:R -> dp:R tp:S2",
-        "mesh dp=2 x tp=4: 8 ranks of cuda; the whole tensor is 4.00 GiB",
+        "mesh dp=2 x tp=4: 8 ranks of cuda; the global tensor is 4.00 GiB",
         "",
         "the route",
         "collective  what it does                   over    receives     time  then holds",
         "─" * 80,
-        "(none)      keep a part of what is held                   -        -  512.00 MiB",
+        "(none)      keep a slice of the local tensor              -        -  512.00 MiB",
         "all_gather  join the parts of dim 0        dp    512.00 MiB  3.59 ms    1.00 GiB",
         "1 collective, 512.00 MiB received in 3.59 ms; a rank holds 2.00 GiB at the peak",
         "",
@@ -57,7 +58,7 @@ def test_a_plan_names_steps_costs_peak_and_the_alternative(capsys: pytest.Captur
         "collective  what it does                    over  receives      time  then holds",
         "─" * 80,
         "all_gather  join the parts of dim 0         dp    2.00 GiB  14.33 ms    4.00 GiB",
-        "(none)      keep a part of what is held                  -         -    1.00 GiB",
+        "(none)      keep a slice of the local tensor             -         -    1.00 GiB",
         "1 collective, 2.00 GiB received in 14.33 ms; a rank holds 4.00 GiB at the peak",
         "",
         "Step by step, a rank receives 4.00 times the bytes, takes 3.99 times the time",
@@ -74,8 +75,8 @@ def test_a_plan_names_steps_costs_peak_and_the_alternative(capsys: pytest.Captur
         ("f32[8,8] P(avg) S1 -> R S1", "2x2", "average of the ranks, on each"),
         ("f32[8,8] P -> S0", "4", "sum, split along dim 0"),
         ("f32[8,8] S0 -> S1", "4", "join dim 0, split dim 1"),
-        ("f32[8,8] M -> P", "4", "the same by another name"),
-        ("f32[7,5] S0 S0 order 0:1>0 -> S0 S1", "2x2", "send each rank what it lacks"),
+        ("f32[8,8] M -> P", "4", "no change of values"),
+        ("f32[7,5] S0 S0 order 0:1>0 -> S0 S1", "2x2", "send each rank its missing parts"),
         ("f32[] -> R", "2x2", "Nothing to do"),
         ("f32[0,4] S0 -> S1", "4", "0 B"),
     ],
@@ -88,8 +89,8 @@ def test_other_plans(capsys: pytest.CaptureFixture[str], change: str, mesh: str,
 
 def test_a_bound_is_kept_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     printed = plan(capsys, CHANGE, "--mesh", MESH, "--max-bytes", "2GiB")
-    assert "no rank may hold more than 2.00 GiB on the way" in printed
-    assert "more than it may" in printed
+    assert "memory limit of a rank: 2.00 GiB" in printed
+    assert "over the limit" in printed
 
 
 def test_many_long_axes_stay_readable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,14 +188,14 @@ def test_bench_measures_what_it_names(capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "everything"], "there is no bench 'everything'\n  hint: there are operators, redistribute, plan"),
+        (["bench", "everything"], "unknown bench 'everything'\n  hint: there are operators, redistribute, plan"),
         (["run", "--mesh", "2x", "script.py"], "there is no script script.py"),
         (["run", "--mesh", "2x", __file__], "expected a number of ranks, found ''\n  2x\n    ^"),
         (["run", "nowhere.py"], "there is no script nowhere.py"),
         (["explain", "--html", "nowhere/page.html", __file__], "cannot write nowhere/page.html: there is no folder"),
         (["draw", "f32[8] S0", "--mesh", "2", "--svg", "nowhere/a.svg"], "cannot write nowhere/a.svg"),
-        (["draw", "f32[8] S0 -> R", "--mesh", "2", "--json"], "JSON says who holds what of one layout"),
-        (["draw", "f32[8] S0 -> R", "--mesh", "2"], "drawn as SVG\n  hint: add --svg FILE"),
+        (["draw", "f32[8] S0 -> R", "--mesh", "2", "--json"], "--json supports one layout only"),
+        (["draw", "f32[8] S0 -> R", "--mesh", "2"], "drawn as SVG only\n  hint: add --svg FILE"),
         (["checkpoint", "inspect", "nowhere"], "nowhere"),
     ],
 )
@@ -241,7 +242,7 @@ def test_an_interrupt_is_one_line_and_status_130(
             ["dp:S0 -> dp:R", "--mesh", MESH],
             "expected a dtype and sizes such as f32[8,32]\n  dp:S0 -> dp:R\n  ^",
         ),
-        (["f32[8,8] S0", "--mesh", "2"], "expected '->' and the layout to go to\n  f32[8,8] S0\n             ^"),
+        (["f32[8,8] S0", "--mesh", "2"], "expected '->' and the target layout\n  f32[8,8] S0\n             ^"),
         (["f32[8,8] S0 -> R -> S1", "--mesh", "2x2"], "f32[8,8] S0 -> R -> S1\n                   ^"),
         (["f32[8,8] S0 -> P", "--mesh", "2"], "would go from Shard(0) to Partial(sum)\n  hint:"),
         (["f32[8] R -> f32[9] R", "--mesh", "2"], "cannot lay f32[8] R out as f32[9] R: the shapes differ"),

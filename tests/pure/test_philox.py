@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from shardwise.core.layout import Block, Cut
-from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import Extent, count_below, extents_of, indices_between
-from shardwise.rng.plain import philox
-from shardwise.rng.recipe import Piece, Recipe, pieces_of, recipe_of
-from shardwise.rng.sharing import ALONE, Launch, launch_of
+from shardwise.rng.block_geometry import Extent, count_below, extents_of, indices_between
+from shardwise.rng.cuda.philox_tensor_ops import philox
+from shardwise.rng.cuda.torch_kernels import FillKernel, TorchLaunch, fill_kernel_of, torch_launches
+from shardwise.rng.cuda.work_sharing import ALONE, BlockLaunch, block_launch
+from shardwise.rng.random_fill import Draw
 from tests.blocks import block_of
 
 THREADS = 270_336
@@ -65,7 +65,7 @@ def index_of(extents: tuple[Extent, ...], element: int) -> int:
     return int(indices_between(extents, element, element + 1)) if extents else 0
 
 
-def elements_of_calls(launch: Launch, extents: tuple[Extent, ...], start: int, few: int) -> list[list[int]]:
+def elements_of_calls(launch: BlockLaunch, extents: tuple[Extent, ...], start: int, few: int) -> list[list[int]]:
     """The elements that come from each call made, filled or not: the kernel's arithmetic, for 4 values a call."""
     spread = launch.spread
     if not launch.slab:
@@ -103,15 +103,15 @@ def test_threads_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int, ha
     extents = extents_of(shape, block_of(shape, cuts))
     cut = numel // 2 // 8 * 8
     filled: list[int] = []
-    for piece in (Piece(0, numel, 0),) if halves == 1 else (Piece(0, cut, 0), Piece(cut, numel, 9)):
-        launch = launch_of(extents, piece, values=4, vector=1, threads=few)
+    for launch in (TorchLaunch(0, numel, 0),) if halves == 1 else (TorchLaunch(0, cut, 0), TorchLaunch(cut, numel, 9)):
+        launch = block_launch(extents, launch, values=4, vector=1, threads=few)
         if launch is None:
             continue
         assert launch.shared == shared
-        for elements in elements_of_calls(launch, extents, piece.start, few):
+        for elements in elements_of_calls(launch, extents, launch.start, few):
             mine = [e for e in elements if launch.first <= e < launch.last]
             filled += mine
-            calls = {((i := index_of(extents, e) - piece.start) % few, i // few // 4) for e in mine}
+            calls = {((i := index_of(extents, e) - launch.start) % few, i // few // 4) for e in mine}
             assert shared == ALONE or len(calls) <= 1
     assert sorted(filled) == list(range(math.prod(extent.size for extent in extents)))
 
@@ -127,7 +127,7 @@ def test_threads_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int, ha
 )
 def test_neighbours_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int) -> None:
     extents = extents_of(shape, block_of(shape, cuts))
-    launch = launch_of(extents, Piece(0, math.prod(shape), 0), values=4, vector=8, threads=16)
+    launch = block_launch(extents, TorchLaunch(0, math.prod(shape), 0), values=4, vector=8, threads=16)
     assert launch is not None
     assert launch.shared == shared
     filled: list[int] = []
@@ -139,33 +139,33 @@ def test_neighbours_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int)
 
 
 def test_one_launch_while_bytes_are_counted_in_32_bits() -> None:
-    recipe = Recipe("uniform", torch.float32, "float", 4)
+    kernel_model = FillKernel("uniform", torch.float32, "float", 4)
     for numel in (1, 4 * THREADS, 2**29):
-        assert pieces_of(numel, 4, recipe, THREADS) == (
-            (Piece(0, numel, 0),),
+        assert torch_launches(numel, 4, kernel_model, THREADS) == (
+            (TorchLaunch(0, numel, 0),),
             4 * -(-numel // (4 * THREADS)),
         )
 
 
 def test_larger_tensors_are_halved_until_they_fit() -> None:
-    recipe = Recipe("normal", torch.float32, "float", 4)
+    kernel_model = FillKernel("normal", torch.float32, "float", 4)
     numel = 2**30 + 3
-    pieces, increment = pieces_of(numel, 4, recipe, THREADS)
-    assert [piece.stop - piece.start for piece in pieces] == [2**28, 2**28 + 1, 2**28 + 1, 2**28 + 1]
-    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
-    calls = [-(-n // (4 * THREADS)) for n in (numel, *(piece.stop - piece.start for piece in pieces))]
-    assert [piece.calls for piece in pieces] == [sum(calls[: at + 1]) for at in range(len(pieces))]
+    launches, increment = torch_launches(numel, 4, kernel_model, THREADS)
+    assert [launch.stop - launch.start for launch in launches] == [2**28, 2**28 + 1, 2**28 + 1, 2**28 + 1]
+    assert [launch.start for launch in launches] == [0, *(launch.stop for launch in launches[:-1])]
+    calls = [-(-n // (4 * THREADS)) for n in (numel, *(launch.stop - launch.start for launch in launches))]
+    assert [launch.calls for launch in launches] == [sum(calls[: at + 1]) for at in range(len(launches))]
     assert increment == 4 * sum(calls)
 
 
 @pytest.mark.parametrize(("vector", "values", "calls"), [(8, 4, 2), (4, 4, 1), (2, 2, 1), (1, 4, 1)])
 def test_dropout_is_cut_between_calls(vector: int, values: int, calls: int) -> None:
-    recipe = Recipe("keep", torch.bool, "float", values, vector)
-    pieces, increment = pieces_of(2**33, 2, recipe, THREADS)
+    kernel_model = FillKernel("keep", torch.bool, "float", values, vector)
+    launches, increment = torch_launches(2**33, 2, kernel_model, THREADS)
     period = THREADS * (4 if vector == 1 else vector)
-    assert pieces[-1].stop == 2**33
-    assert all(piece.stop - piece.start < 2**31 for piece in pieces)
-    assert all(piece.calls * period == piece.start * calls for piece in pieces)
+    assert launches[-1].stop == 2**33
+    assert all(launch.stop - launch.start < 2**31 for launch in launches)
+    assert all(launch.calls * period == launch.start * calls for launch in launches)
     assert increment == 4 * -(-(2**33) // (4 * THREADS))
 
 
@@ -181,9 +181,9 @@ def test_dropout_is_cut_between_calls(vector: int, values: int, calls: int) -> N
     ],
 )
 def test_vectors_of_dropout(dtype: torch.dtype, size: int, vector: int) -> None:
-    recipe = recipe_of(Draw(aten.native_dropout.default, (0.25,), (size,), dtype, CUDA))
-    assert recipe is not None
-    assert (recipe.vector, recipe.dtype, recipe.numbers[0]) == (vector, torch.bool, 0.75)
+    kernel_model = fill_kernel_of(Draw(aten.native_dropout.default, (0.25,), (size,), dtype, CUDA))
+    assert kernel_model is not None
+    assert (kernel_model.vector, kernel_model.dtype, kernel_model.numbers[0]) == (vector, torch.bool, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_vectors_of_dropout(dtype: torch.dtype, size: int, vector: int) -> None:
 )
 def test_ranges_of_integers(dtype: torch.dtype, numbers: tuple[int | None, ...], span: int, low: int) -> None:
     op = (aten.random_.default, aten.random_.to, getattr(aten.random_, "from"))[len(numbers)]
-    recipe = recipe_of(Draw(op, numbers, (8,), dtype, CUDA))
-    assert recipe is not None
-    assert (recipe.range, recipe.low) == (span, low)
+    kernel_model = fill_kernel_of(Draw(op, numbers, (8,), dtype, CUDA))
+    assert kernel_model is not None
+    assert (kernel_model.range, kernel_model.low) == (span, low)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,6 @@ def test_philox_gives_the_published_words(counter: int, thread: int, seed: int, 
 
 
 def test_what_is_not_known() -> None:
-    assert recipe_of(Draw(aten.normal_.default, (), (8,), torch.complex64, CUDA)) is None
-    assert recipe_of(Draw(aten.uniform_.default, (), (8,), torch.int32, CUDA)) is None
-    assert recipe_of(Draw(aten.bernoulli_.Tensor, (), (8,), torch.float32, CUDA)) is None
+    assert fill_kernel_of(Draw(aten.normal_.default, (), (8,), torch.complex64, CUDA)) is None
+    assert fill_kernel_of(Draw(aten.uniform_.default, (), (8,), torch.int32, CUDA)) is None
+    assert fill_kernel_of(Draw(aten.bernoulli_.Tensor, (), (8,), torch.float32, CUDA)) is None

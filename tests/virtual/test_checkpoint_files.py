@@ -197,7 +197,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["checkpoint", "inspect", "--json", a]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"][0]["shape"] == [4, 4]
     assert main(["checkpoint", "verify", a]) == 0
-    assert "is whole" in capsys.readouterr().out
+    assert "is intact" in capsys.readouterr().out
     assert main(["checkpoint", "diff", a, b]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "step is 3 in the first, 4 in the second",

@@ -540,6 +540,6 @@ def test_a_world_can_be_left_and_entered_again(run_ranks: RunRanks) -> None:
 def test_the_mesh_must_have_as_many_ranks(run_ranks: RunRanks) -> None:
     ran = run_ranks("print(1)", 4, "--mesh", "dp=2,tp=3")
     assert ran.status != 0
-    assert "--mesh dp=2,tp=3 has not 4 ranks" in ran.err
+    assert "--mesh dp=2,tp=3 does not have 4 ranks" in ran.err
     assert run_ranks("sw.init_device_mesh('cpu', (3,))").status == 1
     assert run_ranks("print(sw.init_device_mesh('cpu', (2, 2)))").out == ["DeviceMesh(cpu 2 2, c10d)"] * 4

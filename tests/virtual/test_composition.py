@@ -253,7 +253,7 @@ def reset(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_model_on_the_meta_device_is_made_shard_by_shard(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.rng.stream.BLOCK", 256)  # numbers are drawn in blocks, which others' may be among
+    monkeypatch.setattr("shardwise.rng.cpu_stream.BLOCK", 256)  # numbers are drawn in blocks of several ranks
     sizes = {"vocabulary": 64, "dim": 32, "blocks": 1, "heads": 4, "kv_heads": 4, "hidden": 64, "longest": 8}
     with torch.device("meta"):
         model = Llama(**sizes)

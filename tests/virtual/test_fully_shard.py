@@ -333,7 +333,7 @@ def test_gathered_parameters_are_freed_when_a_module_is_through() -> None:
 
 
 def test_a_module_on_the_meta_device_is_made_shard_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.rng.stream.BLOCK", 256)  # numbers are drawn in blocks, which others' may be among
+    monkeypatch.setattr("shardwise.rng.cpu_stream.BLOCK", 256)  # numbers are drawn in blocks of several ranks
     mesh = line(4)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.core.layout import Cut
 from shardwise.debug import CommDebugMode
-from shardwise.rng import indexed, stream
-from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import count_below, extents_of, indices_between
+from shardwise.rng import cpu_stream as stream
+from shardwise.rng import indexed_generator as indexed
+from shardwise.rng.block_geometry import count_below, extents_of, indices_between
+from shardwise.rng.random_fill import Draw
 from tests.blocks import block_of
 
 MESHES = ((2,), (4,), (3,), (2, 2), (2, 3))

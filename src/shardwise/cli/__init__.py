@@ -1,6 +1,6 @@
-"""The command `shardwise`: what the library knows, for a shell. Holds no logic of the library itself.
+"""The command line `shardwise`: the table of commands, and its main function.
 
-Each command is a module of this package with a `COMMAND`; here they stand in one table and are run.
+Each command is a module `*_command.py` of this package with a `COMMAND`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,36 @@ import sys
 from collections.abc import Sequence
 
 import shardwise
-from shardwise.cli import bench, checkpoint, demo, draw, explain, plan, run
-from shardwise.cli.command import Command
+from shardwise.cli import (
+    bench_command,
+    checkpoint_command,
+    demo_command,
+    draw_command,
+    explain_command,
+    plan_command,
+    run_command,
+)
+from shardwise.cli.arguments import Command
 from shardwise.errors import ShardwiseError
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS: dict[str, Command] = {
-    "demo": demo.COMMAND,
-    "run": run.COMMAND,
-    "explain": explain.COMMAND,
-    "plan": plan.COMMAND,
-    "draw": draw.COMMAND,
-    "checkpoint": checkpoint.COMMAND,
-    "bench": bench.COMMAND,
+    "demo": demo_command.COMMAND,
+    "run": run_command.COMMAND,
+    "explain": explain_command.COMMAND,
+    "plan": plan_command.COMMAND,
+    "draw": draw_command.COMMAND,
+    "checkpoint": checkpoint_command.COMMAND,
+    "bench": bench_command.COMMAND,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 2 for input that cannot be, 130 where it is interrupted.
+    """Run the command line and return its exit status: 0, 2 for invalid input, 130 after an interrupt.
 
     Args:
-        argv: the words after `shardwise`; those of this process by default.
+        argv: the arguments after `shardwise`; by default those of this process.
 
     Example:
         >>> main(["plan", "f32[8,8] S0 -> Q", "--mesh", "4"])
@@ -40,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = make_parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        arguments.execute(arguments)
         sys.stdout.flush()
     except ShardwiseError as error:
         print(f"shardwise {arguments.command}: {error}", file=sys.stderr)
@@ -49,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nshardwise {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # whoever read this has seen enough; the interpreter must not try to write the rest when it ends
+        # the reader closed the pipe; the interpreter must not write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line, made from `COMMANDS`."""
+    """The parser of the command line, made from `COMMANDS`."""
     parser = argparse.ArgumentParser(
         prog="shardwise",
         description="Distributed tensors for PyTorch: a demo, runs on virtual ranks, plans, pictures, checkpoints.",
@@ -71,5 +79,5 @@ def make_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(made)
-        made.set_defaults(run=command.run)
+        made.set_defaults(execute=command.execute)
     return parser

@@ -1,4 +1,4 @@
-"""`make demo`, `shardwise demo`: a transformer is trained on eight virtual devices, in under a minute, and shown."""
+"""The demo (`make demo`, `shardwise demo`): trains a transformer on eight virtual devices in under a minute."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ STEPS = 180
 
 
 def main(steps: int = STEPS, html: str | None = None) -> None:
-    """Train, and tell about it. Every number that is printed is of this run.
+    """Run the demo. All printed numbers are measured or computed in this run.
 
     Args:
-        steps: how many steps to train.
-        html: a file for the page of what one step moved.
+        steps: the number of training steps.
+        html: a file for the report of one step.
 
     Example:
         >>> main(steps=2)  # doctest: +SKIP
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors as small as these are not worth waking a second thread for
+    torch.set_num_threads(1)  # the tensors are too small for several threads
     try:
-        tell(Page(), steps, html)
+        present(Page(), steps, html)
     finally:
         torch.set_num_threads(threads)
 
 
-def tell(page: Page, steps: int, html: str | None) -> None:
-    """All of it on `page`, and what to do next."""
+def present(page: Page, steps: int, html: str | None) -> None:
+    """Print all parts, the next steps, and the time."""
     begin = time.perf_counter()
     page.say(f"Shardwise {shardwise.__version__} on torch {torch.__version__}", style="bold")
-    Tour(page, steps, html).tell()
+    Tour(page, steps, html).present()
     page.heading("What next")
     page.lines(
         [

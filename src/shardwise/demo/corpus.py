@@ -1,7 +1,4 @@
-"""The text that the demo's model reads: Shakespeare's "As You Like It", which belongs to everyone.
-
-Characters become numbers and numbers characters; batches are windows of the play. Knows nothing of meshes.
-"""
+"""The demo's training data: Shakespeare's "As You Like It" (public domain), as character indices in batches."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ FILE = "as_you_like_it.txt"
 
 
 class Batch(NamedTuple):
-    """Windows of a text, and the same windows moved on by one character."""
+    """Windows of a text, and the same windows shifted by one character."""
 
     texts: Tensor
     following: Tensor
 
 
 class Corpus:
-    """A text, its characters in order, and the text as their numbers.
+    """A text, its sorted characters, and the text as character indices.
 
     Args:
-        text: what is read.
+        text: the text.
 
     Example:
         >>> corpus = Corpus("to be or not to be")
@@ -44,20 +41,20 @@ class Corpus:
         self.encoded = torch.tensor(self.encode(text))
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of the characters of a text."""
+        """The character indices of a text."""
         return [self.numbers[character] for character in text]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The text of some numbers."""
+        """The text of character indices."""
         return "".join(self.characters[number] for number in numbers)
 
     def batches(self, steps: int, size: int, length: int) -> Iterator[Batch]:
-        """A batch for each step, the same ones each time.
+        """A batch for each step; deterministic.
 
         Args:
-            steps: how many.
-            size: how many windows in each.
-            length: how many characters in a window.
+            steps: the number of batches.
+            size: windows in a batch.
+            length: characters in a window.
         """
         generator = torch.Generator().manual_seed(0)
         for _ in range(steps):
@@ -67,7 +64,7 @@ class Corpus:
 
 
 def read_corpus() -> Corpus:
-    """The play that comes with the package.
+    """The play that is included in the package.
 
     Example:
         >>> "All the world's a stage" in read_corpus().text

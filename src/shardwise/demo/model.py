@@ -1,6 +1,6 @@
-"""The demo's transformer, in plain PyTorch, and the one function that spreads it over a mesh.
+"""The demo's transformer in plain PyTorch, and the function that parallelizes it on a mesh.
 
-The model knows nothing of Shardwise. `spread` is shown to people by the demo, so its lines are kept short.
+The demo prints the source of `spread`, so its lines are short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Transformer", "spread"]
 
 
 class Attention(nn.Module):
-    """Causal attention. How many heads it has is read off the queries: a rank may have a part of them."""
+    """Causal attention. The number of heads follows from the queries: a rank may have a part of the heads."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
     def split(self, x: Tensor) -> Tensor:
-        """Features as heads, and these before the places."""
+        """Split features into heads, and move the heads before the sequence."""
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """Two layers with four times the width between them."""
+    """Two layers with a hidden width of four times the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward part, each after a norm and added to what was there."""
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward layers, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The logits of the next character, for each character of a batch of texts.
+    """A character-level language model: logits of the next character at each position.
 
     Example:
         >>> model = Transformer(characters=64, width=32, heads=4, blocks=1, longest=8)
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
         self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(longest, width)
         with torch.no_grad():
             self.places.weight.copy_(waves(longest, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(blocks))
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, characters, bias=False)
 
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
 
 
 def waves(longest: int, width: int) -> Tensor:
-    """Sines and cosines of the place, slow ones and fast ones: to look one place back is then to turn by an angle.
+    """Sinusoidal position encodings: a shift by one position is a rotation.
 
     Example:
         >>> waves(3, 2)
@@ -104,10 +104,10 @@ def waves(longest: int, width: int) -> Tensor:
 
 
 def spread(model: Any, mesh: sw.DeviceMesh) -> Any:
-    part, whole = sw.Shard(1), sw.Replicate()  # of each sequence
+    part, full = sw.Shard(1), sw.Replicate()  # of each sequence
     columns = ColwiseParallel(use_local_output=False)
     rows = RowwiseParallel(output_layouts=part, use_local_output=False)
-    gather = PrepareModuleInput(input_layouts=part, desired_input_layouts=whole)
+    gather = PrepareModuleInput(input_layouts=part, desired_input_layouts=full)
     plan = {
         "characters": rows,
         "places": rows,

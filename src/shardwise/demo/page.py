@@ -1,6 +1,6 @@
-"""What the demo prints: headings, sentences, code, tables and bars that move; at most 80 columns wide.
+"""The demo's output: headings, sentences, code, tables and progress bars, at most 80 columns wide.
 
-Knows nothing of what is told. On what is not a terminal a bar is a few lines instead.
+Without a terminal a progress bar is a few lines.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from shardwise.text import WIDTH, print_lines, slim_table
 
 __all__ = ["Page"]
 
-LINES = 8  # of a bar that cannot move
+LINES = 8  # of a progress bar without a terminal
 
 
 class Page:
-    """A page that grows downwards.
+    """Prints the parts of the demo.
 
     Example:
         >>> page = Page()
@@ -34,25 +34,25 @@ class Page:
         self.parts = 0
 
     def heading(self, text: str) -> None:
-        """The beginning of a part, numbered."""
+        """Print the numbered heading of a part."""
         self.parts += 1
         print_lines("", f"{self.parts}. {text}", style="bold", widest=WIDTH)
 
     def say(self, *sentences: str, style: str = "") -> None:
-        """Sentences, broken into lines."""
+        """Print sentences, wrapped."""
         print_lines(textwrap.fill(" ".join(sentences), WIDTH), style=style, widest=WIDTH)
         sys.stdout.flush()
 
     def lines(self, lines: Iterable[str], style: str = "") -> None:
-        """Lines that stay as they are, moved in a little."""
+        """Print lines unchanged, indented."""
         print_lines(*(f"  {line}".rstrip() for line in lines), style=style, widest=WIDTH)
 
     def code(self, text: str) -> None:
-        """What one would write."""
+        """Print source code."""
         self.lines(text.splitlines(), style="cyan")
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-        """Rows of cells; the columns numbered in `right` are numbers."""
+        """Print a table; the columns in `right` are right-aligned."""
         table = slim_table()
         for column, heading in enumerate(headings):
             table.add_column(heading, justify="right" if column in right else "left", no_wrap=True)
@@ -62,12 +62,12 @@ class Page:
 
     @contextlib.contextmanager
     def bar(self, name: str, total: int, columns: Sequence[str] = ()) -> Iterator[Callable[..., None]]:
-        """A bar for the time of the block; what it gives is called once for each step, with a text for each column.
+        """A progress bar. Call the result once for each step, with a text for each column.
 
         Args:
-            name: what goes on.
-            total: how many steps there are.
-            columns: what stands beside the bar.
+            name: the name of the activity.
+            total: the number of steps.
+            columns: names of the values shown next to the bar.
         """
         if not sys.stdout.isatty():
             yield _steps_as_lines(name, total, columns)
@@ -82,11 +82,11 @@ class Page:
 
 
 def _live(columns: Sequence[str]) -> Any:
-    """A bar of rich, which gives the cursor back however its block ends."""
+    """A progress bar of rich, which restores the cursor on exit and on exceptions."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    # room for the ^C that a terminal writes where the cursor stands: it must not begin a new line
+    # leaves space for the ^C that a terminal prints at the cursor: it must not wrap
     console = Console(highlight=False, markup=False, width=min(Console().width, WIDTH) - 3)
     beside = [TextColumn(f"{name} {{task.fields[{name}]}}", markup=False) for name in columns]
     return Progress(

@@ -1,4 +1,4 @@
-"""What the demo tells, part by part. Each part computes what it says of the run at hand."""
+"""The parts of the demo. Each part computes and prints its numbers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MOST_MODULES = 4
 
 
 class Tour:
-    """The run that is told: a play, a mesh, and a model on it beside the same on one device.
+    """A run of the demo: a text, a mesh, a model on the mesh, and the same model on one device.
 
     Args:
-        page: where it is told.
-        steps: how long the model is trained.
-        html: where the page of the report is written, if anywhere.
+        page: the output.
+        steps: the number of training steps.
+        html: a file for the report, or None.
     """
 
     def __init__(self, page: Page, steps: int, html: str | None) -> None:
@@ -52,10 +52,10 @@ class Tour:
     @property
     def spread_model(self) -> Any:
         """The model on the mesh."""
-        return self.pair.together.model
+        return self.pair.sharded.model
 
-    def tell(self) -> None:
-        """All parts, one after the other."""
+    def present(self) -> None:
+        """Print all parts in order."""
         self.show_model()
         self.show_sharding()
         self.train()
@@ -65,49 +65,49 @@ class Tour:
         self.show_checkpoint()
 
     def show_model(self) -> None:
-        """The model, the mesh, and the code that brings one onto the other."""
+        """Print the model, the mesh, and the code that parallelizes the model."""
         count = sum(parameter.numel() for parameter in self.pair.alone.model.parameters())
         self.page.heading(f"A transformer on {self.mesh.size()} devices, all of them in this process")
         self.page.say(
             f"It has {count:,} parameters and reads {TITLE!r}, {len(self.corpus.text):,} characters. The model is",
-            f"plain PyTorch. This spreads it over the mesh {mesh_text(self.mesh)}, fully sharded on dp, tensor and",
+            f"plain PyTorch. This parallelizes it on the mesh {mesh_text(self.mesh)}, fully sharded on dp, tensor and",
             "sequence parallel on tp:",
         )
         self.page.code(textwrap.dedent(inspect.getsource(spread).partition("\n")[2]))
 
     def show_sharding(self) -> None:
-        """Who holds which block of one parameter."""
-        self.page.heading(f"Who holds what: {DRAWN}")
+        """Print which device holds which block of one parameter."""
+        self.page.heading(f"The sharding of {DRAWN}")
         self.page.lines(picture_text(self.spread_model.get_parameter(DRAWN).spec, width=76))
         parts = self.spread_model.get_parameter(DRAWN).to_local().tensors
-        whole = self.pair.alone.model.get_parameter(DRAWN)
+        full = self.pair.alone.model.get_parameter(DRAWN)
         held = sorted({tuple(part.shape) for part in parts})
         self.page.say(
-            f"Each of {len(parts)} devices holds a block of {' or '.join(map(str, held))} out of {tuple(whole.shape)}:",
-            f"{human_bytes(parts[0].nbytes)} of {human_bytes(whole.nbytes)}.",
+            f"Each of {len(parts)} devices holds a block of {' or '.join(map(str, held))} out of {tuple(full.shape)}:",
+            f"{human_bytes(parts[0].nbytes)} of {human_bytes(full.nbytes)}.",
         )
 
     def train(self) -> None:
-        """Both models, step by step, with their losses beside each other."""
+        """Train both models, and print their losses."""
         self.page.heading(f"{self.steps} steps of training, on the mesh and on one device")
         furthest = 0.0
         names = ("mesh", "one device")
         with self.page.bar("step", self.steps, names) as show:
             for batch in self.corpus.batches(self.steps, self.size.windows, self.size.length):
-                together, alone = self.pair.together.step(batch), self.pair.alone.step(batch)
-                furthest = max(furthest, abs(together - alone))
-                show(f"{together:.4f}", f"{alone:.4f}")
+                sharded, alone = self.pair.sharded.step(batch), self.pair.alone.step(batch)
+                furthest = max(furthest, abs(sharded - alone))
+                show(f"{sharded:.4f}", f"{alone:.4f}")
         dtype = str(self.size.dtype).removeprefix("torch.")
         self.page.say(f"Over all {self.steps} steps the two losses, in {dtype}, differ by {furthest:.0e} at most.")
 
     def show_communication(self) -> None:
-        """What one step moves, by axis and collective; the whole report as a page, if asked for."""
-        self.page.heading("What one step moved")
+        """Print the communication of one step by axis and collective; write the report, if requested."""
+        self.page.heading("The communication of one step")
         batch = next(self.corpus.batches(1, self.size.windows, self.size.length))
         with sw.explain() as report:
-            self.pair.together.loss(batch).backward()
-            self.pair.together.optimizer.step()
-        self.pair.together.optimizer.zero_grad()
+            self.pair.sharded.loss(batch).backward()
+            self.pair.sharded.optimizer.step()
+        self.pair.sharded.optimizer.zero_grad()
         total = report.total
         self.page.say(
             f"{len(report.records)} operators, {total.collectives} collectives; a device received",
@@ -121,10 +121,10 @@ class Tour:
         self.page.say(f"Most of it in: {', '.join(named)}.")
         if self.html:
             report.to_html(self.html)
-            self.page.say(f"Line by line, with how to avoid it: {self.html}, a page for your browser.")
+            self.page.say(f"The report by line, with advice, is in {self.html}; open it in a browser.")
 
     def show_cluster(self) -> None:
-        """The same code on more devices than anyone has at hand."""
+        """Print a dry run of the same code on many devices."""
         here = self.size
         scaled = here._replace(windows=here.windows * CLUSTER[0] // MESH["dp"])
         steps = [
@@ -145,13 +145,13 @@ class Tour:
         )
 
     def show_samples(self) -> None:
-        """What the model on the mesh has learnt to write."""
+        """Print text generated by the sharded model."""
         self.page.heading("What the sharded model writes")
         speakers = common_speakers(self.corpus, MESH["dp"])
         texts: list[str] = list(speakers)
-        count = min(SAMPLED, 10 * self.steps)  # from a model that has learnt little, little is asked
+        count = min(SAMPLED, 10 * self.steps)  # after few training steps, generate less
         with self.page.bar("writing", count) as show:
-            for grown in sample(self.pair.together, self.corpus, speakers, count, self.size.length):
+            for grown in sample(self.pair.sharded, self.corpus, speakers, count, self.size.length):
                 texts = grown
                 show()
         lines = [
@@ -160,26 +160,26 @@ class Tour:
         self.page.lines(lines[:-1], style="green")
 
     def show_checkpoint(self) -> None:
-        """Saved on the mesh, loaded on three devices."""
+        """Save on the mesh, load on three devices, and compare."""
         with sw.virtual():
             mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
         self.page.heading(f"A checkpoint, saved on {self.mesh.size()} devices and loaded on {mesh.size()}")
         with tempfile.TemporaryDirectory() as folder:
-            restored = restore_on(mesh, self.pair.together, self.size, Path(folder))
+            restored = restore_on(mesh, self.pair.sharded, self.size, Path(folder))
         batch = next(self.corpus.batches(1, self.size.windows, self.size.length))
         rows = []
-        for trainer in (self.pair.together, restored.trainer):
+        for trainer in (self.pair.sharded, restored.trainer):
             weight: Any = trainer.model.get_parameter(DRAWN)
             rows.append([mesh_text(weight.spec.mesh), weight.spec.layout, f"{loss_now(trainer, batch):.6f}"])
         self.page.say(
             f"{restored.files} files, {human_bytes(restored.file_bytes)}. Of {restored.parameters} parameters,",
             f"{restored.differing} differ between the meshes.",
         )
-        self.page.table(["mesh", f"{DRAWN} lies", "loss of a batch"], rows, right=(2,))
+        self.page.table(["mesh", DRAWN, "loss of a batch"], rows, right=(2,))
 
 
 def moved_rows(report: Report) -> list[list[str]]:
-    """What moved along each axis: by which collective, how often forward and backward, how much."""
+    """For each axis and collective: counts in forward and backward, and bytes received."""
     counts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for record in report.records:
         for move in record.moves:
@@ -193,27 +193,27 @@ def moved_rows(report: Report) -> list[list[str]]:
 
 
 def dry_rows(steps: list[DryStep]) -> list[list[str]]:
-    """A row for each thing to know, a column for each step."""
+    """A row for each quantity, a column for each step."""
     rows: list[tuple[str, Callable[[DryStep], str]]] = [
         ("mesh", lambda step: mesh_text(step.mesh)),
         ("elements", lambda step: str(step.dtype).removeprefix("torch.")),
         ("parameters of the model", lambda step: f"{step.parameters:,}"),
-        ("keeps of them and of AdamW's state", lambda step: human_bytes(step.held)),
-        ("holds at the peak", lambda step: human_bytes(step.peak)),
+        ("parameters and AdamW's state", lambda step: human_bytes(step.held)),
+        ("memory at the peak", lambda step: human_bytes(step.peak)),
         ("receives", lambda step: human_bytes(step.received)),
         ("collectives", lambda step: str(step.collectives)),
-        ("time in them, as modelled", lambda step: human_seconds(step.seconds)),
+        ("time in them, modelled", lambda step: human_seconds(step.seconds)),
     ]
     return [[name, *map(show, steps)] for name, show in rows]
 
 
 def mesh_text(mesh: sw.DeviceMesh) -> str:
-    """The axes of a mesh and how many devices are along each."""
+    """The axes of a mesh with their sizes."""
     return " x ".join(f"{mesh.axis_name(axis)}={size}" for axis, size in enumerate(mesh.shape))
 
 
 def common_speakers(corpus: Corpus, count: int) -> list[str]:
-    """Those who speak most often, as the play announces them."""
+    """The most frequent speakers, as in the text of the play."""
     names = [line for line in corpus.text.splitlines() if line.endswith(":") and line.isupper()]
     often = sorted(set(names), key=lambda name: (-names.count(name), name))
     return [f"{name}\n" for name in often[:count]]
@@ -221,5 +221,5 @@ def common_speakers(corpus: Corpus, count: int) -> list[str]:
 
 @torch.no_grad()
 def loss_now(trainer: Trainer, batch: Any) -> float:
-    """The loss of a batch, without learning from it."""
+    """The loss of a batch, without training."""
     return trainer.loss(batch).item()

@@ -1,7 +1,4 @@
-"""The demo's computations: training on one device and on the mesh side by side, a dry run, samples, a checkpoint.
-
-Prints nothing. What is shown of it, and how, is the tour's business.
-"""
+"""The demo's computations: training on one device and on the mesh, a dry run, samples, a checkpoint. Prints nothing."""
 
 from __future__ import annotations
 
@@ -23,37 +20,37 @@ __all__ = ["DryStep", "Pair", "Restored", "Size", "Trainer", "dry_step", "make_p
 
 LEARNING_RATE = 2e-2
 WARM_UP = 20  # steps
-TEMPERATURE = 0.7  # below one, samples keep to what is likely
+TEMPERATURE = 0.7  # of sampling
 
 
 class Size(NamedTuple):
-    """How large a model is, and what a step reads."""
+    """The size of a model and of a batch."""
 
-    characters: int = 64  # as many as the play has, rounded up to what four ranks divide
+    characters: int = 64  # of the play, rounded up to a multiple of four ranks
     width: int = 64
     heads: int = 4
     blocks: int = 2
     length: int = 32
     windows: int = 32
-    dtype: torch.dtype = torch.float64  # where two runs differ by more than rounding, it shows
+    dtype: torch.dtype = torch.float64  # shows differences that are larger than rounding
 
     def make(self) -> Transformer:
-        """The model, with new parameters."""
+        """A model with new parameters."""
         return Transformer(self.characters, self.width, self.heads, self.blocks, self.length).to(self.dtype)
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """Where a batch belongs on one device."""
+    """The placement of a batch on one device: unchanged."""
     return tensor
 
 
 class Trainer:
-    """A model that is trained step by step.
+    """A model with its optimizer and schedule.
 
     Args:
-        model: on one device, or spread.
-        place: puts a batch where the model wants it.
-        steps: how many there will be; the learning rate goes to nothing until then.
+        model: on one device or on a mesh.
+        place: distributes a batch for the model.
+        steps: the number of training steps; the learning rate decays to zero.
     """
 
     def __init__(self, model: nn.Module, place: Callable[[Tensor], Any], steps: int) -> None:
@@ -69,7 +66,7 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1), self.place(batch.following).flatten())
 
     def step(self, batch: Batch) -> float:
-        """Learn from a batch; its loss before that."""
+        """Train on a batch. Returns the loss before the update."""
         loss = self.loss(batch)
         loss.backward()
         self.optimizer.step()
@@ -82,16 +79,16 @@ class Pair(NamedTuple):
     """The same model twice: on one device, and on the mesh."""
 
     alone: Trainer
-    together: Trainer
+    sharded: Trainer
 
 
 def make_pair(size: Size, mesh: sw.DeviceMesh, steps: int) -> Pair:
-    """Two trainers of one model, from the same parameters.
+    """Two trainers of one model, with the same parameters.
 
     Args:
-        size: of the model.
-        mesh: with the axes dp and tp.
-        steps: how many there will be.
+        size: the size of the model.
+        mesh: a mesh with the axes dp and tp.
+        steps: the number of training steps.
     """
     torch.manual_seed(0)
     model = size.make()
@@ -100,7 +97,7 @@ def make_pair(size: Size, mesh: sw.DeviceMesh, steps: int) -> Pair:
 
 
 def over_data_axis(mesh: sw.DeviceMesh) -> Callable[[Tensor], sw.DTensor]:
-    """What splits a batch over the axis dp of a mesh."""
+    """A function that shards a batch over the axis dp of a mesh."""
     placements = [sw.Shard(0) if name == "dp" else sw.Replicate() for name in mesh.mesh_dim_names or ()]
     return lambda tensor: sw.distribute_tensor(tensor, mesh, placements)
 
@@ -109,7 +106,7 @@ def over_data_axis(mesh: sw.DeviceMesh) -> Callable[[Tensor], sw.DTensor]:
 
 
 class DryStep(NamedTuple):
-    """What one step would take on a rank."""
+    """Memory and communication of one step on a rank."""
 
     mesh: sw.DeviceMesh
     dtype: torch.dtype
@@ -122,12 +119,12 @@ class DryStep(NamedTuple):
 
 
 def dry_step(size: Size, device_type: str, shape: tuple[int, int]) -> DryStep:
-    """One step of training as it would be on a mesh of `shape`; nothing is computed.
+    """A dry run of one training step on a mesh of `shape`; nothing is computed.
 
     Args:
-        size: of the model and of the batch of all ranks.
-        device_type: whose links are modelled.
-        shape: how many ranks along dp and tp.
+        size: the size of the model and of the global batch.
+        device_type: the device of the link model.
+        shape: the sizes of dp and tp.
     """
     with sw.dry_run() as run:
         mesh = sw.init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))
@@ -151,14 +148,14 @@ def dry_step(size: Size, device_type: str, shape: tuple[int, int]) -> DryStep:
 
 
 def sample(trainer: Trainer, corpus: Corpus, beginnings: list[str], count: int, length: int) -> Iterator[list[str]]:
-    """How some texts go on, one character more each time, as the model has it.
+    """Continue texts by sampling, one character at a time.
 
     Args:
-        trainer: whose model is asked.
-        corpus: of which the characters are.
-        beginnings: the texts.
-        count: how many characters to add to each.
-        length: how many the model reads at once; texts are padded to that, so that every call has the same sizes.
+        trainer: the model.
+        corpus: the characters.
+        beginnings: the texts to continue.
+        count: the number of characters to add to each.
+        length: the length of the model's input; texts are padded to it, so that every call has the same sizes.
     """
     generator = torch.Generator().manual_seed(0)
     texts = [corpus.encode(text) for text in beginnings]
@@ -188,13 +185,13 @@ class Restored(NamedTuple):
 
 
 def restore_on(mesh: sw.DeviceMesh, trainer: Trainer, size: Size, folder: Path) -> Restored:
-    """Save what `trainer` has, and load it on another mesh, over whose one axis it is fully sharded.
+    """Save a trainer, and load it on another mesh, fully sharded over its axis.
 
     Args:
-        mesh: of one axis, dp.
-        trainer: whose model and optimizer are saved.
-        size: of the model.
-        folder: where the checkpoint goes.
+        mesh: a mesh with one axis, dp.
+        trainer: its model and optimizer are saved.
+        size: the size of the model.
+        folder: the folder of the checkpoint.
     """
     path = folder / "checkpoint"
     checkpoint.save({"model": trainer.model, "optimizer": trainer.optimizer}, path)
@@ -211,5 +208,5 @@ def restore_on(mesh: sw.DeviceMesh, trainer: Trainer, size: Size, folder: Path) 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two DTensors, on whatever meshes, have the same values."""
+    """Whether two DTensors have the same values, on any meshes."""
     return torch.equal(one.full_tensor(), other.full_tensor())

@@ -56,7 +56,7 @@ from shardwise.fabric.routes import cached_routes
 from shardwise.plan.cost import on_new_model
 from shardwise.plan.decomposing import worth_decomposing
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, replicated_spec
-from shardwise.rng.draw import fills
+from shardwise.rng.random_fill import fills
 from shardwise.rules.registry import DECOMPOSITIONS, REDUCTIONS, RULES
 from shardwise.schema import OpInfo, Slot, forget_infos, functional_of, op_info, tensor_slots
 from shardwise.torch_private import OpOverload

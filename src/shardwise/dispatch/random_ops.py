@@ -32,9 +32,9 @@ from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
 from shardwise.plan.propagate import meta_tensor, replicated_spec
-from shardwise.rng import philox
-from shardwise.rng.blocks import default_generator, draw_blocks
-from shardwise.rng.draw import FILLS, FROM, IN_PLACE, Draw, fills
+from shardwise.rng.cuda import philox_fill as philox
+from shardwise.rng.draw_blocks import default_generator, draw_blocks
+from shardwise.rng.random_fill import FILLS, FROM, IN_PLACE, Draw, fills
 from shardwise.torch_private import OpOverload
 
 __all__ = ["agree_on_state", "agree_once", "drawing", "fill_parts", "filling"]

@@ -13,8 +13,8 @@ import torch
 
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.fabric.shared_writes import is_traced
-from shardwise.rng.blocks import default_generator
-from shardwise.rng.draw import fills
+from shardwise.rng.draw_blocks import default_generator
+from shardwise.rng.random_fill import fills
 from shardwise.torch_private import OpOverload
 
 __all__ = ["draws", "draws_alike"]

@@ -1,1 +1,1 @@
-"""The numbers that one device would have drawn, for those who keep only a part of them."""
+"""Random numbers: each rank computes its part of the numbers that one device would draw."""

@@ -20,7 +20,7 @@ from shardwise.debug.parity_check.parity_report import Difference, ParityReport
 from shardwise.debug.parity_check.rounding import SAFETY, Gap, gap_between, is_inexact, same, widened
 from shardwise.errors import ParityError, UnsupportedError
 from shardwise.fabric.virtual import RankTensor
-from shardwise.rng.blocks import default_generator
+from shardwise.rng.draw_blocks import default_generator
 from shardwise.tensor import DTensor
 from shardwise.torch_private import tree_leaves, tree_map
 

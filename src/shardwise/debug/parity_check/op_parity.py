@@ -36,7 +36,7 @@ from shardwise.debug.recording.user_lines import BackwardLines
 from shardwise.errors import ParityError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
-from shardwise.rng.blocks import default_generator
+from shardwise.rng.draw_blocks import default_generator
 from shardwise.schema import OpInfo, op_info
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.torch_private import tree_map

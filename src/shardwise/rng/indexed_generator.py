@@ -1,6 +1,6 @@
-"""A counter-based generator: element i of the whole tensor is a function of i and of a seed, on every mesh.
+"""A counter-based generator: element i of the global tensor is a function of i and a seed, on every mesh.
 
-The numbers are the same for any layout and cost only one's own part, but they are not those of a torch device.
+The numbers are the same for any layout, and a rank computes only its part, but they differ from torch's generators.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 
 from shardwise.core.layout import Block
 from shardwise.errors import UnsupportedError
-from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import extents_of, indices_between
+from shardwise.rng.block_geometry import extents_of, indices_between
+from shardwise.rng.random_fill import Draw
 
 __all__ = ["draw"]
 
-BLOCK = {"cpu": 1 << 15}  # elements worked on at a time: what a cache holds
-LARGE_BLOCK = 1 << 22  # on devices that are slow to start
+BLOCK = {"cpu": 1 << 15}  # elements processed at a time: they fit into the CPU cache
+LARGE_BLOCK = 1 << 22  # on other devices, because of launch overhead
 aten = torch.ops.aten
 
 
 def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | None) -> list[torch.Tensor]:
-    """The part of each block. Of the generator one number is taken, as the seed."""
+    """The blocks. One number of the generator is the seed."""
     make = DISTRIBUTIONS.get(wanted.op)
     if make is None:
         raise UnsupportedError(
-            f"{wanted.op} is not among the operators of the indexed generator",
-            hint='draw it with the default, use_rng("one_device")',
+            f"the indexed generator does not support {wanted.op}",
+            hint='use the default, use_rng("one_device")',
         )
     seed = int(torch.empty((), dtype=torch.int64, device=wanted.device).random_(generator=generator))
     parts = [torch.empty(block.shape, dtype=wanted.dtype, device=wanted.device) for block in blocks]
@@ -46,7 +46,7 @@ def _spans(count: int, block: int) -> Iterator[tuple[int, int]]:
 
 
 def _signed(word: int) -> int:
-    """A 64-bit word as torch's integers hold it."""
+    """A 64-bit word as a signed integer."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
@@ -63,7 +63,7 @@ def _mixed(word: torch.Tensor) -> torch.Tensor:
 
 
 class _Words:
-    """Independent random words for some elements, as many as a distribution asks for."""
+    """Independent random words for given elements."""
 
     def __init__(self, seed: int, index: torch.Tensor, dtype: torch.dtype) -> None:
         self.index = index
@@ -76,7 +76,7 @@ class _Words:
         return _mixed(self.index * GOLDEN + self.stream) & ((1 << 63) - 1)
 
     def unit(self) -> torch.Tensor:
-        """Uniform in [0, 1), with as many bits as the type of the result has."""
+        """Uniform in [0, 1), with the precision of the result's dtype."""
         if self.dtype is torch.float64:
             return (self.word() >> 10).double() * 2.0**-53
         return (self.word() >> 39).float() * 2.0**-24
@@ -88,7 +88,7 @@ class _Words:
 
 
 def _bound(dtype: torch.dtype) -> int:
-    """Where the integers end that torch fills a tensor of this type with."""
+    """The exclusive upper bound of `random_` without arguments for a dtype."""
     if dtype is torch.bool:
         return 2
     return int(2 / torch.finfo(dtype).eps) + 1 if dtype.is_floating_point else torch.iinfo(dtype).max + 1

@@ -1,12 +1,11 @@
-"""`shardwise demo`: the run that `shardwise.demo` tells about."""
+"""`shardwise demo`: runs the demo of `shardwise.demo`."""
 
 from __future__ import annotations
 
 import argparse
 
 from shardwise import demo
-from shardwise.cli.command import Command
-from shardwise.cli.words import parse_count, writable
+from shardwise.cli.arguments import Command, parse_count, writable
 
 __all__ = ["COMMAND"]
 
@@ -16,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", metavar="N", default=str(demo.STEPS), help="steps to train (default: %(default)s)")
     parser.add_argument(
         "--html", metavar="FILE", nargs="?", const="shardwise-demo.html",
-        help="also write the page of what one step moved (default: %(const)s)",
+        help="also write the report of one step as a page (default: %(const)s)",
     )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Show it."""
+def run_demo(arguments: argparse.Namespace) -> None:
+    """Run the demo."""
     steps = parse_count(arguments.steps, "steps")
     demo.main(steps, None if arguments.html is None else writable(arguments.html))
 
@@ -29,13 +28,14 @@ def run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     "train a small transformer on eight virtual devices, in under a minute",
     add_arguments,
-    run,
+    run_demo,
     """\
-A character-level transformer reads a play of Shakespeare on a mesh dp=2 x tp=4,
-fully sharded on dp, tensor and sequence parallel on tp, beside the same model
-on one device. Shown are one parameter's sharding, what a step moves, what 1,024
-devices would move and hold, text that the model writes, and a checkpoint loaded
-on three devices. No cluster is needed: the devices live in this process.
+A character-level transformer is trained on a play of Shakespeare on a mesh
+dp=2 x tp=4, fully sharded on dp, tensor and sequence parallel on tp, and the
+same model on one device. The demo shows the sharding of a parameter, the
+communication of a step, communication and memory on 1,024 devices, text written
+by the model, and a checkpoint loaded on three devices. No cluster is needed:
+the devices are virtual ranks in this process.
 
 examples:
   shardwise demo

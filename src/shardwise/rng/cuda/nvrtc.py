@@ -1,6 +1,6 @@
-"""CUDA C compiled at run time and launched on torch's current stream. Knows nothing of what the kernels compute.
+"""Compiles CUDA C at run time and launches kernels on torch's current stream.
 
-It needs the two libraries that torch itself uses for this, NVRTC and the driver's, and no CUDA toolkit.
+Needs NVRTC and the driver library, which torch uses itself, but no CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 256  # threads in a block of every launch
 
 
 class CompilerError(RuntimeError):
-    """There is no compiler here, or it refused."""
+    """No compiler is available, or the compilation failed."""
 
 
 class Kernel:
@@ -32,12 +32,12 @@ class Kernel:
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device)  # the module goes to the device's context, which this makes sure of
+            torch.cuda.current_stream(device)  # creates the device's context, which the module needs
             _driver_call("cuModuleLoadData", ctypes.byref(self._module), image)
             _driver_call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
 
     def launch(self, threads: int, arguments: Sequence[Any]) -> None:
-        """Run on at least so many threads. The arguments are ctypes objects of the kernel's own types."""
+        """Run on at least `threads` threads. The arguments are ctypes objects of the kernel's parameter types."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = ctypes.c_void_p(current_raw_stream(self._device.index))
         grid = -(-threads // BLOCK)
@@ -46,12 +46,12 @@ class Kernel:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """The device made current; without ado where it is, which is nearly always."""
+    """Make the device current; does nothing if it is already."""
     return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def compile_kernel(source: str, name: str, macros: Sequence[tuple[str, object]], device: torch.device) -> Kernel:
-    """The kernel `name` of `source` for the device, with the macros defined."""
+    """Compile the kernel `name` of `source` for the device, with macros."""
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{macro}={value}" for macro, value in macros)]
     return Kernel(device, _machine_code(source, options), name)
@@ -59,7 +59,7 @@ def compile_kernel(source: str, name: str, macros: Sequence[tuple[str, object]],
 
 @cache
 def can_compile(device: torch.device) -> bool:
-    """Whether there is a compiler here that knows the device."""
+    """Whether a compiler is available that supports the device."""
     try:
         compile_kernel('extern "C" __global__ void nothing() {}', "nothing", (), device)
     except CompilerError:

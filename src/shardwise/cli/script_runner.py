@@ -1,6 +1,6 @@
-"""Running somebody's script on virtual ranks: as `python script.py` would, with the mesh that was chosen for it.
+"""Runs a user's script on virtual ranks, as `python script.py` would, with a preset mesh.
 
-What fails in it is the script's own error. Shared by the commands that run scripts.
+Used by the commands `run` and `explain`. Exceptions of the script are shown as its own.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from shardwise.fabric.world import PRESET, virtual
 
 __all__ = ["MESHES", "add_script_arguments", "end_as", "run_script", "run_script_in_threads"]
 
-SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what torchrun sets alike on all ranks of a machine
-RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")  # and what differs
+SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # variables of torchrun with one value for all ranks of a machine
+RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")  # variables that differ by rank
 
 MESHES = """\
-A script that makes a mesh without a shape gets the one of --mesh:
+A script that creates a mesh without a shape gets the mesh of --mesh:
   mesh = shardwise.init_device_mesh("cpu")
-and one that gives a shape gets that. The axes have the names of --mesh
-(dp=2,tp=4), or those that the script gives (2x4). The same script runs under
-torchrun: there SHARDWISE_MESH=dp=2,tp=4 in the environment says the same.
+A shape in the script takes precedence. The axes have the names of --mesh
+(dp=2,tp=4), or those of the script (2x4). The same script runs under torchrun;
+set SHARDWISE_MESH=dp=2,tp=4 in the environment in place of --mesh.
 """
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """The script, and what it is given."""
+    """Add the script and its arguments."""
     parser.add_argument("script", help="the script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run_script(script: str, args: list[str], mesh: str | None) -> BaseException | None:
-    """Run a script as `python script args` would, on virtual ranks; how it ended, if not well.
+    """Run a script as `python script args` would, on virtual ranks. Returns its exception, None on success.
 
     Args:
         script: its path.
-        args: what it is given.
-        mesh: the axes of the mesh that it gets where it gives no shape.
+        args: its arguments.
+        mesh: the axes of the default mesh.
     """
     _check_script(script, mesh)
     with _as_started(script, args, mesh), virtual():
@@ -63,17 +63,19 @@ def run_script(script: str, args: list[str], mesh: str | None) -> BaseException 
 
 
 def run_script_in_threads(script: str, args: list[str], ranks: int, mesh: str | None) -> BaseException | None:
-    """Run a script as `torchrun --nproc-per-node ranks script args` would, each rank a thread; how it ended, if badly.
+    """Run a script as `torchrun --nproc-per-node ranks script args` would, with ranks as threads.
+
+    Returns the exception of the first rank that failed, None on success.
 
     Args:
         script: its path.
-        args: what it is given.
-        ranks: how many.
-        mesh: the axes of the mesh that it gets where it gives no shape.
+        args: its arguments.
+        ranks: the number of ranks.
+        mesh: the axes of the default mesh.
     """
     _check_script(script, mesh)
     if mesh is not None and math.prod(parse_axes(mesh)[0]) != ranks:
-        raise LayoutError(f"--mesh {mesh} has not {ranks} ranks", hint="-n says how many ranks there are")
+        raise LayoutError(f"--mesh {mesh} does not have {ranks} ranks", hint="-n must be the number of ranks of --mesh")
 
     def program(rank: int) -> None:
         try:
@@ -108,7 +110,7 @@ def _check_script(script: str, mesh: str | None) -> None:
 
 
 def end_as(failed: BaseException | None) -> None:
-    """End as the script did."""
+    """Exit with the status of the script."""
     sys.stdout.flush()
     if isinstance(failed, SystemExit):
         raise failed
@@ -119,7 +121,7 @@ def end_as(failed: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def _as_started(script: str, args: list[str], mesh: str | None) -> Iterator[None]:
-    """The surroundings of a script that was started by itself."""
+    """Set argv, path and environment as for a script started by Python."""
     argv, path = sys.argv, list(sys.path)
     before = {name: os.environ.get(name) for name in (PRESET, *SIZES, *RANKS)}
     sys.argv, sys.path[:] = [script, *args], [os.path.dirname(os.path.abspath(script)), *path]
@@ -140,20 +142,20 @@ def _as_started(script: str, args: list[str], mesh: str | None) -> Iterator[None
 
 
 def _with_remedy(error: Exception) -> Exception:
-    """The error; where a line asked for a rank of its own, with what to write instead."""
+    """Add a hint to the error of a line that reads its rank."""
     asked_environment = isinstance(error, KeyError) and error.args and error.args[0] in RANKS
     if asked_environment or "process group has not been initialized" in str(error):
         error.add_note(
-            "virtual ranks run in lockstep, so no line has a rank of its own\n"
-            "  hint: `shardwise run -n N` gives each rank a thread, and torchrun a process; in lockstep, what one rank "
-            "does (printing, saving) goes under `if shardwise.is_main():`, and data that differs by rank is a "
-            "RankTensor or a DTensor"
+            "virtual ranks run in lockstep, so the script has no single rank\n"
+            "  hint: `shardwise run -n N` runs each rank as a thread, torchrun as a process; in lockstep, put the work "
+            "of one rank (printing, saving) under `if shardwise.is_main():`, and use a RankTensor or a DTensor for "
+            "data that differs by rank"
         )
     return error
 
 
 def _without_our_frames(error: Exception) -> Exception:
-    """The error with the script's own lines on top: how it was started is not what went wrong."""
+    """Remove the frames of the script runner from the traceback."""
     trace = error.__traceback__
     ours = (__file__, rank_threads.__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:

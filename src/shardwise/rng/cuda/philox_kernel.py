@@ -1,7 +1,4 @@
-"""Blocks of a random fill by the kernel of philox.cu: what it is told, and what it is compiled for.
-
-Knows nothing of generators; seed and counter are given.
-"""
+"""Fills blocks with the kernel of philox.cu: its arguments, its compile-time constants, and its launches."""
 
 from __future__ import annotations
 
@@ -15,23 +12,23 @@ from typing import NamedTuple
 import torch
 
 from shardwise.core.layout import Block
-from shardwise.rng.geometry import Extent, extents_of
-from shardwise.rng.nvrtc import BLOCK, Kernel, compile_kernel
-from shardwise.rng.recipe import SCALARS, Piece, Recipe
-from shardwise.rng.sharing import launch_of
+from shardwise.rng.block_geometry import Extent, extents_of
+from shardwise.rng.cuda.nvrtc import BLOCK, Kernel, compile_kernel
+from shardwise.rng.cuda.torch_kernels import SCALARS, FillKernel, TorchLaunch
+from shardwise.rng.cuda.work_sharing import block_launch
 
-__all__ = ["Part", "fill_part", "threads_of"]
+__all__ = ["BlockFill", "fill_part", "threads_of"]
 
 _SOURCE = Path(__file__).with_name("philox.cu")
 
 
-class Part(NamedTuple):
-    """A block of a tensor of `shape`, which torch would fill so on the device."""
+class BlockFill(NamedTuple):
+    """A block of a tensor of `shape`, and torch's kernel and launches for that tensor."""
 
     shape: tuple[int, ...]
     block: Block
-    recipe: Recipe
-    pieces: tuple[Piece, ...]
+    kernel_model: FillKernel
+    launches: tuple[TorchLaunch, ...]
     device: torch.device
 
 
@@ -60,46 +57,46 @@ class _Fill(ctypes.Structure):
 
 
 class _Launch(NamedTuple):
-    """A launch for a block, ready but for the state of the generator and the memory to fill."""
+    """A prepared launch; only the generator's state and the output memory are missing."""
 
     kernel: Kernel
     threads: int
     fill: _Fill
     calls: int
     dims: ctypes.Array[ctypes.c_uint64]
-    runs: torch.Tensor  # which `fill` points to
+    runs: torch.Tensor  # keeps alive the memory that `fill` points to
 
 
-def fill_part(part: Part, seed: int, counter: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The block, drawn from `seed`, where the tensor begins at `counter`; into `out`, contiguous, if there is one."""
+def fill_part(part: BlockFill, seed: int, counter: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The block, drawn from `seed`; the tensor starts at `counter`. Written into `out`, contiguous, if given."""
     if out is None:
-        out = torch.empty(part.block.shape, dtype=part.recipe.dtype, device=part.device)
+        out = torch.empty(part.block.shape, dtype=part.kernel_model.dtype, device=part.device)
     for launch in _launches(part):
-        fill = _Fill.from_buffer_copy(launch.fill)  # another thread may be about the same draw
+        fill = _Fill.from_buffer_copy(launch.fill)  # another thread may use the same launch
         fill.out, fill.seed, fill.counter = out.data_ptr(), seed, counter + launch.calls
         launch.kernel.launch(launch.threads, (fill, launch.dims))
     return out
 
 
 @lru_cache(maxsize=1024)
-def _launches(part: Part) -> tuple[_Launch, ...]:
-    """One; more where torch fills the tensor by several; none for an empty block."""
-    recipe, extents = part.recipe, extents_of(part.shape, part.block)
+def _launches(part: BlockFill) -> tuple[_Launch, ...]:
+    """One launch for each launch of torch that touches the block."""
+    kernel_model, extents = part.kernel_model, extents_of(part.shape, part.block)
     runs = _table(extents, part.device)
     launches = []
-    for piece in part.pieces:
-        plan = launch_of(extents, piece, recipe.values, recipe.vector, threads_of(part.device))
+    for torch_launch in part.launches:
+        plan = block_launch(extents, torch_launch, kernel_model.values, kernel_model.vector, threads_of(part.device))
         if plan is None:
             continue
-        kernel = _kernel(recipe.kernel, _form(extents, plan.shared), part.device)
-        numbers = (*recipe.numbers, recipe.range, recipe.low, runs.data_ptr())
-        fill = _Fill(None, 0, 0, piece.start, *plan[2:], *numbers)
-        launches.append(_Launch(kernel, plan.threads, fill, piece.calls, _dims(extents), runs))
+        kernel = _kernel(kernel_model.kernel, _form(extents, plan.shared), part.device)
+        numbers = (*kernel_model.numbers, kernel_model.range, kernel_model.low, runs.data_ptr())
+        fill = _Fill(None, 0, 0, torch_launch.start, *plan[2:], *numbers)
+        launches.append(_Launch(kernel, plan.threads, fill, torch_launch.calls, _dims(extents), runs))
     return tuple(launches)
 
 
 def _dims(extents: tuple[Extent, ...]) -> ctypes.Array[ctypes.c_uint64]:
-    """The kernel's second argument: size, stride, start, number of runs and their place in the table, of each dim."""
+    """The kernel's second argument: size, stride, start, number of runs and their offset in the table, for each dim."""
     fields: list[int] = []
     table = 0
     for extent in extents:
@@ -110,7 +107,7 @@ def _dims(extents: tuple[Extent, ...]) -> ctypes.Array[ctypes.c_uint64]:
 
 @lru_cache(maxsize=256)
 def _table(extents: tuple[Extent, ...], device: torch.device) -> torch.Tensor:
-    """Of each dim with several runs: where they begin in the block, then what leads from there to the whole tensor."""
+    """For each dim with several runs: their starts in the block, then the offsets from there to global indices."""
     table: list[int] = []
     for extent in extents:
         if len(extent.runs) > 1:
@@ -120,7 +117,7 @@ def _table(extents: tuple[Extent, ...], device: torch.device) -> torch.Tensor:
 
 
 def _form(extents: tuple[Extent, ...], shared: int) -> tuple[tuple[str, object], ...]:
-    """What the kernel is told of a block when it is compiled."""
+    """The compile-time constants that depend on the block."""
     return (
         ("DIMS", len(extents)),
         ("RUNS", int(any(len(extent.runs) > 1 for extent in extents))),
@@ -146,6 +143,6 @@ def _kernel(kernel: tuple[object, ...], form: tuple[tuple[str, object], ...], de
 
 @cache
 def threads_of(device: torch.device) -> int:
-    """How many threads torch starts for a large tensor. For a small one it starts at least one for each element."""
+    """The number of threads that torch starts for a large tensor. For a small one, at least one for each element."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count * (properties.max_threads_per_multi_processor // BLOCK) * BLOCK

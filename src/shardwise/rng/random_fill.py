@@ -1,4 +1,4 @@
-"""One random fill as a single device would carry it out, and the operators that are fills. Pure data; draws nothing."""
+"""The description of a random fill on one device, and the operators that are fills. Data only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FILLS", "FROM", "IN_PLACE", "Draw", "fills"]
 
 aten = torch.ops.aten
 FROM = getattr(aten.random_, "from")
-# The operators that look at the shape of their operand alone: the in-place one, and the one that gives a new tensor.
+# Operators that depend only on the shape of their operand: the in-place version, and the functional version.
 FILLS: dict[OpOverload, OpOverload] = {
     aten.uniform_.default: aten.uniform.default,
     aten.normal_.default: aten.normal_functional.default,
@@ -29,9 +29,9 @@ IN_PLACE = {new: fill for fill, new in FILLS.items()}
 
 
 class Draw(NamedTuple):
-    """A whole tensor of random numbers: the in-place operator that fills it, and what it fills.
+    """A global tensor of random numbers: the in-place operator that fills it, and the tensor's properties.
 
-    The dims stand in the order in which they lie in memory, which is the order of drawing.
+    The dims are in memory order, which is the order of drawing.
 
     Example:
         >>> draw = Draw(torch.ops.aten.uniform_.default, (0.0, 1.0), (4, 3), torch.float32, torch.device("cpu"))
@@ -44,11 +44,11 @@ class Draw(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    contiguous: bool = True  # whether the tensor is so, with its dims as the user has them
+    contiguous: bool = True  # whether the tensor is contiguous in the user's order of dims
 
 
 def fills(op: OpOverload) -> bool:
-    """Whether an operator fills a tensor with random numbers, looking at nothing but its shape."""
+    """Whether an operator fills a tensor with random numbers that depend only on its shape."""
     if op._schema.name == "aten::randint_like":
         return "Tensor" not in op._overloadname
     return op in FILLS or op in IN_PLACE or op._schema.name in ("aten::rand_like", "aten::randn_like")

@@ -1,4 +1,4 @@
-"""`shardwise checkpoint inspect|verify|reshard|diff`: what one does with a checkpoint without a program."""
+"""`shardwise checkpoint inspect|verify|reshard|diff`: tools for checkpoints."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from typing import Any
 
 from shardwise import checkpoint
 from shardwise.checkpoint import Summary
-from shardwise.cli.command import Command
-from shardwise.cli.words import parse_mesh
+from shardwise.cli.arguments import Command, parse_mesh
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import TensorMeta, dtype_name
 from shardwise.errors import CheckpointError
-from shardwise.text import human_bytes
+from shardwise.text import human_bytes, plural
 
 __all__ = ["COMMAND"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `checkpoint`: one action each."""
+    """The arguments of `checkpoint`: one subparser for each action."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    inspect = actions.add_parser("inspect", help="list what a checkpoint holds")
-    verify = actions.add_parser("verify", help="read all of it and compare every checksum")
-    reshard = actions.add_parser("reshard", help="write it anew as the ranks of another mesh would have saved it")
-    diff = actions.add_parser("diff", help="in what two checkpoints differ; layouts do not count")
+    inspect = actions.add_parser("inspect", help="list the contents of a checkpoint")
+    verify = actions.add_parser("verify", help="read everything and compare all checksums")
+    reshard = actions.add_parser("reshard", help="copy it into the blocks of another mesh")
+    diff = actions.add_parser("diff", help="list the differences of two checkpoints; ignores layouts")
     for action in (inspect, verify, reshard, diff):
         action.add_argument("path", help="the directory of the checkpoint")
-    reshard.add_argument("out", help="the directory to make")
+    reshard.add_argument("out", help="the directory to create")
     reshard.add_argument("--mesh", required=True, help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
     diff.add_argument("other", help="the directory of the other checkpoint")
     for action in (inspect, verify, diff):
-        action.add_argument("--json", action="store_true", help="for programs: the same as JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Do what the action says."""
+def run_checkpoint(arguments: argparse.Namespace) -> None:
+    """Execute the action."""
     match arguments.action:
         case "inspect":
             _inspect(checkpoint.inspect(arguments.path), as_json=arguments.json)
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
             mesh = parse_mesh(arguments.mesh)
             ranks = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, fabric="virtual")
             checkpoint.reshard(arguments.path, arguments.out, ranks)
-            print(f"{arguments.out} is {arguments.path} as {mesh.size()} ranks would have saved it")
+            print(f"{arguments.out}: {arguments.path} in the blocks of {mesh.size()} ranks")
         case _:
             _diff(arguments.path, arguments.other, as_json=arguments.json)
 
@@ -56,11 +55,11 @@ def _inspect(summary: Summary, *, as_json: bool) -> None:
         return
     blocks = sum(tensor.blocks for tensor in summary.tensors)
     print(
-        f"{_many(len(summary.tensors), 'tensor')} of {human_bytes(summary.nbytes)} in {_many(blocks, 'block')} "
-        f"and {_many(len(summary.files), 'file')}; {_many(len(summary.objects), 'object')}"
+        f"{plural(len(summary.tensors), 'tensor')} of {human_bytes(summary.nbytes)} in {plural(blocks, 'block')} "
+        f"and {plural(len(summary.files), 'file')}; {plural(len(summary.objects), 'object')}"
     )
     rows = [
-        (t.name, repr(TensorMeta(t.shape, dtype=t.dtype)), human_bytes(t.nbytes), _many(t.blocks, "block"))
+        (t.name, repr(TensorMeta(t.shape, dtype=t.dtype)), human_bytes(t.nbytes), plural(t.blocks, "block"))
         for t in summary.tensors
     ]
     rows += [(name, f"{value!r:.60}", "", "") for name, value in summary.objects.items()]
@@ -86,7 +85,7 @@ def _verify(path: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"problems": problems}, indent=2))
     elif not problems:
-        print(f"{path} is whole: every checksum is as it was saved")
+        print(f"{path} is intact: all checksums match")
     if problems:
         raise CheckpointError(f"{path} is damaged:\n    " + "\n    ".join(problems))
 
@@ -102,14 +101,10 @@ def _diff(a: str, b: str, *, as_json: bool) -> None:
         print("no difference")
 
 
-def _many(count: int, word: str) -> str:
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
-
-
 COMMAND = Command(
     "inspect, verify, reshard and compare checkpoints",
     add_arguments,
-    run,
+    run_checkpoint,
     """\
 examples:
   shardwise checkpoint inspect runs/step-300

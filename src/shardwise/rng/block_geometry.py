@@ -1,7 +1,4 @@
-"""Where the elements of a block stand in the whole tensor, with as few dims as that takes. Pure arithmetic.
-
-Knows nothing of random numbers or devices.
-"""
+"""Indices of a block's elements in the global tensor, with as few dims as possible. Integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -19,24 +16,24 @@ __all__ = ["Extent", "count_below", "extents_of", "indices_between", "is_run"]
 
 
 class Extent(NamedTuple):
-    """One dim of a block: its runs of indices, and how far apart two neighbours are in the whole tensor."""
+    """One dim of a block: its runs of indices, and its stride in the global tensor."""
 
     runs: tuple[Run, ...]
     stride: int
 
     @property
     def size(self) -> int:
-        """How many indices the block has of it."""
+        """The number of indices in the block."""
         return sum(run.length for run in self.runs)
 
 
 @lru_cache(maxsize=4096)
 def extents_of(shape: tuple[int, ...], block: Block) -> tuple[Extent, ...]:
-    """The dims of `block`, of a contiguous tensor of `shape`, with those joined that need not be told apart.
+    """The dims of `block` in a contiguous tensor of `shape`; dims that are contiguous together are merged.
 
     Example:
         >>> rows = Block((2, 6), (2, 0), ((Run(2, 2),), (Run(0, 6),)))
-        >>> extents_of((4, 6), rows)  # twelve neighbours
+        >>> extents_of((4, 6), rows)  # twelve consecutive elements
         (Extent(runs=(Run(start=12, length=12),), stride=1),)
     """
     joined: list[tuple[int, tuple[Run, ...]]] = [(1, (Run(0, 1),))]
@@ -57,7 +54,7 @@ def extents_of(shape: tuple[int, ...], block: Block) -> tuple[Extent, ...]:
 
 
 def _extents_of_dim(runs: tuple[Run, ...], stride: int) -> tuple[Extent, ...]:
-    """One extent; or two, the runs and what is in each, where all runs are of one length and equally spaced.
+    """One extent; or two (across and within runs), if all runs have the same length and spacing.
 
     Example:
         >>> _extents_of_dim((Run(1, 2), Run(5, 2), Run(9, 2)), 1)
@@ -74,7 +71,7 @@ def _extents_of_dim(runs: tuple[Run, ...], stride: int) -> tuple[Extent, ...]:
 
 
 def is_run(extents: Sequence[Extent]) -> bool:
-    """Whether the elements of the block follow each other in the whole tensor.
+    """Whether the elements of the block are consecutive in the global tensor.
 
     Example:
         >>> is_run(extents_of((4, 6), Block((2, 6), (2, 0), ((Run(2, 2),), (Run(0, 6),)))))
@@ -84,7 +81,7 @@ def is_run(extents: Sequence[Extent]) -> bool:
 
 
 def indices_between(extents: Sequence[Extent], low: int, high: int, device: torch.device | None = None) -> torch.Tensor:
-    """The indices in the whole tensor of the elements `low` to `high` of the block, both counted in row-major order.
+    """The global indices of the elements `low` to `high` of the block, both counted in row-major order.
 
     Example:
         >>> columns = extents_of((4, 6), Block((4, 2), (0, 2), ((Run(0, 4),), (Run(2, 2),))))
@@ -102,7 +99,7 @@ def indices_between(extents: Sequence[Extent], low: int, high: int, device: torc
 
 
 def _indices_of_dim(extent: Extent, element: torch.Tensor) -> torch.Tensor:
-    """What the elements of one dim of a block add to the index in the whole tensor."""
+    """The contribution of one dim to the global indices of a block's elements."""
     runs, stride = extent
     if len(runs) == 1:
         return (element + runs[0].start) * stride
@@ -113,7 +110,7 @@ def _indices_of_dim(extent: Extent, element: torch.Tensor) -> torch.Tensor:
 
 
 def count_below(extents: Sequence[Extent], index: int) -> int:
-    """How many elements of the block stand before `index` of the whole tensor. They are its first ones.
+    """The number of elements of the block before global index `index`. They are its first elements.
 
     Example:
         >>> columns = extents_of((4, 6), Block((4, 2), (0, 2), ((Run(0, 4),), (Run(2, 2),))))

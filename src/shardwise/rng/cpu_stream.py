@@ -1,6 +1,6 @@
-"""CPU generators are sequential: the stream of the whole tensor is drawn in bounded blocks, and a part of it kept.
+"""Draws from sequential CPU generators: the stream of the global tensor is drawn in small blocks, and a part is kept.
 
-Costs the time of the whole tensor and the memory of one's own part.
+Costs the time of the global tensor and the memory of the local part.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Block
-from shardwise.rng.draw import Draw
-from shardwise.rng.geometry import Extent, count_below, extents_of, indices_between, is_run
+from shardwise.rng.block_geometry import Extent, count_below, extents_of, indices_between, is_run
+from shardwise.rng.random_fill import Draw
 from shardwise.torch_private import OpOverload
 
 __all__ = ["draw", "is_sequential"]
 
 aten = torch.ops.aten
 BLOCK = 1 << 16  # elements drawn at a time
-# torch fills 16 normal numbers at a time, and the last 16 anew where they are not full: no block may be smaller.
+# torch draws normal numbers in groups of 16, and redraws an incomplete last group: no block may be smaller.
 ALIGNED = 16
-# Operators for which going past numbers that nobody keeps costs less than making them.
+# Operators for which skipping numbers costs less than computing them.
 SLOW = frozenset({aten.exponential_.default, aten.cauchy_.default, aten.geometric_.default, aten.bernoulli_.float})
 
 
 def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | None) -> list[torch.Tensor]:
-    """The part of each block. The generator goes on as if the whole tensor had been drawn."""
+    """The blocks. The generator advances as after a draw of the global tensor."""
     parts = [torch.empty(block.shape, dtype=wanted.dtype) for block in blocks]
     if wanted.contiguous and len(blocks) == 1 and blocks[0].shape == wanted.shape:
         wanted.op(parts[0], *wanted.numbers, generator=generator)
@@ -56,13 +56,13 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
 
 
 def _holds(extents: tuple[Extent, ...], begin: int, end: int) -> bool:
-    """Whether a block has something of these numbers of the stream."""
+    """Whether a block contains any of these numbers of the stream."""
     return count_below(extents, begin) < count_below(extents, end)
 
 
 @functools.lru_cache(maxsize=256)
 def _words(op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype) -> int:
-    """How many words of its generator this takes for each element; 0 where that varies, or leaves something behind."""
+    """The number of generator words for each element; 0 if it varies, or if the generator caches numbers."""
     generator = torch.Generator()
     op(torch.empty(2 * ALIGNED, dtype=dtype), *numbers, generator=generator.manual_seed(0))
     after = generator.get_state()
@@ -74,14 +74,14 @@ def _words(op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype) -> int:
 
 
 def _scratch(wanted: Draw, count: int) -> torch.Tensor:
-    """Room for a block. torch draws normal numbers in another way where memory is not contiguous."""
+    """Memory for a block. torch draws normal numbers differently for non-contiguous memory."""
     if wanted.contiguous:
         return torch.empty(count, dtype=wanted.dtype)
     return torch.empty(2 * count, dtype=wanted.dtype)[::2]
 
 
 def _spans(total: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of the blocks of a stream; the last has at least ALIGNED elements, if there are that many."""
+    """Starts and ends of the blocks of a stream; the last has at least ALIGNED elements, if there are that many."""
     begin = 0
     while total - begin >= BLOCK + ALIGNED:
         yield begin, begin + BLOCK
@@ -92,9 +92,9 @@ def _spans(total: int) -> Iterator[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=256)
 def is_sequential(op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype) -> bool:
-    """Whether this build of torch draws the elements one after the other, so that two halves make the whole.
+    """Whether this build of torch draws the elements in sequence, so that two halves equal one draw of both.
 
-    Some builds draw a seed for each call, and the elements from that.
+    Some builds draw a seed for each call, and the elements from the seed.
     """
     whole, halves = torch.empty(2 * ALIGNED, dtype=dtype), torch.empty(2 * ALIGNED, dtype=dtype)
     generator = torch.Generator().manual_seed(0)

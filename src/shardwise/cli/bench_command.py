@@ -1,6 +1,6 @@
-"""`shardwise bench`: short measurements on this machine, of what an installed package can measure by itself.
+"""`shardwise bench`: short measurements on this machine, without a clone of the repository.
 
-What a DTensor costs is shown beside plain torch on the same blocks, and a route beside the step-by-step one.
+Compares operators on DTensors with plain torch on the same blocks, and routes with step-by-step routes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.api import distribute_tensor
-from shardwise.cli.command import Command
-from shardwise.cli.words import parse_change, parse_mesh
+from shardwise.cli.arguments import Command, parse_change, parse_mesh
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.notation import parse_spec
 from shardwise.core.spec import DTensorSpec
@@ -31,13 +30,13 @@ from shardwise.text import human_bytes, human_seconds, print_lines, slim_table
 __all__ = ["BENCHES", "COMMAND"]
 
 SAMPLES = 15
-AT_LEAST = 0.01  # seconds for each sample
+AT_LEAST = 0.01  # seconds of each sample
 MESH = "dp=2,tp=4"
 Row = dict[str, Any]
 
 
 def seconds_for(call: Callable[[], object]) -> float:
-    """The median time of a call that is warm."""
+    """The median time of a warm call."""
     call()
     begin = time.perf_counter()
     call()
@@ -52,7 +51,7 @@ def seconds_for(call: Callable[[], object]) -> float:
 
 
 def virtual_mesh() -> DeviceMesh:
-    """The mesh that is measured on: ranks inside this process."""
+    """The virtual mesh of the measurements."""
     mesh = parse_mesh(MESH)
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, fabric="virtual")
 
@@ -70,7 +69,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def bench_operators() -> list[Row]:
-    """Warm operators that move nothing: on DTensors, and on each rank's block by plain torch."""
+    """Warm operators without communication: on DTensors, and on each rank's block with plain torch."""
     mesh = virtual_mesh()
     rows: list[Row] = []
     for name, (operator, layouts) in OPERATORS.items():
@@ -83,13 +82,13 @@ def bench_operators() -> list[Row]:
 
 
 def laid_out(spec: DTensorSpec) -> DTensor:
-    """Some tensor that lies as `spec` says."""
+    """A random tensor with the layout of `spec`."""
     torch.manual_seed(0)
     return distribute_tensor(torch.randn(spec.tensor_meta.shape), spec.mesh, spec.placements)
 
 
 def operators_table(rows: list[Row]) -> Any:
-    """The rows of `bench_operators` for people."""
+    """The results of `bench_operators` as a table."""
     table = numbers_table("operator, warm", "DTensor", "torch on each block", "times")
     for row in rows:
         table.add_row(
@@ -112,7 +111,7 @@ CHANGES = (
 
 
 def bench_redistribute() -> list[Row]:
-    """Routes as planned and step by step: what a rank receives, and how long they take on virtual ranks."""
+    """Planned and step-by-step routes: bytes received by a rank, and time on virtual ranks."""
     mesh = virtual_mesh()
     rows: list[Row] = []
     for change in CHANGES:
@@ -132,13 +131,13 @@ def bench_redistribute() -> list[Row]:
 
 
 def runner(route: Route, local: torch.Tensor) -> Callable[[], object]:
-    """What takes a route with a tensor."""
+    """A function that executes a route on a local tensor."""
     bound = fabric_of(route.source.mesh).bind_route(route)
     return lambda: bound(local)
 
 
 def redistribute_table(rows: list[Row]) -> Any:
-    """The rows of `bench_redistribute` for people."""
+    """The results of `bench_redistribute` as a table."""
     table = numbers_table("redistribute", "receives", "step by step", "takes", "step by step")
     for row in rows:
         table.add_row(
@@ -161,7 +160,7 @@ PLANS = (
 
 
 def bench_plan() -> list[Row]:
-    """How long the planner takes for a route that it has not planned before."""
+    """The time of the planner for a new route."""
     rows: list[Row] = []
     for change, axes in PLANS:
         source, target = parse_change(change, parse_mesh(axes))
@@ -171,7 +170,7 @@ def bench_plan() -> list[Row]:
 
 
 def plan_table(rows: list[Row]) -> Any:
-    """The rows of `bench_plan` for people."""
+    """The results of `bench_plan` as a table."""
     table = numbers_table("plan a route", "ranks", "takes")
     for row in rows:
         table.add_row(row["change"], f"{row['ranks']:,}", human_seconds(row["seconds"]))
@@ -188,7 +187,7 @@ BENCHES: dict[str, tuple[Callable[[], list[Row]], Callable[[list[Row]], Any]]] =
 
 
 def numbers_table(first: str, *headings: str) -> Any:
-    """A table to fill: a text, and then numbers."""
+    """An empty table: a text column, then number columns."""
     table = slim_table()
     table.add_column(first)
     for heading in headings:
@@ -197,7 +196,7 @@ def numbers_table(first: str, *headings: str) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured."""
+    """Versions and machine of the measurement."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -209,14 +208,14 @@ def machine() -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `bench`."""
     parser.add_argument("names", nargs="*", metavar="name", help=f"which: {', '.join(BENCHES)} (default: all)")
-    parser.add_argument("--json", action="store_true", help="for programs: the same as JSON, in seconds and bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_bench(arguments: argparse.Namespace) -> None:
     """Measure, and print one table for each name."""
     unknown = [name for name in arguments.names if name not in BENCHES]
     if unknown:
-        raise NotationError(f"there is no bench {unknown[0]!r}", hint=f"there are {', '.join(BENCHES)}")
+        raise NotationError(f"unknown bench {unknown[0]!r}", hint=f"there are {', '.join(BENCHES)}")
     names = arguments.names or list(BENCHES)
     if arguments.json:
         print(json.dumps({"machine": machine(), "benches": {name: BENCHES[name][0]() for name in names}}, indent=2))
@@ -230,12 +229,12 @@ def run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     "measure operators, redistribution and planning on this machine",
     add_arguments,
-    run,
+    run_bench,
     f"""\
-Operators and routes are run on {MESH}, virtual ranks in this process: eight
-blocks one after the other. Times are medians of calls that are warm; plans are
-made anew each time, with the tables of the planner warm. Beside
-torch.distributed.tensor, as ratios: `make bench` in a clone of the repository.
+Operators and routes run on {MESH}, virtual ranks in this process: eight
+blocks in sequence. Times are medians of warm calls; plans are not cached, but
+the planner's tables are warm. For ratios to torch.distributed.tensor run
+`make bench` in a clone of the repository.
 
 examples:
   shardwise bench

@@ -1,4 +1,4 @@
-"""`shardwise explain`: runs a script on virtual ranks and says what moved, from which lines, and how to avoid it."""
+"""`shardwise explain`: runs a script on virtual ranks and reports its communication by line, and how to avoid it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from shardwise.cli.command import Command
-from shardwise.cli.scripts import MESHES, add_script_arguments, end_as, run_script
-from shardwise.cli.words import writable
+from shardwise.cli.arguments import Command, writable
+from shardwise.cli.script_runner import MESHES, add_script_arguments, end_as, run_script
 from shardwise.debug.explain_report.explain_context import explain
 from shardwise.debug.explain_report.report import Report
 from shardwise.text import print_lines
@@ -19,17 +18,17 @@ __all__ = ["COMMAND"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `explain`."""
-    parser.add_argument("--html", metavar="FILE", help="write a page to look at")
+    parser.add_argument("--html", metavar="FILE", help="write the report as an HTML page")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
-    parser.add_argument("--json", metavar="FILE", help="write everything for programs")
-    parser.add_argument("--lock", metavar="FILE", help="write the lock file that check_lock compares with")
-    parser.add_argument("--candidates", action="store_true", help="also show what operators could have done instead")
-    parser.add_argument("--mesh", help="the axes and their sizes, for a script that gives none: dp=2,tp=4 or 2x4")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--lock", metavar="FILE", help="write a lock file for check_lock")
+    parser.add_argument("--candidates", action="store_true", help="also show the rejected candidates of operators")
+    parser.add_argument("--mesh", help="the mesh of scripts that give no shape: dp=2,tp=4 or 2x4")
     add_script_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Run the script and show the report; one that fails is shown as far as it went, and its error is its own."""
+def run_explain(arguments: argparse.Namespace) -> None:
+    """Run the script and print the report, also after an error of the script, and exit with its status."""
     for name in _files(arguments):
         writable(name)
     with explain(candidates=arguments.candidates) as report:
@@ -60,10 +59,10 @@ def _files(arguments: argparse.Namespace) -> list[str]:
 COMMAND = Command(
     "run a script on virtual ranks and show what moved, where, and how to avoid it",
     add_arguments,
-    run,
+    run_explain,
     """\
-The script makes its own meshes, of as many ranks as it likes; they are all run
-in this process.
+The script creates its own meshes, of any number of ranks. All ranks run in this
+process.
 """
     + MESHES
     + """

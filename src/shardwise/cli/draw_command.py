@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from shardwise.cli.command import Command
-from shardwise.cli.words import parse_change, parse_mesh, writable
+from shardwise.cli.arguments import Command, parse_change, parse_mesh, writable
 from shardwise.core.notation import parse_spec
 from shardwise.core.spec import DTensorSpec, dtype_name
 from shardwise.debug.pictures.draw_svg import draw
@@ -20,14 +19,14 @@ __all__ = ["COMMAND"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `draw`."""
-    parser.add_argument("layout", nargs="?", help="'DTYPE[SIZES] LAYOUT', or two with an arrow between; none: the mesh")
+    parser.add_argument("layout", nargs="?", help="'DTYPE[SIZES] LAYOUT [-> LAYOUT]'; without it, the mesh is drawn")
     parser.add_argument("--mesh", required=True, help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
     parser.add_argument("--svg", metavar="FILE", help="write an SVG instead of printing")
-    parser.add_argument("--color", action="store_true", help="print in colours")
-    parser.add_argument("--json", action="store_true", help="for programs: who holds which indices, as JSON")
+    parser.add_argument("--color", action="store_true", help="print in colour")
+    parser.add_argument("--json", action="store_true", help="print the indices of each rank as JSON")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_draw(arguments: argparse.Namespace) -> None:
     """Print the picture, or write it to a file."""
     mesh = parse_mesh(arguments.mesh)
     if arguments.layout is None:
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         if not isinstance(what, DTensorSpec):
             raise LayoutError(
-                "JSON says who holds what of one layout", hint="for the way between two: shardwise plan --json"
+                "--json supports one layout only", hint="for a route between two layouts: shardwise plan --json"
             )
         print(json.dumps(layout_as_json(what), indent=2))
         return
@@ -47,12 +46,12 @@ def run(arguments: argparse.Namespace) -> None:
         draw(what).save(writable(arguments.svg))
         return
     if "->" in (arguments.layout or "->"):
-        raise LayoutError("the way between layouts, and meshes, are drawn as SVG", hint="add --svg FILE")
+        raise LayoutError("routes and meshes are drawn as SVG only", hint="add --svg FILE")
     visualize_sharding(what, use_rich=arguments.color)
 
 
 def layout_as_json(spec: DTensorSpec) -> dict[str, Any]:
-    """What `draw --json` prints. The keys are stable; new ones may be added."""
+    """The output of `draw --json`. Keys are stable; new ones may be added."""
     mesh = spec.mesh
     return {
         "mesh": {"axes": [mesh.axis_name(axis) for axis in range(mesh.ndim)], "shape": list(mesh.shape)},
@@ -63,7 +62,7 @@ def layout_as_json(spec: DTensorSpec) -> dict[str, Any]:
                 "rank": rank,
                 "coordinate": list(coordinate),
                 "shape": list(spec.local_shape(coordinate)),
-                "holds": [  # for each dim, from which index up to which, as often as there are runs
+                "holds": [  # for each dim a list of [start, end], one for each run
                     [[start, start + length] for start, length in spec.runs(dim, coordinate) if length]
                     for dim in range(spec.ndim)
                 ],
@@ -76,7 +75,7 @@ def layout_as_json(spec: DTensorSpec) -> dict[str, Any]:
 COMMAND = Command(
     "draw which rank holds which block of a tensor",
     add_arguments,
-    run,
+    run_draw,
     """examples:
   shardwise draw "f32[10,7] dp:S0 tp:S1" --mesh dp=2,tp=2
   shardwise draw "f32[10,7] dp:S0 tp:S1" --mesh dp=2,tp=2 --svg layout.svg

@@ -1,11 +1,14 @@
-"""What people write on the command line, read into what the library means: meshes, layouts."""
+"""The type of a command, and parsers of arguments: meshes, layouts, counts, files."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,14 +17,23 @@ from shardwise.core.notation import parse_axes, parse_spec
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import LayoutError, NotationError
 
-__all__ = ["parse_change", "parse_count", "parse_mesh", "writable"]
+__all__ = ["Command", "parse_change", "parse_count", "parse_mesh", "writable"]
+
+
+class Command(NamedTuple):
+    """A subcommand: a summary of one line, its arguments, its function, and examples for its help."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    execute: Callable[[argparse.Namespace], object]
+    examples: str | None = None
 
 
 def parse_mesh(text: str, device_type: str = "cpu") -> DeviceMesh:
-    """The mesh that `dp=2,tp=4` or, without names, `2x4` describes. It is of the dry fabric: no rank runs.
+    """Parse a mesh: `dp=2,tp=4` or, without names, `2x4`. It has the dry fabric: no rank runs.
 
     Args:
-        text: the axes with their sizes.
+        text: the axes and their sizes.
         device_type: "cpu" or "cuda".
 
     Example:
@@ -34,11 +46,11 @@ def parse_mesh(text: str, device_type: str = "cpu") -> DeviceMesh:
 
 
 def parse_change(text: str, mesh: DeviceMesh) -> tuple[DTensorSpec, DTensorSpec]:
-    """The two layouts of `f32[8,32] dp:S0 -> tp:S1`. The tensor is named once, before the arrow.
+    """Parse two layouts: `f32[8,32] dp:S0 -> tp:S1`. Dtype and sizes are given once, before the arrow.
 
     Args:
-        text: a layout with dtype and sizes, an arrow, and the layout to go to.
-        mesh: whose axes are meant.
+        text: a layout with dtype and sizes, an arrow, and the target layout.
+        mesh: the mesh of both layouts.
 
     Example:
         >>> parse_change("f32[8,32] dp:S0 -> tp:S1", parse_mesh("dp=2,tp=4"))
@@ -46,21 +58,21 @@ def parse_change(text: str, mesh: DeviceMesh) -> tuple[DTensorSpec, DTensorSpec]
     """
     before, arrow, _ = text.partition("->")
     if not arrow:
-        raise NotationError.at(text, len(text), "expected '->' and the layout to go to")
+        raise NotationError.at(text, len(text), "expected '->' and the target layout")
     try:
         source = parse_spec(before, mesh)
     except NotationError as error:
-        # the caret stands where it stood: show the whole of what was written above it
+        # the caret keeps its position: show the full text above it
         raise NotationError(error.problem.replace(f"\n  {before}\n", f"\n  {text}\n"), hint=error.hint) from None
     return source, parse_spec(text, mesh, meta=source.tensor_meta, start=len(before) + len(arrow))
 
 
 def parse_count(text: str, what: str) -> int:
-    """A number of things, at least one.
+    """Parse a count of at least one.
 
     Args:
-        text: what was written.
-        what: of which things, for the error.
+        text: the argument.
+        what: the name of the counted things, for the error.
 
     Example:
         >>> parse_count("200", "steps")
@@ -72,17 +84,17 @@ def parse_count(text: str, what: str) -> int:
 
 
 def writable(name: str) -> str:
-    """The name of a file that can be written, so that nobody works for a minute and then finds that it cannot.
+    """Check that a file can be written, before a long run starts.
 
     Args:
-        name: of the file.
+        name: the name of the file, which is returned.
 
     Example:
         >>> writable("nowhere/report.html")
         Traceback (most recent call last):
         ...
         shardwise.errors.LayoutError: cannot write nowhere/report.html: there is no folder nowhere
-          hint: name a file in a folder that you may write to
+          hint: use a file in a writable folder
     """
     path = Path(name)
     problem = ""
@@ -91,7 +103,7 @@ def writable(name: str) -> str:
     elif not path.parent.is_dir():
         problem = f"there is no folder {path.parent}"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "it may not be written"
+        problem = "no permission to write"
     if problem:
-        raise LayoutError(f"cannot write {name}: {problem}", hint="name a file in a folder that you may write to")
+        raise LayoutError(f"cannot write {name}: {problem}", hint="use a file in a writable folder")
     return name

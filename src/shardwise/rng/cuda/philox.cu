@@ -1,12 +1,12 @@
-// Some elements of a random fill, each computed from its index in the whole tensor as torch's own kernels compute it.
+// Elements of a random fill, each computed from its index in the global tensor, as torch's kernels compute it.
 //
-// torch draws with Philox4x32-10. Thread t of T takes element t, then t + T, t + 2T ..., and one call of Philox serves
-// VALUES of them. So an element's index says which thread, which call and which of the four words are its own.
+// torch draws with Philox4x32-10. Thread t of T processes the elements t, t + T, t + 2T, ..., and uses one call of Philox
+// for VALUES of them. So the index of an element determines its thread, its call and its word among the four.
 //
-// Fixed when this is compiled: SCALAR, what is stored; REAL, what is computed in; DISTRIBUTION, one of those below;
-// THREADS, the T of the device; VALUES, how many elements a call serves; VECTOR, how many neighbours a thread takes at
-// once (1 but for dropout); DIMS, of the block; RUNS, whether one of its dims has several runs; INDEX, which integer
-// counts the elements of the block; SHARED, the dim along which the elements of one call are found, or -1.
+// Compile-time constants: SCALAR, type of the result; REAL, type of the computation; DISTRIBUTION, a function below;
+// THREADS, T of the device; VALUES, elements of one call; VECTOR, consecutive elements that a thread processes together
+// (1 except for dropout); DIMS, of the block; RUNS, whether a dim has several runs; INDEX, integer type for elements of
+// the block; SHARED, the dim along which elements share a call, or -1.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -37,14 +37,14 @@ typedef REAL real;
 struct Fill {
   scalar* out;
   u64 seed, counter;
-  u64 start;           // the index, in the whole tensor, from which torch's kernel counts
+  u64 start;           // the global index at which torch's kernel starts
   i64 first, last;     // elements [first, last) of the block are filled
-  i64 base;            // the element, or the chunk of elements, with which the threads begin
-  u64 spread;          // from one element of a thread to its next
-  u64 slab, inner;     // elements of the block at one index of the dims before SHARED; and of it
-  u64 chunks, groups;  // of groups that a slab makes for the threads; and groups in a chunk, which a thread goes through
-  double a, b;         // the numbers of a real distribution
-  u64 range;           // those of an integer one; a range of 0 is 2^64
+  i64 base;            // the first element, or chunk of elements, of the threads
+  u64 spread;          // distance between the elements of a thread
+  u64 slab, inner;     // elements of the block at one index of the dims before SHARED; at one index of SHARED
+  u64 chunks, groups;  // chunks in a slab; groups in a chunk, which one thread processes
+  double a, b;         // arguments of a real distribution
+  u64 range;           // of an integer distribution; 0 is 2^64
   i64 low;
   const i64* runs;
 };
@@ -65,12 +65,12 @@ struct Words {
   u32 x, y, z, w;
 };
 
-// ---- where an element stands
+// ---- indices
 
 __device__ u64 along(u64 at, const Dim& dim, const i64* runs) {
 #if RUNS
   if (dim.runs > 1) {
-    const i64* begins = runs + dim.table;  // of each run, in the block; behind them what leads from there to the whole
+    const i64* begins = runs + dim.table;  // start of each run in the block, followed by the offsets to global indices
     u64 low = 0, high = dim.runs;
     while (high - low > 1) {
       u64 middle = (low + high) / 2;
@@ -82,7 +82,7 @@ __device__ u64 along(u64 at, const Dim& dim, const i64* runs) {
   return at + dim.start;
 }
 
-// The index of an element of the dims [from, to); in the outermost of them it may be past the end.
+// The index of an element along the dims [from, to); it may be past the end of the outermost dim.
 __device__ u64 index_of(INDEX element, int from, int to, const Dims& dims, const i64* runs) {
   u64 index = 0;
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ Call call_of(u32 index, u32& word) {
 #endif
 }
 
-// ---- what is drawn there
+// ---- random numbers
 
 __device__ Words philox(u64 seed, u64 counter, u32 thread) {
   u32 key_x = (u32)seed, key_y = (u32)(seed >> 32);
@@ -132,13 +132,13 @@ __device__ u32 pick(const Words& words, u32 word) {
 
 __device__ double unit(u32 low, u32 high) { return ((u64)low ^ (u64)high << 21) * 0x1p-53 + 0x1p-54; }
 
-// Uniform in (0, 1]. Which of the two is meant is said by the type of the last argument.
+// Uniform in (0, 1]. The last argument selects the type.
 __device__ float uniform_of(const Words& words, u32 word, float) { return pick(words, word) * 0x1p-32f + 0x1p-33f; }
 __device__ double uniform_of(const Words& words, u32 word, double) {
   return word ? unit(words.z, words.w) : unit(words.x, words.y);
 }
 
-// Normal by Box and Muller: the sine is the first of two, the cosine the second.
+// Normal by Box and Muller: first the sine, then the cosine.
 __device__ float normal_of(const Words& words, u32 word, float) {
   const float turn = 0x1p-32f * 6.2831855f;
   float u = (word & 2 ? words.z : words.x) * 0x1p-32f + 0x1p-33f;
@@ -155,7 +155,7 @@ __device__ double normal_of(const Words& words, u32 word, double) {
   return (word ? cosine : sine) * radius;
 }
 
-// torch takes the fast functions for floats, the exact ones for doubles.
+// torch uses fast functions for float, exact ones for double.
 __device__ float log_of(float x) { return __logf(x); }
 __device__ double log_of(double x) { return log(x); }
 __device__ float log1p_of(float x) { return __logf(1.0f + x); }
@@ -172,7 +172,7 @@ __device__ float tangent(float u) {
 }
 __device__ double tangent(double u) { return tan(3.14159265358979323846 * (u - 0.5)); }
 
-// ---- the distributions: an element of a call, with the numbers of the operator
+// ---- distributions: an element of a call, with the arguments of the operator
 
 __device__ scalar uniform(const Words& words, u32 word, const Fill& fill) {
   scalar from = static_cast<scalar>(fill.a), to = static_cast<scalar>(fill.b);
@@ -208,7 +208,7 @@ __device__ scalar bernoulli(const Words& words, u32 word, const Fill& fill) {
   return static_cast<scalar>((real)(uniform_of(words, word, real()) < (real)fill.a));
 }
 
-// The mask of dropout draws floats for every dtype, and compares them with the share that is kept.
+// The mask of dropout draws floats for every dtype, and compares them with the probability of keeping an element.
 __device__ scalar keep(const Words& words, u32 word, const Fill& fill) {
   return static_cast<scalar>((real)(uniform_of(words, word, float()) < (real)fill.a));
 }
@@ -226,7 +226,7 @@ __device__ scalar wide_integers(const Words& words, u32 word, const Fill& fill) 
 
 #if SHARED < 0
 
-// They are taken as they come. A call of Philox is made again where the next element needs another.
+// Elements in any order. Philox is called again when the next element needs another call.
 __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   u32 spread = (u32)fill.spread, group = thread / spread;
   i64 element = fill.base + (i64)group * (spread * VALUES) + (thread - group * spread);
@@ -251,7 +251,7 @@ struct __align__(VALUES * sizeof(scalar)) Neighbours {
   scalar of[VALUES];
 };
 
-// They are neighbours, all of one call.
+// Consecutive elements of one call.
 __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   i64 element = fill.base + (i64)thread * VALUES;
   if (element >= fill.last) return;
@@ -272,8 +272,8 @@ __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
 
 #else
 
-// They are THREADS apart in the whole tensor, all of one call; and then as many of the next call, some times over. The
-// groups of a slab begin where torch's threads make a call, which may be before the slab does.
+// Elements of one call, at the distance THREADS in the global tensor; then those of the next calls. The groups of a slab
+// start where torch's threads make a call, which may be before the start of the slab.
 __device__ void fill_by_thread(u32 thread, const Fill& fill, const Dims& dims) {
   const u32 cycle = THREADS * VALUES;
   u32 spread = (u32)fill.spread, chunk = thread / spread, lane = thread - chunk * spread;

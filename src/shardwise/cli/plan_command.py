@@ -1,4 +1,4 @@
-"""`shardwise plan`: how a layout becomes another one, step by step, and what each step costs."""
+"""`shardwise plan`: the route from one layout to another, and the cost of each step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from shardwise.cli.command import Command
-from shardwise.cli.words import parse_change, parse_mesh
+from shardwise.cli.arguments import Command, parse_change, parse_mesh
 from shardwise.core.spec import dtype_name
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost, plain_route
@@ -32,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("change", help="the two layouts: 'DTYPE[SIZES] LAYOUT -> LAYOUT'")
     parser.add_argument("--mesh", required=True, help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
     devices = sorted(current_cost_model().devices)
-    parser.add_argument("--device", choices=devices, default="cpu", help="whose links are modelled (default: cpu)")
-    parser.add_argument("--max-bytes", metavar="N", help="what a rank may hold at most on the way: 1000, 64MiB, 1GB")
-    parser.add_argument("--json", action="store_true", help="for programs: the same as JSON")
+    parser.add_argument("--device", choices=devices, default="cpu", help="the device of the link model (default: cpu)")
+    parser.add_argument("--max-bytes", metavar="N", help="memory limit of a rank during the route: 1000, 64MiB, 1GB")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Plan the route and print it beside the step-by-step one."""
+def run_plan(arguments: argparse.Namespace) -> None:
+    """Plan the route, and print it with the step-by-step route."""
     mesh = parse_mesh(arguments.mesh, arguments.device)
     source, target = parse_change(arguments.change, mesh)
     max_bytes = None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes)
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def plan_as_json(route: Route, plain: Route, max_bytes: int | None) -> dict[str, Any]:
-    """What `plan --json` prints. The keys are stable; new ones may be added."""
+    """The output of `plan --json`. Keys are stable; new ones may be added."""
     spec = route.source
     mesh, meta = spec.mesh, spec.tensor_meta
     return {
@@ -98,14 +97,14 @@ def _route_as_json(route: Route) -> dict[str, Any]:
 
 
 def _ratio(plain: float, ours: float) -> float | None:
-    """How many times as much the step-by-step way takes; None where it takes something and we nothing."""
+    """The ratio of the step-by-step route to the planned one; None for an infinite ratio."""
     if ours:
         return plain / ours
     return None if plain else 1.0
 
 
 def in_words(step: Step) -> str:
-    """What a step does, for someone who does not know the names of collectives."""
+    """The effect of a step, without the names of collectives."""
     match step:
         case AllGather(dim=dim):
             return f"join the parts of dim {dim}"
@@ -116,13 +115,13 @@ def in_words(step: Step) -> str:
         case AllToAll(source_dim=source, target_dim=target):
             return f"join dim {source}, split dim {target}"
         case Exchange():
-            return "send each rank what it lacks"
+            return "send each rank its missing parts"
         case Unreduce():
             return "keep the value on one rank"
         case Slice() if step.describe() != "relabel":
-            return "keep a part of what is held"
+            return "keep a slice of the local tensor"
         case _:
-            return "the same by another name"
+            return "no change of values"
 
 
 _REDUCE = {
@@ -135,18 +134,18 @@ _REDUCE = {
 
 
 def print_plan(route: Route, plain: Route, max_bytes: int | None) -> None:
-    """The route and the step-by-step one as tables, and how they compare."""
+    """Print both routes as tables, and their comparison."""
     from rich.text import Text
 
     spec, mesh = route.source, route.source.mesh
     sizes = (f"{mesh.axis_name(a)}={n}" if mesh.mesh_dim_names else str(n) for a, n in enumerate(mesh.shape))
-    whole = human_bytes(spec.tensor_meta.nbytes)
+    total = human_bytes(spec.tensor_meta.nbytes)
     page: list[Any] = [
         Text(f"{spec} -> {route.target.layout}", "bold"),
-        f"mesh {' x '.join(sizes)}: {mesh.size():,} ranks of {mesh.device_type}; the whole tensor is {whole}",
+        f"mesh {' x '.join(sizes)}: {mesh.size():,} ranks of {mesh.device_type}; the global tensor is {total}",
     ]
     if max_bytes is not None:
-        page.append(f"no rank may hold more than {human_bytes(max_bytes)} on the way")
+        page.append(f"memory limit of a rank: {human_bytes(max_bytes)}")
     page.append("")
     if not route.steps:
         page.append("Nothing to do: the layouts are the same.")
@@ -158,14 +157,14 @@ def print_plan(route: Route, plain: Route, max_bytes: int | None) -> None:
 
 def _comparison(route: Route, plain: Route, max_bytes: int | None) -> list[Any]:
     if [step.describe() for step in plain.steps] == [step.describe() for step in route.steps]:
-        return ["Step by step, the way would be the same."]
+        return ["The step-by-step route is the same."]
     over = max_bytes is not None and plain.peak_bytes > max_bytes
     return [
         *_table("step by step: reduce, gather what changes, slice", plain),
         "",
         f"Step by step, a rank receives {_times(plain.received, route.received)} the bytes, takes "
         f"{_times(plain.seconds, route.seconds)} the time and holds "
-        f"{_times(plain.peak_bytes, route.peak_bytes)} as much" + (", more than it may." if over else "."),
+        f"{_times(plain.peak_bytes, route.peak_bytes)} as much" + (", over the limit." if over else "."),
     ]
 
 
@@ -201,18 +200,18 @@ def _times(plain: float, ours: float) -> str:
 
 
 COMMAND = Command(
-    "show the cheapest route from one layout to another, and what it costs",
+    "show the cheapest route from one layout to another, and its cost",
     add_arguments,
-    run,
+    run_plan,
     """\
-A layout names a placement for each axis; axes left out are replicated:
-  R      every rank along the axis holds the same
-  S1     dim 1 is split over the axis
-  S0/4   dim 0 is four rows, each of which is split
-  P      the value is the sum of what the ranks hold; also P(avg), P(min),
-         P(max), P(product), and P(norm2) for a norm
-  M      as P, where at most one rank holds each element and the others zeros
-  order 0:tp>dp   dim 0 is split by tp first, then by dp
+A layout has a placement for each axis; omitted axes are replicated:
+  R      every rank along the axis has the same values
+  S1     dim 1 is sharded over the axis
+  S0/4   dim 0 is four rows, each of which is sharded
+  P      the value is the sum over the ranks; also P(avg), P(min), P(max),
+         P(product), and P(norm2) for a norm
+  M      as P, where at most one rank has each element and the others have zeros
+  order 0:tp>dp   dim 0 is sharded by tp first, then by dp
 
 examples:
   shardwise plan "f32[64,4096,4096] dp:S0 -> tp:S2" --mesh dp=2,tp=4
