@@ -103,15 +103,16 @@ def test_threads_share_calls(shape: tuple[int, ...], cuts: Cuts, shared: int, ha
     extents = extents_of(shape, block_of(shape, cuts))
     cut = numel // 2 // 8 * 8
     filled: list[int] = []
-    for launch in (TorchLaunch(0, numel, 0),) if halves == 1 else (TorchLaunch(0, cut, 0), TorchLaunch(cut, numel, 9)):
-        launch = block_launch(extents, launch, values=4, vector=1, threads=few)
+    parts = (TorchLaunch(0, numel, 0),) if halves == 1 else (TorchLaunch(0, cut, 0), TorchLaunch(cut, numel, 9))
+    for part in parts:
+        launch = block_launch(extents, part, values=4, vector=1, threads=few)
         if launch is None:
             continue
         assert launch.shared == shared
-        for elements in elements_of_calls(launch, extents, launch.start, few):
+        for elements in elements_of_calls(launch, extents, part.start, few):
             mine = [e for e in elements if launch.first <= e < launch.last]
             filled += mine
-            calls = {((i := index_of(extents, e) - launch.start) % few, i // few // 4) for e in mine}
+            calls = {((i := index_of(extents, e) - part.start) % few, i // few // 4) for e in mine}
             assert shared == ALONE or len(calls) <= 1
     assert sorted(filled) == list(range(math.prod(extent.size for extent in extents)))
 

@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from shardwise.checkpoint.format.checksum import MODULUS, checksum, sum_of_rows
 from shardwise.checkpoint.io.block_writer import BUFFER, PAGE, STRIDE, Count
-from shardwise.checkpoint.partition.boxes import byte_runs
+from shardwise.checkpoint.partition.boxes import ByteRuns, byte_runs
 from shardwise.errors import CheckpointError
 
 __all__ = ["FileReader", "OpenDirectory", "Replaced", "retry_replaced"]
@@ -170,24 +170,15 @@ class FileReader:
         """Read a part of the block at byte `start` densely into `out`. Returns its part of the block's checksum."""
         fd = self.descriptor(file, what)
         try:
-            return self._read_part(fd, start, sizes, part, itemsize, out, f"{what}: {file}")
+            return self._read_runs(fd, start, byte_runs(sizes, part, itemsize), out, f"{what}: {file}")
         except OSError as error:
             raise self._directory.error(
                 f"{what}: {file} cannot be read ({error.strerror})", "the disk may be damaged"
             ) from None
 
-    def _read_part(
-        self,
-        fd: int,
-        start: int,
-        sizes: Sequence[int],
-        part: Sequence[slice],
-        itemsize: int,
-        out: np.ndarray,
-        what: str,
-    ) -> int:
+    def _read_runs(self, fd: int, start: int, runs: Iterable[ByteRuns], out: np.ndarray, what: str) -> int:
         total, at = 0, 0
-        for first, count, pitch, length in byte_runs(sizes, part, itemsize):
+        for first, count, pitch, length in runs:
             if count > 1 and 4 * length >= pitch:  # most pages are needed: start read-ahead
                 os.posix_fadvise(fd, start + first, count * pitch, os.POSIX_FADV_WILLNEED)
             if count == 1 or length >= SECTOR:

@@ -29,7 +29,7 @@ class GatheredTensor(NamedTuple):
     """The global tensor, and facts about its parts."""
 
     value: torch.Tensor
-    odd: tuple[Coordinate, ...]  # ranks whose replica of a block differs from the first rank's
+    differing: tuple[Coordinate, ...]  # ranks whose replica of a block differs from the first rank's
     largest: float  # the largest magnitude on any rank: a Partial may be a small sum of large addends
 
 
@@ -45,30 +45,30 @@ def gather_for_check(tensor: DTensor) -> GatheredTensor:
     mesh = spec.mesh
     if mesh.fabric == "virtual":
         rows = mesh.groups(tuple(range(mesh.ndim))).tolist()
-        wholes = [_assembled(spec, [parts[position] for position in row]) for row in rows]
-        if len(wholes) == 1:
-            return wholes[0]
-        by_position = {position: whole.value for row, whole in zip(rows, wholes, strict=True) for position in row}
-        odd = tuple(coordinate for whole in wholes for coordinate in whole.odd)
-        largest = max(whole.largest for whole in wholes)
-        return GatheredTensor(RankTensor([by_position[i] for i in range(mesh.grid_size)]), odd, largest)
+        gathered = [_assembled(spec, [parts[position] for position in row]) for row in rows]
+        if len(gathered) == 1:
+            return gathered[0]
+        by_position = {position: one.value for row, one in zip(rows, gathered, strict=True) for position in row}
+        differing = tuple(coordinate for one in gathered for coordinate in one.differing)
+        largest = max(one.largest for one in gathered)
+        return GatheredTensor(RankTensor([by_position[i] for i in range(mesh.grid_size)]), differing, largest)
     device = tensor._local_tensor.device
     mine = [(coordinate, part.detach().cpu()) for coordinate, part in parts]
     received = fabric_of(mesh).agree(mesh, mine, tensor._local_tensor)
     gathered = _assembled(spec, [part for of_rank in received for part in of_rank])
-    return GatheredTensor(gathered.value.to(device), gathered.odd, gathered.largest)
+    return GatheredTensor(gathered.value.to(device), gathered.differing, gathered.largest)
 
 
 def _assembled(spec: DTensorSpec, parts: Sequence[Part]) -> GatheredTensor:
     blocks: dict[Coordinate, dict[Coordinate, torch.Tensor]] = {}
-    odd: list[Coordinate] = []
+    differing: list[Coordinate] = []
     split = [axis for axes in spec.dim_axes for axis in axes]
     for coordinate, part in parts:
         place = tuple(coordinate[axis] for axis in split)
         addend = tuple(coordinate[axis] for axis in spec.partial_axes)
         known = blocks.setdefault(place, {}).setdefault(addend, part)
         if not same(known, part):
-            odd.append(coordinate)
+            differing.append(coordinate)
     first = parts[0][1] if parts else torch.empty(0, dtype=spec.tensor_meta.dtype)
     value = torch.empty_strided(spec.shape, spec.tensor_meta.dense().stride, dtype=first.dtype, device=first.device)
     for place, addends in blocks.items():
@@ -77,7 +77,7 @@ def _assembled(spec: DTensorSpec, parts: Sequence[Part]) -> GatheredTensor:
             coordinate[axis] = index
         _put(value, _reduced(spec, list(addends.values())), spec, tuple(coordinate))
     largest = max([float(part.abs().amax()) for _, part in parts if part.numel() and is_inexact(part)], default=0.0)
-    return GatheredTensor(value, tuple(odd), largest)
+    return GatheredTensor(value, tuple(differing), largest)
 
 
 def _reduced(spec: DTensorSpec, addends: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -95,20 +95,20 @@ def _reduced(spec: DTensorSpec, addends: Sequence[torch.Tensor]) -> torch.Tensor
     return total.to(addends[0].dtype)
 
 
-def _put(whole: torch.Tensor, part: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> None:
+def _put(full: torch.Tensor, part: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> None:
     index = [
-        torch.cat([torch.arange(run.start, run.start + run.length) for run in runs]).to(whole.device)
+        torch.cat([torch.arange(run.start, run.start + run.length) for run in runs]).to(full.device)
         for runs in spec.block(coordinate).runs
     ]
     if not index:
-        whole.copy_(part)
+        full.copy_(part)
     elif part.numel():
-        whole[torch.meshgrid(*index, indexing="ij")] = part
+        full[torch.meshgrid(*index, indexing="ij")] = part
 
 
-def local_block(whole: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
+def local_block(full: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
     """The block of a global tensor that belongs to the rank at `coordinate`."""
     for dim, runs in enumerate(spec.block(coordinate).runs):
-        parts = [whole.narrow(dim, min(run.start, spec.shape[dim]), run.length) for run in runs]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return whole
+        parts = [full.narrow(dim, min(run.start, spec.shape[dim]), run.length) for run in runs]
+        full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return full

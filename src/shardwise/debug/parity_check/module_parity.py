@@ -68,15 +68,15 @@ class ModuleParity:
 
     def _find(self, module: torch.nn.Module, args: Any) -> None:
         """Take the first called module with the plain model's submodules and DTensor parameters as the sharded one."""
-        if self._model is not None or _parts(module) != _parts(self._plain):
+        if self._model is not None or _names_of(module) != _names_of(self._plain):
             return
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             self._attach(module)
             self._before_forward(module, args, {})
 
     def _attach(self, model: torch.nn.Module) -> None:
-        if _parts(model) != _parts(self._plain):
-            odd = sorted(_parts(model) ^ _parts(self._plain))[0]
+        if _names_of(model) != _names_of(self._plain):
+            odd = sorted(_names_of(model) ^ _names_of(self._plain))[0]
             raise UnsupportedError(
                 f"parity: the two models have different submodules or parameters: only one of them has {odd!r}",
                 hint="pass the plain model from which the sharded one was made",
@@ -245,7 +245,7 @@ class ModuleParity:
             raise ParityError(str(found), hint="all values before it were right: use parity() to find the operator")
 
 
-def _parts(model: torch.nn.Module) -> set[str]:
+def _names_of(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
 
 

@@ -46,7 +46,13 @@ __all__ = ["OpParity"]
 _aten = torch.ops.aten
 # The results of these are uninitialized.
 _UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.empty, _aten.empty_strided, _aten.resize_}
-_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)  # of an operator on one device
+_OPERATOR_ERRORS = (
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    IndexError,
+)  # of an operator on one device
 
 
 class StateBefore(NamedTuple):
@@ -116,7 +122,7 @@ class CompletedCall:
         try:
             with self.before.same_numbers():
                 return self.results(call, call.execute())
-        except _REFUSALS:
+        except _OPERATOR_ERRORS:
             return None
 
 
@@ -126,8 +132,8 @@ class OpParity:
     def __init__(self, report: ParityReport, rtol: float | None, stop: bool) -> None:
         self.report = report
         self._rtol, self._stop = rtol, stop
-        self._shadow: Any = WeakIdKeyDictionary()
-        self._unlike: Any = WeakIdKeyDictionary()  # DTensors with differing replicas, and results computed from them
+        self._reference: Any = WeakIdKeyDictionary()
+        self._tainted: Any = WeakIdKeyDictionary()  # DTensors with differing replicas, and results computed from them
         self._lines = BackwardLines()
         self._thread = threading.local()
 
@@ -179,18 +185,18 @@ class OpParity:
 
     def _adopt_operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for tensor in dtensors((args, kwargs)):
-            if tensor not in self._shadow:
+            if tensor not in self._reference:
                 self._adopt(tensor)
 
     def _adopt(self, tensor: DTensor) -> None:
         """Make the values on the ranks the reference; differing replicas are reported."""
-        whole = gather_for_check(tensor)
-        self._shadow[tensor] = whole.value
-        if whole.odd:
-            self._unlike[tensor] = True
+        gathered = gather_for_check(tensor)
+        self._reference[tensor] = gathered.value
+        if gathered.differing:
+            self._tainted[tensor] = True
             line, backward = self._lines.here()
             spec = str(tensor._spec)
-            found = Difference("replicas", f"the DTensor {spec}", line, backward, (), spec, whole.odd)
+            found = Difference("replicas", f"the DTensor {spec}", line, backward, (), spec, gathered.differing)
             self._found(found, "ranks that hold the same block must hold the same values")
 
     def _before(self, info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StateBefore:
@@ -203,35 +209,37 @@ class OpParity:
             index = info.names.index(name)
             for tensor in dtensors(args[index] if index < len(args) else kwargs.get(name)):
                 copy = dtensor_of(tensor._spec, tensor._local_tensor.clone())
-                written[id(tensor)] = (copy, self._shadow[tensor].clone())
+                written[id(tensor)] = (copy, self._reference[tensor].clone())
         return StateBefore(generator, None if generator is None else generator.get_state(), written)
 
     # ---------------------------------------------------------------- operators
 
     def _compare(self, ran: CompletedCall) -> None:
-        unlike = any(tensor in self._unlike for tensor in ran.operands)
-        shadows = ran.replayed(ran.call(lambda tensor: self._shadow[tensor]))
-        checked = shadows is not None and len(shadows) == len(ran.outputs)
+        tainted = any(tensor in self._tainted for tensor in ran.operands)
+        references = ran.replayed(ran.call(lambda tensor: self._reference[tensor]))
+        checked = references is not None and len(references) == len(ran.outputs)
         for number, output in enumerate(ran.outputs):
             if isinstance(output.tensor, DTensor):
-                fresh = shadows[number] if checked and shadows is not None else gather_for_check(output.tensor).value
-                self._shadow[output.tensor] = fresh
-                if unlike:
-                    self._unlike[output.tensor] = True
-        if not checked or shadows is None:
+                fresh = (
+                    references[number] if checked and references is not None else gather_for_check(output.tensor).value
+                )
+                self._reference[output.tensor] = fresh
+                if tainted:
+                    self._tainted[output.tensor] = True
+        if not checked or references is None:
             self.report.counts["unchecked"] += 1
-        elif not unlike and ran.info.op.overloadpacket not in _UNSET:
-            self._classify(ran, shadows)
+        elif not tainted and ran.info.op.overloadpacket not in _UNSET:
+            self._classify(ran, references)
 
-    def _classify(self, ran: CompletedCall, shadows: Sequence[torch.Tensor]) -> None:
+    def _classify(self, ran: CompletedCall, references: Sequence[torch.Tensor]) -> None:
         """Classify a result: equal, rounding of this operator, carried from its operands, or wrong."""
-        if self._agreed(ran.mesh, Verdict(EQUAL if all_same(ran.outputs, shadows) else ROUNDING)).level == EQUAL:
+        if self._agreed(ran.mesh, Verdict(EQUAL if all_same(ran.outputs, references) else ROUNDING)).level == EQUAL:
             self.report.counts["equal"] += 1
             return
-        self._note_drift(ran.outputs, shadows)
+        self._note_drift(ran.outputs, references)
         written = ran.before.written
-        call = ran.call(lambda tensor: written[id(tensor)][1] if id(tensor) in written else self._shadow[tensor])
-        verdict = self._judged(ran, call, shadows)
+        call = ran.call(lambda tensor: written[id(tensor)][1] if id(tensor) in written else self._reference[tensor])
+        verdict = self._judged(ran, call, references)
         if verdict.level != WRONG:
             self.report.counts["rounding"] += 1
             if self.report.first_rounding is None:
@@ -246,7 +254,7 @@ class OpParity:
         if verdict.level != WRONG:
             self.report.counts["carried"] += 1
             return
-        self._mark_unlike(ran.outputs)
+        self._mark_tainted(ran.outputs)
         self._found(self._difference("wrong", ran, verdict), "the rule or the execution of the operator is wrong")
 
     def _judged(self, ran: CompletedCall, call: PlainCall, plain: Sequence[torch.Tensor]) -> Verdict:
@@ -265,17 +273,17 @@ class OpParity:
     # ---------------------------------------------------------------- redistributions
 
     def _compare_moved(self, source: DTensor, result: DTensor) -> None:
-        if source not in self._shadow:
+        if source not in self._reference:
             self._adopt(source)
-        shadow = self._shadow[result] = self._shadow[source].clone()
-        if source in self._unlike:
-            self._unlike[result] = True
+        reference = self._reference[result] = self._reference[source].clone()
+        if source in self._tainted:
+            self._tainted[result] = True
             return
         mesh, output = result._spec.mesh, Output.of(result)
-        if self._agreed(mesh, Verdict(EQUAL if all_same([output], [shadow]) else ROUNDING)).level == EQUAL:
+        if self._agreed(mesh, Verdict(EQUAL if all_same([output], [reference]) else ROUNDING)).level == EQUAL:
             self.report.counts["equal"] += 1
             return
-        self._note_drift([output], [shadow])
+        self._note_drift([output], [reference])
         actual = gather_for_check(source).value
         verdict = self._agreed(mesh, worst([output], [actual], [widened(actual)], [self._moving(source, actual)]))
         kind = "wrong" if verdict.level == WRONG else "rounding" if source._spec.partial_axes else "carried"
@@ -283,7 +291,7 @@ class OpParity:
         what = f"redistribute to {result._spec.layout}"
         found = _filled(Difference(kind, what, line, backward, (str(source._spec),), output.text), verdict, output)
         if kind == "wrong":
-            self._mark_unlike([output])
+            self._mark_tainted([output])
             self._found(found, "a collective of the route did not deliver the values that were sent")
             return
         self.report.counts[kind] += 1
@@ -315,22 +323,22 @@ class OpParity:
             right = f"the {before} compared before it were right" if before else "nothing was compared before it"
             raise ParityError(str(found), hint=f"{hint}; {right}")
 
-    def _mark_unlike(self, outputs: Sequence[Output]) -> None:
+    def _mark_tainted(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
-            if isinstance(output.tensor, DTensor) and gather_for_check(output.tensor).odd:
-                self._unlike[output.tensor] = True
+            if isinstance(output.tensor, DTensor) and gather_for_check(output.tensor).differing:
+                self._tainted[output.tensor] = True
 
     def _agreed(self, mesh: DeviceMesh, verdict: Verdict) -> Verdict:
         """The worst verdict of any rank of the mesh, so that all ranks take the same branch."""
-        said = fabric_of(mesh).agree(mesh, verdict, torch.empty(0))
-        return max(said, key=lambda one: one.badness, default=verdict)
+        verdicts = fabric_of(mesh).agree(mesh, verdict, torch.empty(0))
+        return max(verdicts, key=lambda one: one.badness, default=verdict)
 
-    def _note_drift(self, outputs: Sequence[Output], shadows: Sequence[torch.Tensor]) -> None:
-        for output, shadow in zip(outputs, shadows, strict=True):
-            if not shadow.is_floating_point() or isinstance(shadow, RankTensor) or not shadow.numel():
+    def _note_drift(self, outputs: Sequence[Output], references: Sequence[torch.Tensor]) -> None:
+        for output, reference in zip(outputs, references, strict=True):
+            if not reference.is_floating_point() or isinstance(reference, RankTensor) or not reference.numel():
                 continue
-            largest = float(shadow.abs().amax())
-            for _, part, expected in output.beside(shadow):
+            largest = float(reference.abs().amax())
+            for _, part, expected in output.beside(reference):
                 if largest and part.shape == expected.shape and part.numel():
                     apart = float((part.double() - expected.double()).abs().amax()) / largest
                     if apart > self.report.drift[0]:

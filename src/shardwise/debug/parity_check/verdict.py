@@ -38,8 +38,8 @@ class Output:
             return cls(tensor, ((None, tensor),))
         if not tensor._spec.partial_axes:
             return cls(tensor, tuple((coordinate, part.detach()) for coordinate, part in local_parts(tensor)))
-        whole, _, largest = gather_for_check(tensor)
-        parts = whole.tensors if isinstance(whole, RankTensor) else [whole]
+        full, _, largest = gather_for_check(tensor)
+        parts = full.tensors if isinstance(full, RankTensor) else [full]
         return cls(tensor, tuple((None, part) for part in parts), largest)
 
     @property
@@ -56,10 +56,10 @@ class Output:
     def beside(self, reference: torch.Tensor) -> Iterator[tuple[Coordinate | None, torch.Tensor, torch.Tensor]]:
         """Each part with the corresponding block of a global tensor."""
         for position, (coordinate, part) in enumerate(self.parts):
-            whole = reference.tensors[position] if isinstance(reference, RankTensor) else reference
+            full = reference.tensors[position] if isinstance(reference, RankTensor) else reference
             spec = self.spec
-            fits = coordinate is not None and spec is not None and whole.shape == spec.shape
-            yield coordinate, part, local_block(whole, spec, coordinate) if fits else whole  # pyright: ignore[reportArgumentType]
+            fits = coordinate is not None and spec is not None and full.shape == spec.shape
+            yield coordinate, part, local_block(full, spec, coordinate) if fits else full  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)

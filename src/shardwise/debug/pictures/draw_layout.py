@@ -27,15 +27,15 @@ LONGEST = 1100.0
 class Scale:
     """The scale of a dim: its index ranges, and the pixels for one index."""
 
-    segments: Sequence[IndexRange | None]
+    index_ranges: Sequence[IndexRange | None]
     pixels: float
 
     def places(self) -> list[tuple[IndexRange | None, float, float]]:
         """Each index range with its start and length in pixels."""
         found, at = [], 0.0
-        for segment in self.segments:
-            length = GAP if segment is None else segment.length * self.pixels
-            found.append((segment, at, length))
+        for index_range in self.index_ranges:
+            length = GAP if index_range is None else index_range.length * self.pixels
+            found.append((index_range, at, length))
             at += length
         return found
 
@@ -117,13 +117,13 @@ def _scales(panel: Panel, side: float) -> tuple[Scale, Scale]:
     return Scale(columns, min(width, LONGEST) / max(wide, 1)), Scale(rows, min(height, LONGEST) / max(high, 1))
 
 
-def _shown(segments: Sequence[IndexRange]) -> list[IndexRange | None]:
-    return some(segments, MOST if len(segments) <= MOST else FEWER)
+def _shown(index_ranges: Sequence[IndexRange]) -> list[IndexRange | None]:
+    return some(index_ranges, MOST if len(index_ranges) <= MOST else FEWER)
 
 
-def _least(segments: Sequence[IndexRange | None], whole: int, pixels: float) -> float:
+def _least(index_ranges: Sequence[IndexRange | None], whole: int, pixels: float) -> float:
     """The length of a dim at which its longest index range has `pixels` pixels."""
-    return pixels * whole / max(1, *(s.length for s in segments if s is not None))
+    return pixels * whole / max(1, *(s.length for s in index_ranges if s is not None))
 
 
 def _depth(face: Face) -> int:
@@ -135,16 +135,16 @@ def _depth(face: Face) -> int:
 
 
 def _ruler_width(scale: Scale) -> float:
-    return max(text_width(s.text, 11) for s in scale.segments if s is not None) + 6
+    return max(text_width(s.text, 11) for s in scale.index_ranges if s is not None) + 6
 
 
 def _draw_rulers(canvas: Canvas, face: Face, across: Scale, down: Scale, left: float, top: float, depth: int) -> None:
     up = top - depth * STACK - 10
     if face.column_dim is not None:
         canvas.text(left, up - 18, f"dim {face.column_dim}", 12, kind="soft", weight=600)
-        for segment, at, length in across.places():
-            if segment is not None:
-                _draw_mark(canvas, segment, left + at, up, length)
+        for index_range, at, length in across.places():
+            if index_range is not None:
+                _draw_mark(canvas, index_range, left + at, up, length)
     if face.row_dim is not None:
         name = left - _ruler_width(down) - 10
         canvas.text(
@@ -157,14 +157,14 @@ def _draw_rulers(canvas: Canvas, face: Face, across: Scale, down: Scale, left: f
             weight=600,
             turned=True,
         )
-        for segment, at, length in down.places():
-            if segment is not None and length >= 9:
-                canvas.text(left - 7, top + at + length / 2, segment.text, 11, kind="soft mono", anchor="end")
+        for index_range, at, length in down.places():
+            if index_range is not None and length >= 9:
+                canvas.text(left - 7, top + at + length / 2, index_range.text, 11, kind="soft mono", anchor="end")
 
 
-def _draw_mark(canvas: Canvas, segment: IndexRange, x: float, y: float, length: float) -> None:
+def _draw_mark(canvas: Canvas, index_range: IndexRange, x: float, y: float, length: float) -> None:
     """Draw the indices of a range, or only its start if space is short."""
-    for text in (segment.text, str(segment.start)):
+    for text in (index_range.text, str(index_range.start)):
         if (size := fitting(text, length - 4, 11, 11)) and size >= 9:
             canvas.text(x + length / 2, y, text, size, kind="soft mono", anchor="middle")
             return
@@ -181,7 +181,9 @@ def _draw_tile(canvas: Canvas, tile: Tile, face: Face, box: tuple[float, float, 
     colour, opacity = _colour(face, tile)
     label, holders = tile.holders.text, tile.holders
     where = ", ".join(
-        segment.text for dim, segment in ((face.row_dim, tile.rows), (face.column_dim, tile.columns)) if dim is not None
+        index_range.text
+        for dim, index_range in ((face.row_dim, tile.rows), (face.column_dim, tile.columns))
+        if dim is not None
     )
     who = "rank" if len(holders.ranks) == 1 else "ranks"
     canvas.rect(
@@ -206,13 +208,13 @@ def _colour(face: Face, tile: Tile) -> tuple[str, float]:
     return hue, 0.24 if columns[1] == 1 else 0.16 + 0.42 * (columns[0] / max(1, columns[1] - 1))
 
 
-def _index(face: Face, segment: IndexRange, dim: int | None) -> tuple[int, int]:
+def _index(face: Face, index_range: IndexRange, dim: int | None) -> tuple[int, int]:
     """The shard index of an index range and the number of shards; strided parts of one rank have one index."""
     if dim is None or not face.spec.dim_axes[dim]:
         return 0, 1
     sizes = [face.spec.mesh.shape[axis] for axis in face.spec.dim_axes[dim]]
     index = 0
-    for size, position in zip(sizes, segment.owner, strict=True):
+    for size, position in zip(sizes, index_range.owner, strict=True):
         index = index * size + position
     return index, math.prod(sizes)
 

@@ -86,14 +86,14 @@ class Face:
     @functools.cached_property
     def rows(self) -> tuple[IndexRange, ...]:
         """The index ranges from top to bottom."""
-        return self._segments(self.row_dim)
+        return self._index_ranges(self.row_dim)
 
     @functools.cached_property
     def columns(self) -> tuple[IndexRange, ...]:
         """The index ranges from left to right."""
-        return self._segments(self.column_dim)
+        return self._index_ranges(self.column_dim)
 
-    def _segments(self, dim: int | None) -> tuple[IndexRange, ...]:
+    def _index_ranges(self, dim: int | None) -> tuple[IndexRange, ...]:
         return (IndexRange(0, 1, ()),) if dim is None else index_ranges(self.spec, dim)
 
     @property
@@ -109,15 +109,15 @@ class Face:
 
     def panels(self) -> Iterator[Panel]:
         """The panels, the first dim major."""
-        choices = [[(dim, segment) for segment in index_ranges(self.spec, dim)] for dim in self.sliced_dims]
+        choices = [[(dim, index_range) for index_range in index_ranges(self.spec, dim)] for dim in self.sliced_dims]
         return (Panel(fixed, self) for fixed in itertools.product(*choices))
 
     def holders(self, rows: IndexRange, columns: IndexRange, fixed: Sequence[tuple[int, IndexRange]] = ()) -> Holders:
         """The ranks of the block at these index ranges."""
         where: list[int | slice] = [slice(None)] * self.spec.mesh.ndim
-        for dim, segment in ((self.row_dim, rows), (self.column_dim, columns), *fixed):
+        for dim, index_range in ((self.row_dim, rows), (self.column_dim, columns), *fixed):
             if dim is not None:
-                for axis, index in zip(self.spec.dim_axes[dim], segment.owner, strict=True):
+                for axis, index in zip(self.spec.dim_axes[dim], index_range.owner, strict=True):
                     where[axis] = index
         free = [axis for axis, index in enumerate(where) if isinstance(index, slice)]
         found = mesh_ranks(self.spec.mesh)[tuple(where)]
@@ -134,8 +134,8 @@ class Face:
         for dim, axes in enumerate(self.spec.dim_axes):
             if axes:
                 holding = np.zeros([self.spec.mesh.shape[axis] for axis in axes], dtype=bool)
-                for segment in index_ranges(self.spec, dim):
-                    holding[segment.owner] = segment.length > 0
+                for index_range in index_ranges(self.spec, dim):
+                    holding[index_range.owner] = index_range.length > 0
                 rest = [1 if axis not in axes else n for axis, n in enumerate(self.spec.mesh.shape)]
                 busy &= holding.transpose(np.argsort(axes)).reshape(rest)
         if 0 in self.spec.shape:
