@@ -115,11 +115,11 @@ def in_words(step: Step) -> str:
         case AllToAll(source_dim=source, target_dim=target):
             return f"join dim {source}, split dim {target}"
         case Exchange():
-            return "send each rank its missing parts"
+            return "send each rank missing parts"
         case Unreduce():
             return "keep the value on one rank"
         case Slice() if step.describe() != "relabel":
-            return "keep a slice of the local tensor"
+            return "keep a local slice"
         case _:
             return "no change of values"
 

@@ -1,1 +1,1 @@
-"""What `explain` gives: sums, advice, and the report as text, JSON, HTML, Chrome trace."""
+"""The report of `explain`: sums, advice, and its formats (text, JSON, HTML, Chrome trace)."""

@@ -1,1 +1,1 @@
-"""What `parity` does: compares a sharded program with the same program on one device."""
+"""The comparison of `parity`: a sharded program against the same program on one device."""
