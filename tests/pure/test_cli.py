@@ -70,7 +70,7 @@ def test_a_plan_names_steps_costs_peak_and_the_alternative(capsys: pytest.Captur
     ("change", "mesh", "expected"),
     [
         ("f32[8,8] S0 -> S0", "4", "Nothing to do"),
-        ("f32[8,8] S0 -> R", "4", "the way would be the same"),
+        ("f32[8,8] S0 -> R", "4", "The step-by-step route is the same"),
         ("f32[8,8] R -> P", "4", "keep the value on one rank"),
         ("f32[8,8] P(avg) S1 -> R S1", "2x2", "average of the ranks, on each"),
         ("f32[8,8] P -> S0", "4", "sum, split along dim 0"),
