@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, reshard, save, writing
+from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, reshard, save
+from shardwise.checkpoint.operations import save_checkpoint as writing
 from shardwise.checkpoint.operations.load_checkpoint import open_index
 from tests.gloo import checkpoint_faults
 from tests.gloo.processes import ProcessPool
