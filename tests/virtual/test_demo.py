@@ -199,7 +199,7 @@ def test_threads_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(torch.get_num_threads())
         raise sw.ShardwiseError("enough")
 
-    monkeypatch.setattr(demo, "tell", fail)
+    monkeypatch.setattr(demo, "present", fail)
     before = torch.get_num_threads()
     with pytest.raises(sw.ShardwiseError, match="enough"):
         demo.main()
