@@ -225,9 +225,9 @@ def test_an_error_at_any_step_of_one_rank_is_raised_on_all(gloo4: ProcessPool, t
 
 def test_ranks_that_know_different_groups(gloo4: ProcessPool, tmp_path: Path) -> None:
     for rank, (locals_of_ranks, different, outside) in enumerate(gloo4.run(groups_differ, str(tmp_path))):
-        assert "the state holds a RankTensor" in locals_of_ranks
-        assert "the ranks do not find the same checkpoint at" in different
-        assert ("is not in the process_group" if rank > 1 else "there is no checkpoint") in outside
+        assert "the state contains a RankTensor" in locals_of_ranks
+        assert "the ranks find different checkpoints at" in different
+        assert ("is not in its process_group" if rank > 1 else "there is no checkpoint") in outside
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all0", "all1", "first0", "first1"]
 
 
