@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 import torch.distributed.tensor as theirs
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.experimental
@@ -19,6 +20,7 @@ import shardwise.debug
 import shardwise.parallel
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+DATA_PARALLEL = PAGE.with_name("data_parallel.md").read_text()
 ABSENT = set(re.findall(r"^\| `([\w.]+)` \| \S", PAGE.read_text(), re.MULTILINE))
 MODULES: dict[str, tuple[ModuleType, Any]] = {
     "tensor": (theirs, sw),
@@ -88,3 +90,25 @@ def test_placements_take_what_torchs_take() -> None:
     assert sw.Shard(0).is_shard(dim=1) == theirs.Shard(0).is_shard(dim=1)
     lacking = {f"init_device_mesh.{name}" for name in accepts(sw.init_device_mesh, init_device_mesh)}
     assert lacking == {name for name in ABSENT if name.startswith("init_device_mesh.")}
+
+
+@pytest.mark.parametrize("name", [name for name in dir(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")])
+def test_methods_of_a_fully_sharded_module(name: str) -> None:
+    ours = getattr(shardwise.parallel.FSDPModule, name, None)
+    if ours is None:
+        assert f"`{name}`" in DATA_PARALLEL, f"{name} is neither here nor on the page"
+    else:
+        assert not accepts(ours, getattr(torch.distributed.fsdp.FSDPModule, name))
+
+
+NAMES_OF_FSDP2 = (
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
+    "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OF_FSDP2)
+def test_names_of_fsdp2(name: str) -> None:
+    ours, peer = getattr(shardwise.parallel, name), getattr(torch.distributed.fsdp, name, None)
+    if peer is not None and not inspect.isclass(peer):  # torch 2.11 has fewer names
+        assert inspect.signature(peer).parameters.keys() <= inspect.signature(ours).parameters.keys()

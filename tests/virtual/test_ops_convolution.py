@@ -151,3 +151,20 @@ def test_results_have_the_memory_format_of_one_device(operand: str, placement: s
     dropped = F.dropout(own)
     torch.manual_seed(3)
     assert torch.equal(F.dropout(result).full_tensor() == 0, dropped == 0)
+
+
+@pytest.mark.parametrize(("image", "grid"), [(True, False), (False, True), (True, True)])
+def test_gradients_of_a_sampled_grid_stay_sharded(image: bool, grid: bool) -> None:
+    """Kernels give the gradient of the grid also where only that of the image is asked for."""
+    line = sw.init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    plain = [torch.randn(8, 2, 5, 5).requires_grad_(image), (torch.rand(8, 4, 4, 2) * 2 - 1).requires_grad_(grid)]
+    torch.nn.functional.grid_sample(*plain, align_corners=False).square().sum().backward()
+    given: list[Any] = [sw.distribute_tensor(x.detach(), line, [sw.Shard(0)]) for x in plain]
+    for ours, theirs in zip(given, plain, strict=True):
+        ours.requires_grad_(theirs.requires_grad)
+    torch.nn.functional.grid_sample(*given, align_corners=False).square().sum().backward()
+    for ours, theirs in zip(given, plain, strict=True):
+        if theirs.grad is not None:
+            assert ours.grad.placements == (sw.Shard(0),)
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.debug import CommDebugMode
 from shardwise.fabric import routes
 from tests.virtual.free import S0, S1, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity, distribute, whole
@@ -150,3 +151,39 @@ def test_gradient_of_squares_of_a_sum_is_a_sum() -> None:
     x, y, grad = t(4, 6), t(4, 6), torch.ones((), dtype=torch.float64)
     op = torch.ops.aten.mse_loss_backward.default
     assert collectives(lambda g, a, b: op(g, a, b, 1), (grad, x, y), (R, P, R), backward=False) == ((P,), 0)
+
+
+# ---------------------------------------------------------------- connectionist temporal classification
+
+
+@pytest.mark.parametrize("samples", [8, 7, 3])
+def test_ctc_loss_of_a_batch_in_shards(samples: int) -> None:
+    """Targets of each rank have a longest one of its own; on four ranks, three samples leave one without any."""
+    line = sw.init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    scores = torch.randn(9, samples, 5).log_softmax(-1).requires_grad_()
+    targets = torch.randint(1, 5, (samples, 4))
+    lengths = [9 - i % 3 for i in range(samples)], [1 + (i * 7) % 4 for i in range(samples)]
+    for reduction in ("mean", "none"):
+        wanted = torch.nn.functional.ctc_loss(scores, targets, *lengths, reduction=reduction)
+        gradient = torch.randn_like(wanted)
+        (theirs,) = torch.autograd.grad(wanted, scores, gradient)
+        for given in (sw.Shard(1), sw.Replicate()):
+            spread: Any = sw.distribute_tensor(scores.detach(), line, [given]).requires_grad_()
+            found: Any = torch.nn.functional.ctc_loss(spread, targets, *lengths, reduction=reduction)
+            torch.testing.assert_close(found.full_tensor(), wanted)
+            back = sw.distribute_tensor(gradient, line, [sw.Shard(0) if gradient.dim() else sw.Replicate()])
+            (ours,) = torch.autograd.grad(found, spread, back)
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5)
+            if samples == 8:
+                assert ours.placements == (given,) or given.is_replicate()
+
+
+def test_ctc_loss_moves_nothing_of_a_batch_in_shards() -> None:
+    line = sw.init_device_mesh("cpu", (4,))
+    scores: Any = sw.distribute_tensor(torch.randn(9, 8, 5).log_softmax(-1), line, [sw.Shard(1)]).requires_grad_()
+    targets = sw.distribute_tensor(torch.randint(1, 5, (8, 4)), line, [sw.Shard(0)])
+    with CommDebugMode() as comm:
+        torch.nn.functional.ctc_loss(scores, targets, [9] * 8, [4] * 8).backward()
+    assert comm.get_total_counts() == 0
+    assert scores.grad.placements == (sw.Shard(1),)

@@ -62,7 +62,8 @@ def _by_running(
     signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[TensorMeta, ...] | None:
     info = signature.info
-    if not VALUE_DEPENDENT.isdisjoint(info.op.tags):
+    on_meta = _on_meta(info)
+    if on_meta is info.op and not VALUE_DEPENDENT.isdisjoint(info.op.tags):
         return None
     new_args, new_kwargs = list(args), dict(kwargs)
     try:
@@ -71,7 +72,7 @@ def _by_running(
                 slot.put(new_args, new_kwargs, meta_tensor(spec.tensor_meta))
             if "device" in new_kwargs:
                 new_kwargs["device"] = torch.device("meta")
-            results = _on_meta(info)(*new_args, **new_kwargs)
+            results = on_meta(*new_args, **new_kwargs)
     except NotImplementedError:
         return None if info.returns else ()
     except ZeroDivisionError:  # some of torch's functions on meta tensors divide by sizes that are zero

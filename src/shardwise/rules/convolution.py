@@ -232,11 +232,12 @@ def grid_sampler_backward(call: Call) -> Factors | None:
     space = "dhw"[5 - len(call["input"].shape) :]
     image: tuple[Dim, ...] = ("b", "c", *((None,) * len(space)))
     grid: tuple[Dim, ...] = ("b", *space, None)
-    results = [dims for dims, wanted in zip((image, grid), call["output_mask"], strict=True) if wanted]
+    # kernels give the gradient of the grid also where it is not asked for
+    results = (image, grid) if call["output_mask"][0] else (grid,)
     if len(results) != len(call.results):
         return None
     operands = (("b", "c", *space), image, grid)
-    return Factors(operands, tuple(results), linear=FIRST, summed=frozenset("cdhw"))
+    return Factors(operands, results, linear=FIRST, summed=frozenset("cdhw"))
 
 
 @rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)

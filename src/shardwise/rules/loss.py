@@ -262,3 +262,82 @@ def nll_loss_backward(
         target = target[0]
     value = grad / reduced(total_weight) if reduction == MEAN else grad
     return torch.ops.shardwise.place_class.default(value, scores, target, weight, ignore_index)
+
+
+# ---------------------------------------------------------------- connectionist temporal classification
+
+
+def ctc_dims(call: Call) -> dict[str, tuple[Dim, ...]] | None:
+    """The factors of the operands of a loss over a batch; None for targets that are joined into one dim."""
+    if len(call["targets"].shape) != 2:
+        return None
+    return {
+        "grad": ("b",), "log_probs": (None, "b", None), "targets": ("b", None), "neg_log_likelihood": ("b",),
+        "log_alpha": ("b", None, None),
+    }  # fmt: skip
+
+
+def lengths_here(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
+    """The lengths of a rank's samples, and how long `log_alpha` is on one device: as the longest target of all."""
+    batch = inputs[list(call.tensors).index("log_probs")]
+    samples = [i for run in batch.runs(1, coordinate) for i in range(run.start, run.start + run.length)]
+    own = {name: [call[name][i] for i in samples] for name in ("input_lengths", "target_lengths")}
+    return {**own, "width": _alpha_width(call["target_lengths"])}
+
+
+def _alpha_width(target_lengths: Sequence[int]) -> int:
+    return 2 * max(target_lengths, default=0) + 1
+
+
+def local_ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *rest: Any, width: int
+) -> Any:
+    """The loss of a rank's samples; `log_alpha` gets the width that it has on one device."""
+    loss, alpha = aten._ctc_loss.default(log_probs, targets, input_lengths, target_lengths, *rest)
+    return loss, torch.nn.functional.pad(alpha, (0, width - alpha.shape[-1]), value=-torch.inf)
+
+
+def local_ctc_loss_backward(
+    grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any,
+    loss: torch.Tensor, alpha: torch.Tensor, *rest: Any, width: int,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of a rank's samples; the kernel wants `log_alpha` as wide as their longest target needs."""
+    alpha = alpha.narrow(-1, 0, _alpha_width(target_lengths)).contiguous()
+    return aten._ctc_loss_backward.default(grad, log_probs, targets, input_lengths, target_lengths, loss, alpha, *rest)
+
+
+def ctc_loss_on_meta(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *rest: Any
+) -> Any:
+    """The shapes of the results, which torch has no meta kernel for."""
+    steps, samples, _ = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, _alpha_width(target_lengths))
+
+
+def ctc_loss_backward_on_meta(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same of the gradient."""
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+@rule(aten._ctc_loss.default, localize=lengths_here, local_op=local_ctc_loss, meta_op=ctc_loss_on_meta)
+def ctc_loss(call: Call) -> Factors | None:
+    """Each sample has a loss of its own. Kernels are not called without samples."""
+    dims = ctc_dims(call)
+    if dims is None:
+        return None
+    results = dims["neg_log_likelihood"], dims["log_alpha"]
+    return Factors(tuple(dims[name] for name in call.tensors), results, nonempty=frozenset("b"))
+
+
+@rule(
+    aten._ctc_loss_backward.default, localize=lengths_here, local_op=local_ctc_loss_backward,
+    meta_op=ctc_loss_backward_on_meta,
+)  # fmt: skip
+def ctc_loss_backward(call: Call) -> Factors | None:
+    """The gradient of each sample's scores, linear in that of its loss."""
+    dims = ctc_dims(call)
+    if dims is None:
+        return None
+    return Factors(
+        tuple(dims[name] for name in call.tensors), (dims["log_probs"],), linear=FIRST, nonempty=frozenset("b")
+    )
