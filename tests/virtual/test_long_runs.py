@@ -53,8 +53,9 @@ def test_caches_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> Non
         product = sw.ones(length, 4, device_mesh=mesh, placements=[S0]) @ x.t()
         assert torch.equal(product.redistribute(placements=[S1]).full_tensor(), torch.full((length, 8), 4.0))
         seen.append(sw.cache_info())
-    assert max(info.entries for info in seen) == most
-    assert max(info.routes for info in seen) == most_routes
+    # a step makes a few entries: the bound is reached, or nearly, and never passed
+    assert most - 8 < max(info.entries for info in seen) <= most
+    assert most_routes - 4 < max(info.routes for info in seen) <= most_routes
     assert seen[-1].misses - before.misses > 150
 
 
