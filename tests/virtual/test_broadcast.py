@@ -393,3 +393,18 @@ def test_a_view_of_a_constant_tensor_sees_a_later_write_to_it(make: Any) -> None
     base.copy_(sw.distribute_tensor(values, mesh, [sw.Replicate()]))
     assert torch.equal(view.full_tensor(), values.t())
     assert torch.equal((view + 0).full_tensor(), values.t())
+
+
+def test_a_hook_of_a_part_may_join_what_it_likes() -> None:
+    rows = torch.full((3, 2), 5.0)
+
+    def gradient(x: Any) -> Any:
+        part, _ = x.split(4)
+        part.register_hook(lambda grad: torch.cat([grad[:1], rows]))
+        (part * 2).sum().backward()
+        return x.grad
+
+    mesh = sw.init_device_mesh("cpu", (4,))
+    wanted = gradient(torch.ones(8, 2).requires_grad_())
+    found = gradient(sw.ones(8, 2, device_mesh=mesh, placements=[sw.Shard(0)]).requires_grad_())
+    torch.testing.assert_close(found.full_tensor(), wanted)

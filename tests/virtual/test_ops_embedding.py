@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.debug import CommDebugMode
 from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity
 
@@ -116,3 +117,33 @@ def test_the_gradient_of_a_table_that_asks_for_a_sparse_one_is_dense(table: Any,
     assert plain.grad is not None
     assert plain.grad.is_sparse  # of plain tensors it stays sparse
     torch.testing.assert_close(weight.grad.full_tensor(), plain.grad.to_dense())
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (4,), (2, 2), (9,)], ids=str)
+def test_each_rank_makes_its_rows_of_the_gradient(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    mesh = sw.init_device_mesh("cpu", shape)
+    plain = TABLE.clone().requires_grad_()
+    (F.embedding(WORDS, plain, **options) ** 2).sum().backward()
+    table = sw.distribute_tensor(TABLE, mesh, [S0] * mesh.ndim).requires_grad_()
+    words = sw.distribute_tensor(WORDS, mesh, [R] * mesh.ndim)
+    taken = F.embedding(words, table, **options).redistribute(placements=[R] * mesh.ndim)
+    with CommDebugMode() as comm:
+        (taken**2).sum().backward()
+    assert not comm.get_total_counts()
+    assert table.grad is not None
+    assert table.grad.placements == table.placements
+    torch.testing.assert_close(table.grad.full_tensor(), plain.grad)
+
+
+def test_gradient_of_a_table_of_rows_and_columns() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    plain = TABLE.clone().requires_grad_()
+    (F.embedding(WORDS, plain) ** 2).sum().backward()
+    table = sw.distribute_tensor(TABLE, mesh, [S0, S1]).requires_grad_()
+    words = sw.distribute_tensor(WORDS, mesh, [R, R])
+    taken = F.embedding(words, table).redistribute(placements=[R, S2])
+    (taken**2).sum().backward()
+    assert table.grad is not None
+    assert table.grad.placements == table.placements
+    torch.testing.assert_close(table.grad.full_tensor(), plain.grad)

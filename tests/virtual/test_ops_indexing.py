@@ -231,3 +231,87 @@ def test_any_order_of_axes_and_strided_shards() -> None:
             got, collectives, _ = bytes_moved(lambda fn=fn, x=x: fn(x, where, what))
             assert collectives == 0
             torch.testing.assert_close(whole(got), fn(plain, index, values))
+
+
+FLAT = torch.tensor([[3, -1, 0, 119], [2, 77, -120, 3]])
+FRONT = ALONG[:2, :, :3].contiguous()
+BY_SHARDS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "take": (lambda x, i: x.take(i), (FLAT,)),
+    "take one": (lambda x, i: x.take(i), (FLAT[0, 1],)),
+    "take none": (lambda x, i: x.take(i), (FLAT[:0],)),
+    "put": (lambda x, i, v: x.put(i[0], v[0]), (FLAT, X[0, :2].cos())),
+    "put, added": (lambda x, i, v: x.put(i, v, accumulate=True), (FLAT, X[0, :2].cos())),
+    "put in place": (lambda x, i, v: (x * 1).put_(i, v, accumulate=True), (FLAT, X[0, :2].cos())),
+    "gather in front": (lambda x, a: x.gather(1, a), (FRONT,)),
+    "gather in front of one dim": (lambda x, a: x.gather(1, a), (ALONG[:2].contiguous(),)),
+    "gather along the front": (lambda x, a: x.gather(0, a % 5), (FRONT,)),
+    "scatter in front": (lambda x, a, v: x.scatter(1, a[:, :1], v[:2, :1, :3]), (FRONT, X.cos())),
+    "scatter of a longer source": (lambda x, a, v: x.detach().scatter(1, a[:, :1], v.detach()), (FRONT, X.cos())),
+    "scatter of a number": (lambda x, a: x.scatter(1, a, 2.0), (FRONT,)),
+    "scatter_add in front": (lambda x, a, v: x.scatter_add(1, a, v[:2, :2, :3]), (FRONT, X.cos())),
+    "scatter_add_ in front": (lambda x, a, v: (x * 1).scatter_add_(1, a, v[:2, :2, :3]), (FRONT, X.cos())),
+    "scatter_reduce in front": (lambda x, a, v: x.scatter_reduce(1, a, v[:2, :2, :3], "amax"), (FRONT, X.cos())),
+    "scatter by product": (lambda x, a: x.detach().scatter(1, a, 2.0, reduce="multiply"), (FRONT,)),
+}
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", BY_SHARDS)
+def test_only_what_is_asked_for_moves(name: str, shape: tuple[int, ...]) -> None:
+    fn, others = BY_SHARDS[name]
+    mesh = sw.init_device_mesh("cpu", shape)
+
+    def run(lay_out: Callable[[torch.Tensor, int], Any], dim: int, index_dim: int) -> tuple[Any, list[Any]]:
+        x = lay_out(X.clone(), dim).requires_grad_()
+        index = lay_out(others[0], index_dim)
+        values = [lay_out(v.clone(), -1).requires_grad_() for v in others[1:]]
+        made = fn(x, index, *values)
+        grads = torch.autograd.grad((made**2).sum(), [x, *values]) if made.requires_grad else []
+        return made.detach(), list(grads)
+
+    wanted, wanted_grads = run(lambda t, _: t, 0, 0)
+    for dim in range(3):
+        for index_dim in range(-1, others[0].dim()):
+
+            def lay_out(t: torch.Tensor, d: int) -> Any:
+                placements = [Replicate()] * mesh.ndim if d < 0 else [Shard(d)] * mesh.ndim
+                return sw.distribute_tensor(t, mesh, placements)
+
+            got, grads = run(lay_out, dim, index_dim)
+            torch.testing.assert_close(got.full_tensor(), wanted)
+            for grad, want in zip(grads, wanted_grads, strict=True):
+                torch.testing.assert_close(grad.full_tensor(), want)
+
+
+OUTSIDE: dict[str, Callable[[Any, Any], Any]] = {
+    "index": lambda x, i: x[i],
+    "index_select": lambda x, i: x.index_select(0, i),
+    "gather": lambda x, i: x.gather(0, i.view(2, 1, 1).expand(2, 6, 4)),
+    "take": lambda x, i: x.take(i * 1000),
+    "index_put": lambda x, i: x.index_put((i,), x.new_zeros(())),
+    "index_add": lambda x, i: x.index_add(0, i, x.new_ones(2, 6, 4)),
+    "index_fill": lambda x, i: x.index_fill(0, i, 1.0),
+    "scatter": lambda x, i: x.scatter(0, i.view(2, 1, 1).expand(2, 6, 4), 1.0),
+}
+
+
+@pytest.mark.parametrize("bad", [5, -6])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_out_of_range_is_an_error(name: str, bad: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(X, mesh, [Shard(0)])
+    with pytest.raises((RuntimeError, IndexError)):  # as on one device
+        OUTSIDE[name](X, torch.tensor([1, bad]))
+    with pytest.raises((RuntimeError, IndexError), match="out of range"):
+        OUTSIDE[name](x, sw.distribute_tensor(torch.tensor([1, bad]), mesh, [Replicate()]))
+
+
+@pytest.mark.parametrize("name", ["gather", "index_select", "scatter", "index_add"])
+def test_negative_indices_where_one_device_refuses_them(name: str) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    with pytest.raises((RuntimeError, IndexError)):
+        OUTSIDE[name](X, torch.tensor([1, -1]))
+    with pytest.raises((RuntimeError, IndexError), match="out of range"):
+        OUTSIDE[name](
+            sw.distribute_tensor(X, mesh, [Shard(0)]), sw.distribute_tensor(torch.tensor([1, -1]), mesh, [Replicate()])
+        )

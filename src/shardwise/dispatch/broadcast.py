@@ -26,6 +26,7 @@ from shardwise.fabric.routes import bound_route
 from shardwise.fabric.virtual import virtual
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
+from shardwise.rules.embedding import held_gradients
 from shardwise.rules.engine import Factors
 from shardwise.rules.movement import where_triangle
 from shardwise.rules.reduction import local_share
@@ -46,6 +47,7 @@ UNIFORM: dict[Any, int] = {
     local_input_sizes: 0,
     where_put_back: 0,
     local_image: 0,
+    held_gradients: 0,
     where_triangle: 2,
 }
 

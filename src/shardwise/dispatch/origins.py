@@ -16,6 +16,7 @@ import torch
 
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OutputSharding
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 TAKING = {
     aten.select.int, aten.slice.Tensor, aten.gather.default, aten.index_select.default, aten.index.Tensor,
     aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim,
-    aten.mode.default, aten.cummax.default, aten.cummin.default,
+    aten.mode.default, aten.cummax.default, aten.cummin.default, aten.embedding.default,
 }  # fmt: skip
 JOINING = {aten.cat.default, aten.stack.default}
 SPLITTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}  # nodes of autograd
@@ -116,16 +117,28 @@ def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
 
 
 def with_zeros_of_unused(tensor_class: Any, info: OpInfo, run: Executor) -> Executor:
-    """`run`, which joins gradients: autograd's plain zeros for parts that were not used become zeros stored once."""
+    """`run`, which joins gradients: autograd's plain zeros for parts that were not used become zeros stored once.
+
+    A user's hook runs in the same node and may join what it likes, so the values are looked at.
+    """
 
     def run_or_replace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if type(current_node()).__name__ not in SPLITTING:
             return run(args, kwargs)
         given = next(part for part in args[0] if isinstance(part, tensor_class))
+        if any(not isinstance(part, tensor_class) and not _is_zeros(part) for part in args[0]):
+            return run(args, kwargs)
         parts = [part if isinstance(part, tensor_class) else given.new_zeros(part.shape) for part in args[0]]
         return info.op(parts, *args[1:], **kwargs)
 
     return run_or_replace
+
+
+def _is_zeros(plain: torch.Tensor) -> bool:
+    """Whether a plain tensor is zero everywhere; one without values is taken for what autograd makes."""
+    if plain.is_meta or is_tracing():
+        return True
+    return plain.__class__ is torch.Tensor and not plain.any().item()
 
 
 def putting_back(
@@ -160,20 +173,25 @@ def putting_back(
 def sent_to_owners(
     signature: Signature, sharding: OutputSharding, make: Callable[[OutputSharding], Executor]
 ) -> Executor:
-    """What runs the gradient of a table: where its rows are sharded as the indices are, each rank gets those it owns.
+    """What runs the gradient of a table whose rows are sharded: each rank makes the rows that it owns.
 
-    Otherwise every rank would have a sum of the size of the whole table, to be reduced later. It stays so where that
-    takes less time, and where the table is replicated.
+    What is known to every rank is added to these rows alone. Where indices are sharded as the rows are, each rank gets
+    those it owns; otherwise it would have a sum of the size of the whole table, to be reduced later. It stays so where
+    that takes less time, and where the table is replicated.
     """
     tensor_class, out, mesh = signature.wrapping.tensor_class, sharding.outputs[0], signature.mesh
     runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
-    if out.tensor_meta.is_symbolic or sharding.exchange is not None or not out.partial_axes:
+    if out.tensor_meta.is_symbolic or sharding.exchange is not None:
         return runs[None]
 
     def owned(origin: DTensorSpec) -> Executor:
         axes = origin.dim_axes[0]
-        alike = all(spec.dim_axes[0] == axes and not spec.is_strided for spec in sharding.inputs)
-        if not axes or not alike or set(out.partial_axes) != set(axes) or origin.is_strided:
+        if not axes or origin.is_strided:
+            return runs[None]
+        if any(isinstance(out.placements[axis], Replicate) for axis in axes):
+            return make(_spread(sharding, origin, 0))
+        alike = all(spec.dim_axes[0] == axes and not spec.is_strided for spec in sharding.inputs if spec.ndim)
+        if not alike or set(out.partial_axes) != set(axes):
             return runs[None]
         placements = [Shard(0) if axis in axes else p for axis, p in enumerate(out.placements)]
         made = DTensorSpec.from_dim_axes(mesh, tuple(placements), out.tensor_meta, (axes, *out.dim_axes[1:]))

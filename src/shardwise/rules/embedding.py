@@ -64,7 +64,41 @@ def embedding(call: Call) -> Factors:
     return Factors(operands, (result,), whole=frozenset("v"), linear=((0,),), rows=(masked,), owned=asked)
 
 
-@rule(aten.embedding_dense_backward.default, program=owner_programs.embedding_dense_backward)
+def held_gradients(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
+    """Where the rows of the gradient that are here begin in it, and how many they are."""
+    table = outputs[0]
+    return (
+        {"begin": table.global_offset(coordinate)[0], "length": table.local_shape(coordinate)[0]}
+        if table.dim_axes[0]
+        else {}
+    )
+
+
+def add_rows(
+    grad_output: torch.Tensor,
+    indices: torch.Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    *,
+    begin: int | None = None,
+    length: int = 0,
+) -> torch.Tensor:
+    """Gradients added to the rows of a table of which only some are here; those of other rows go to a spare one."""
+    if begin is None:
+        return aten.embedding_dense_backward.default(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
+    here = indices - begin
+    missing = (here < 0) | (here >= length) | (indices == padding_idx)
+    at = here.masked_fill_(missing, length)
+    return aten.embedding_dense_backward.default(grad_output, at, length + 1, -1, scale_grad_by_freq)[:length]
+
+
+@rule(
+    aten.embedding_dense_backward.default,
+    localize=held_gradients,
+    local_op=add_rows,
+    program=owner_programs.embedding_dense_backward,
+)
 def embedding_dense_backward(call: Call) -> Factors:
     """Gradients added to the rows that they belong to."""
     own = index_dims(call)

@@ -6,6 +6,7 @@ along a sharded dim by every rank into what it holds, with a spare slot for the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +19,16 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules import owner_programs
 from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
 from shardwise.rules.engine import Dim, Factors, Owned, Row
+from shardwise.rules.layout_helpers import split_axes
 from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike
 from shardwise.rules.registry import Call, decomposition, rule
 from shardwise.rules.slicing import sums_masks
+from shardwise.torch_private import assert_async
 
 aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
+# Operators along one dim whose indices may count from the end.
+FROM_END = {aten.index_fill.int_Scalar, aten.index_fill.int_Tensor}
 
 
 def lookup(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dtype: torch.dtype) -> Factors:
@@ -94,9 +99,15 @@ def own_dim(call: Call) -> int:
     return wrapped(call["dim"], len(call.operands[0].shape))
 
 
-def local_of(index: torch.Tensor, held: HeldIndices) -> torch.Tensor:
-    """Where global indices, negative ones among them, lie in this rank's part; -1 for those that do not."""
-    index = torch.where(index < 0, index + held.size, index)
+def local_of(index: torch.Tensor, held: HeldIndices, from_end: bool) -> torch.Tensor:
+    """Where global indices lie in this rank's part; -1 for those that do not.
+
+    `from_end`: negative indices count from the end; otherwise they are an error, as one outside of the dim always is.
+    """
+    least = -held.size if from_end else 0
+    inside = ((index >= least) & (index < held.size)).all()
+    assert_async(inside, f"an index is out of range for a dim of size {held.size}")
+    index = torch.where(index < 0, index + held.size, index) if from_end else index
     at, before = torch.full_like(index, -1), 0
     for run in held.runs:
         inside = (index >= run.start) & (index < run.start + run.length)
@@ -155,7 +166,7 @@ def local_index(
     if held is None:
         return aten.index.Tensor(local, indices)
     (index,) = [i for i in indices if i is not None]
-    at, count = local_of(index, held), local.shape[held.dim]
+    at, count = local_of(index, held, from_end=True), local.shape[held.dim]
     after = local.shape[held.dim + 1 :]
     if not count:
         return local.new_zeros((*local.shape[: held.dim], *at.shape, *after))
@@ -191,9 +202,10 @@ def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
         named = by_name(op, args, kwargs)
         local = named["self"]
         count = local.shape[held.dim]
+        from_end = "indices" in named or op in FROM_END
 
         def moved(index: torch.Tensor) -> torch.Tensor:
-            at = local_of(index, held)
+            at = local_of(index, held, from_end)
             return torch.where(at < 0, count, at)
 
         if "indices" in named:
@@ -307,7 +319,7 @@ def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
             return op(*args, **kwargs)
         named = by_name(op, args, kwargs)
         local, index = named["self"], named["index"]
-        at, count = local_of(index, held), local.shape[held.dim]
+        at, count = local_of(index, held, from_end=False), local.shape[held.dim]
         outside = at < 0
         if op is aten.index_select.default:
             outside = outside.reshape([-1 if d == held.dim else 1 for d in range(local.dim())])
@@ -460,8 +472,92 @@ declare_write(
 )
 
 
+# ---------------------------------------------------------------- indices that are shorter than a sharded dim
+
+
+def sharded_and_shorter(tensor: Any, dim: int, index: Any) -> list[int]:
+    """The sharded dims but `dim` of which the indices cover only the first few."""
+    at = wrapped(dim, tensor.dim())
+    return [d for d in range(tensor.dim()) if d != at and index.shape[d] < tensor.shape[d] and split_axes(tensor, [d])]
+
+
+@decomposition(aten.gather.default)
+def gather_in_front(tensor: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
+    """Where the indices cover the front of a sharded dim, only that is looked at."""
+    shorter = sharded_and_shorter(tensor, dim, index) if tensor.dim() == index.dim() and index.numel() else []
+    for d in shorter:
+        tensor = tensor.narrow(d, 0, index.shape[d])
+    return aten.gather.default(tensor, dim, index) if shorter else NotImplemented
+
+
+def write_in_front(op: Any) -> Callable[..., Any]:
+    """Where the indices cover the front of a sharded dim, only that is written to."""
+
+    def compute(tensor: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Any:
+        shorter = sharded_and_shorter(tensor, dim, index) if tensor.dim() == index.dim() and index.numel() else []
+        if not shorter:
+            return NotImplemented
+        fronts = [tensor]
+        for d in shorter:
+            fronts.append(fronts[-1].narrow(d, 0, index.shape[d]))
+        if args and isinstance(args[0], torch.Tensor) and args[0].dim() == index.dim():
+            source = args[0]
+            for d, size in enumerate(index.shape):
+                source = source if source.shape[d] == size else source.narrow(d, 0, size)
+            args = (source, *args[1:])
+        made = op(fronts.pop(), dim, index, *args, **kwargs)
+        for d, before in zip(reversed(shorter), reversed(fronts), strict=True):
+            made = aten.slice_scatter.default(before, made, d, 0, index.shape[d])
+        return made
+
+    return compute
+
+
+for write in (
+    aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_add.default,
+    aten.scatter_reduce.two,
+):  # fmt: skip
+    decomposition(write)(write_in_front(write))
+
+
+# ---------------------------------------------------------------- by flat indices
+
+
 @rule(aten.take.default)
 def take(call: Call) -> Factors:
     """Elements of a whole tensor by their flat index."""
     taken = tuple(names(len(call["index"].shape)))
     return Factors(((None,) * len(call["self"].shape), taken), (taken,), rows=alike(2, (0,)))
+
+
+def in_order_of_shards(tensor: Any, index: Any) -> tuple[Any, int, Any]:
+    """The tensor with its first sharded dim in front, that dim, and where flat indices are in the flat view of it."""
+    dim = next((d for d in range(tensor.dim()) if split_axes(tensor, [d])), 0)
+    outer, size, inner = (
+        math.prod(part) for part in (tensor.shape[:dim], tensor.shape[dim : dim + 1], tensor.shape[dim + 1 :])
+    )
+    index = torch.where(index < 0, index + tensor.numel(), index).reshape(-1)
+    if outer > 1:
+        row, column = index.div(inner, rounding_mode="floor"), index.remainder(inner)
+        place = row.remainder(size) * outer + row.div(size, rounding_mode="floor")
+        index = place * inner + column
+    return tensor.movedim(dim, 0), dim, index
+
+
+@decomposition(aten.take.default)
+def take_by_rows(tensor: Any, index: Any) -> Any:
+    """A look-up along the sharded dim, which moves what is asked for."""
+    if not tensor.dim() or not tensor.numel() or not split_axes(tensor, range(tensor.dim())):
+        return NotImplemented
+    moved, _, at = in_order_of_shards(tensor, index)
+    return aten.index_select.default(moved.reshape(-1), 0, at).reshape(index.shape)
+
+
+@decomposition(aten.put.default)
+def put_by_rows(tensor: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """A write along the sharded dim."""
+    if not tensor.dim() or not tensor.numel() or index.numel() != source.numel():
+        return NotImplemented
+    moved, dim, at = in_order_of_shards(tensor, index)
+    made = aten.index_put.default(moved.reshape(-1), [at], source.reshape(-1), accumulate)
+    return made.reshape(moved.shape).movedim(0, dim)
