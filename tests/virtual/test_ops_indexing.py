@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import MaskPartial, Partial, Replicate, Shard
@@ -315,3 +316,30 @@ def test_negative_indices_where_one_device_refuses_them(name: str) -> None:
         OUTSIDE[name](
             sw.distribute_tensor(X, mesh, [Shard(0)]), sw.distribute_tensor(torch.tensor([1, -1]), mesh, [Replicate()])
         )
+
+
+@pytest.mark.parametrize("wrong", [120, 123, -121])
+@pytest.mark.parametrize("dim", range(3))
+def test_flat_indices_out_of_range_are_refused(dim: int, wrong: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (3,))
+    x = sw.distribute_tensor(X, mesh, [sw.Shard(dim)])
+    index = sw.distribute_tensor(torch.tensor([0, wrong]), mesh, [sw.Replicate()])
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        x.take(index).full_tensor()
+    values = sw.zeros(2, device_mesh=mesh, placements=[sw.Replicate()], dtype=X.dtype)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        x.clone().put_(index, values)
+
+
+@pytest.mark.parametrize("wrong", [6, -1])
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Shard(1), sw.Replicate()], ids=str)
+def test_classes_of_one_hot(placement: sw.Placement, wrong: int) -> None:
+    mesh, plain = sw.init_device_mesh("cpu", (3,)), torch.tensor([[0, 5, 2], [3, 1, 4], [5, 0, 0], [1, 1, 2]])
+    index = sw.distribute_tensor(plain, mesh, [placement])
+    got, collectives, _ = bytes_moved(lambda: F.one_hot(index, 6))
+    assert (collectives, got.placements) == (0, (placement,))
+    assert torch.equal(got.full_tensor(), F.one_hot(plain, 6))
+    assert torch.equal(F.one_hot(index).full_tensor(), F.one_hot(plain))
+    plain[2, 1] = wrong
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        F.one_hot(sw.distribute_tensor(plain, mesh, [placement]), 6)

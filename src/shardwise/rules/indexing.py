@@ -531,17 +531,22 @@ def take(call: Call) -> Factors:
 
 
 def in_order_of_shards(tensor: Any, index: Any) -> tuple[Any, int, Any]:
-    """The tensor with its first sharded dim in front, that dim, and where flat indices are in the flat view of it."""
-    dim = next((d for d in range(tensor.dim()) if split_axes(tensor, [d])), 0)
+    """The tensor with its first sharded dim in front, that dim, and the flat indices into it.
+
+    An index that is out of range stays out of range, so that the operator after it refuses it.
+    """
+    dim, count = next((d for d in range(tensor.dim()) if split_axes(tensor, [d])), 0), tensor.numel()
     outer, size, inner = (
         math.prod(part) for part in (tensor.shape[:dim], tensor.shape[dim : dim + 1], tensor.shape[dim + 1 :])
     )
-    index = torch.where(index < 0, index + tensor.numel(), index).reshape(-1)
+    index = index.reshape(-1)
+    inside = (index >= -count) & (index < count)
+    index = torch.where(index < 0, index + count, index)
     if outer > 1:
         row, column = index.div(inner, rounding_mode="floor"), index.remainder(inner)
         place = row.remainder(size) * outer + row.div(size, rounding_mode="floor")
         index = place * inner + column
-    return tensor.movedim(dim, 0), dim, index
+    return tensor.movedim(dim, 0), dim, torch.where(inside, index, count)
 
 
 @decomposition(aten.take.default)

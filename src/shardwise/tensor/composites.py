@@ -218,6 +218,14 @@ def _repeat(self: Any, repeats: Any) -> Any:
     return made
 
 
+def _one_hot(self: Any, num_classes: int = -1) -> Any:
+    """By a write, which refuses classes out of range. For tensor classes torch compares, and gives rows of zeros."""
+    if not self.numel():
+        return _below(aten.one_hot.default)(self, num_classes)
+    classes = int(self.max().item()) + 1 if num_classes == -1 else num_classes
+    return self.new_zeros((*self.shape, classes)).scatter(-1, self.unsqueeze(-1), 1)
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss_by_lengths,
@@ -227,6 +235,7 @@ REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten._convolution_double_backward.default: _convolution_double_backward,
     aten._pad_circular.default: _pad_circular,
     aten.repeat.default: _repeat,
+    aten.one_hot.default: _one_hot,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
     **{
         op: _with_states_as_input(op)
