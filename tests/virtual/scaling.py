@@ -1,50 +1,78 @@
-"""Weak scaling of every operator of torch's test database: dry runs with constant locals on 4, 16 and 64 ranks.
+"""Weak scaling of every operator of torch's test database: dry runs with constant locals on up to 512 ranks.
 
 A sample of an operator is laid out with one dim of its first tensor sharded; tensors of the same size in that dim are
-sharded with it, the others replicated. The dim grows with the ranks. Forward and backward, peak and received bytes.
+sharded with it, the others replicated. The dim grows with the ranks. Forward and backward, peak and received bytes, on
+4, 16 and 64 ranks. Where these are not constant the call is looked at again on 64 and 512 ranks, with longer locals: to
+grow means to cost more with every rank. A change from one algorithm to another between two numbers of ranks is no
+growth, nor is a number or a row for each rank that is less than a tenth of what a rank holds.
 
-    python -m tests.virtual.scaling [--only name ...] [--jobs 2] [--write docs/operators.md]
+    python -m tests.virtual.scaling [--only name ...] [--jobs 2] [--json FILE] [--write docs/operators.md]
+
+Exit status 1 if an operator grows without a reason in `growing_operators`, or has a reason and does not grow.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
+import json
 import multiprocessing
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from tests.virtual.conformance import Budget, Sample, database, samples_of
+from tests.virtual.growing_operators import GROWING, REASONS
 
-RANKS = (4, 16, 64)
-LONGER = (
-    32  # times that the sharded dim of a rank is longer than the sample's: samples are too small to be worth moving
-)
+RANKS, MORE_RANKS = (4, 16, 64), (64, 512)
+# Times that the sharded dim of a rank is longer than the sample's: samples are too small to be worth moving.
+LONGER, STILL_LONGER = 32, 256
+PATIENCE = 10  # seconds for the calls on more ranks
 BUDGET = Budget(samples=6, cases=0, seconds=0.0)
+HEADING = "## Operators that grow"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a call costs a rank: bytes at the peak, bytes received; and how many operators it calls."""
+
+    peak: int
+    received: int
+    calls: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A sample with one dim sharded, and what it costs on each number of ranks: bytes at the peak, bytes received."""
+    """A sample with one dim sharded, and what it costs on RANKS; on MORE_RANKS if that was not constant."""
 
     sample: int
     dim: int
-    costs: tuple[tuple[int, int], ...]
+    costs: tuple[Cost, ...]
+    more: tuple[Cost, ...] = ()
 
     @property
     def grows(self) -> bool:
-        """Whether more ranks cost more than a tenth more, the (n-1)/n of a reduction and an element or two aside."""
-        (peak, received), share = self.costs[0], RANKS[0] / (RANKS[0] - 1)
-        return any(p > 1.1 * peak + 64 or r > 1.1 * share * received + 64 for p, r in self.costs[1:])
+        """Whether the call costs more with every rank."""
+        if not rises(self.costs, RANKS[0], 64):
+            return False
+        return not self.more or rises(self.more, MORE_RANKS[0], self.more[0].peak // 10)
+
+
+def rises(costs: Sequence[Cost], fewest: int, slack: int) -> bool:
+    """Whether more ranks cost more than a tenth more than the fewest; (n-1)/n of a reduction and some bytes aside."""
+    first, share = costs[0], fewest / (fewest - 1)
+    return any(c.peak > 1.1 * first.peak + 64 or c.received > 1.1 * share * first.received + slack for c in costs[1:])
 
 
 @dataclasses.dataclass
@@ -53,6 +81,19 @@ class Scaling:
 
     op: str
     layouts: list[Layout] = dataclasses.field(default_factory=list)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it grows in some layout."""
+        return any(layout.grows for layout in self.layouts)
+
+    @property
+    def summary(self) -> str:
+        """The layouts that grow, and the costs of one of them."""
+        growing = [layout for layout in self.layouts if layout.grows]
+        costs = ", ".join(f"{cost.peak} {cost.received}" for cost in (*growing[0].costs, *growing[0].more))
+        which = f"sample {growing[0].sample} dim {growing[0].dim}: {costs}"
+        return f"{self.op}: {len(growing)} of {len(self.layouts)} layouts grow, as {which}"
 
     @property
     def flat(self) -> int:
@@ -78,29 +119,50 @@ def audit(name: str) -> Scaling:
             return found
         for sample in list({tuple(t.shape for t in s.tensors): s for s in samples}.values())[:3]:
             for dim in range(sample.tensors[0].dim()):
-                costs = _costs(sample, dim)
-                if costs is not None:
-                    found.layouts.append(Layout(sample.index, dim, costs))
+                layout = _layout(sample, dim)
+                if layout is not None:
+                    found.layouts.append(layout)
     return found
 
 
-def _costs(sample: Sample, dim: int) -> tuple[tuple[int, int], ...] | None:
+def _layout(sample: Sample, dim: int) -> Layout | None:
     """None where the call cannot be made with a longer dim, or looks at values."""
     try:
-        return tuple(_cost(sample, dim, ranks) for ranks in RANKS)
+        costs = tuple(_cost(sample, dim, ranks, LONGER) for ranks in RANKS)
+        more = ()
+        if rises(costs, RANKS[0], 64) and costs[-1].calls < 2 * costs[0].calls:  # else it goes step by step
+            with contextlib.suppress(TimeoutError), _time_limit(PATIENCE):  # else window by window
+                more = tuple(_cost(sample, dim, ranks, STILL_LONGER) for ranks in MORE_RANKS)
     except Exception:
         return None
+    return Layout(sample.index, dim, costs, more)
 
 
-def _cost(sample: Sample, dim: int, ranks: int) -> tuple[int, int]:
+@contextlib.contextmanager
+def _time_limit(seconds: int) -> Iterator[None]:
+    """TimeoutError inside, once the time is up: a call that takes longer on more ranks grows."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _cost(sample: Sample, dim: int, ranks: int, longer: int) -> Cost:
     first = sample.tensors[0]
-    with sw.dry_run() as run:
+    with sw.dry_run() as run, _Calls() as calls:
         mesh = sw.init_device_mesh("cpu", (ranks,))
         given: list[Any] = []
         for tensor in sample.tensors:
             shape, placement = list(tensor.shape), sw.Replicate()
             if tensor.dim() == first.dim() and shape[dim] == first.shape[dim] and shape[dim] > 1:
-                shape[dim] *= LONGER * ranks
+                shape[dim] *= longer * ranks
                 placement = sw.Shard(dim)
             made = sw.zeros(shape, dtype=tensor.dtype, device_mesh=mesh, placements=[placement])
             given.append(made.requires_grad_(tensor.requires_grad))
@@ -110,16 +172,32 @@ def _cost(sample: Sample, dim: int, ranks: int) -> tuple[int, int]:
         graded = [r for r in tree_leaves(results) if isinstance(r, sw.DTensor) and r.requires_grad]
         if graded:
             sum((r.abs() if r.is_complex() else r).sum() for r in graded).backward()
-        return run.peak_bytes, run.bytes
+        return Cost(run.peak_bytes, run.bytes, calls.count)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def audit_all(names: Sequence[str], jobs: int) -> list[Scaling]:
     """Look at many operators, in processes of their own."""
     if jobs <= 1:
-        return [audit(name) for name in names]
+        found = [audit(name) for name in names]
+        print("\n".join(scaling.summary for scaling in found if scaling.grows))
+        return found
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        return list(pool.map(audit, names, chunksize=8))
+        tasks = [pool.submit(audit, name) for name in names]
+        for task in concurrent.futures.as_completed(tasks):
+            if task.result().grows:
+                print(task.result().summary, flush=True)
+        return [task.result() for task in tasks]
 
 
 def with_column(page: str, found: Sequence[Scaling]) -> str:
@@ -142,26 +220,49 @@ def with_column(page: str, found: Sequence[Scaling]) -> str:
     return "\n".join(lines)
 
 
+def with_reasons(page: str) -> str:
+    """The page with what grows, and why, at its end."""
+    body = page.partition(f"\n{HEADING}\n")[0].rstrip("\n")
+    lines = [
+        f"{reason}\n\n{', '.join(f'`{name}`' for name in sorted(names))}" for reason, names in REASONS.values() if names
+    ]
+    head = "In some layout these cost a rank more with every further rank. The others measured do not.\n"
+    return "\n".join([body, "", HEADING, "", head, "\n\n".join(lines), ""])
+
+
+def unexplained(found: Sequence[Scaling]) -> list[str]:
+    """What is wrong with the table of reasons, a line for each operator."""
+    wrong = []
+    for scaling in found:
+        if scaling.grows and scaling.op not in GROWING:
+            wrong.append(f"{scaling.op} grows without a reason")
+        if scaling.op in GROWING and not scaling.grows:
+            wrong.append(f"{scaling.op} does not grow, but has a reason: {GROWING[scaling.op]}")
+    return wrong
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.virtual.scaling", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these operators")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", type=int, default=1, help="every so many-th operator")
+    parser.add_argument("--json", type=Path, help="write every cost here")
     parser.add_argument("--write", type=Path, help="put what is found into the table of operators here")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     names = [n for n in itertools.islice(database(), 0, None, options.every) if not options.only or n in options.only]
     found = audit_all(names, options.jobs if len(names) > 1 else 1)
-    growing = [s for s in found if any(layout.grows for layout in s.layouts)]
-    for scaling in growing:
-        dims = [(layout.sample, layout.dim, layout.costs) for layout in scaling.layouts if layout.grows]
-        print(f"{scaling.op}: {len(dims)} of {len(scaling.layouts)} layouts grow, as sample {dims[0]}")
+    growing = [s for s in found if s.grows]
+    wrong = unexplained(found)
+    print("\n".join(wrong))
     measured = sum(bool(s.layouts) for s in found)
     print(f"{len(found)} operators, {measured} measured, {len(growing)} grow in some layout")
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(s) for s in found]))
     if options.write:
-        options.write.write_text(with_column(options.write.read_text(), found))
-    return 0
+        options.write.write_text(with_reasons(with_column(options.write.read_text(), found)))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
