@@ -4,7 +4,7 @@ A sample of an operator is laid out with one dim of its first tensor sharded; te
 sharded with it, the others replicated. The dim grows with the ranks. Forward and backward, peak and received bytes, on
 4, 16 and 64 ranks. Where these are not constant the call is looked at again on 64 and 512 ranks, with longer locals: to
 grow means to cost more with every rank. A change from one algorithm to another between two numbers of ranks is no
-growth, nor is a number or a row for each rank that is less than a tenth of what a rank holds.
+growth, nor are a few numbers for each rank, which an exchange takes.
 
     python -m tests.virtual.scaling [--only name ...] [--jobs 2] [--json FILE] [--write docs/operators.md]
 
@@ -38,7 +38,8 @@ from tests.virtual.growing_operators import GROWING, REASONS
 RANKS, MORE_RANKS = (4, 16, 64), (64, 512)
 # Times that the sharded dim of a rank is longer than the sample's: samples are too small to be worth moving.
 LONGER, STILL_LONGER = 32, 256
-PATIENCE = 10  # seconds for the calls on more ranks
+NUMBERS = 256  # bytes for each rank that exchanges may take: counts, and one element from a rank to itself
+PATIENCE = 20  # seconds of processor time for the calls on more ranks
 BUDGET = Budget(samples=6, cases=0, seconds=0.0)
 HEADING = "## Operators that grow"
 
@@ -66,7 +67,7 @@ class Layout:
         """Whether the call costs more with every rank."""
         if not rises(self.costs, RANKS[0], 64):
             return False
-        return not self.more or rises(self.more, MORE_RANKS[0], self.more[0].peak // 10)
+        return not self.more or rises(self.more, MORE_RANKS[0], NUMBERS * MORE_RANKS[-1])
 
 
 def rises(costs: Sequence[Cost], fewest: int, slack: int) -> bool:
@@ -140,18 +141,18 @@ def _layout(sample: Sample, dim: int) -> Layout | None:
 
 @contextlib.contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
-    """TimeoutError inside, once the time is up: a call that takes longer on more ranks grows."""
+    """TimeoutError inside, once so much processor time is used: a call that takes longer on more ranks grows."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _cost(sample: Sample, dim: int, ranks: int, longer: int) -> Cost:

@@ -76,7 +76,9 @@ def test_growth_needs_a_reason_and_a_reason_growth() -> None:
 def test_a_change_of_algorithm_is_no_growth() -> None:
     few = (Cost(100, 0), Cost(400, 0), Cost(500, 0))
     assert not Layout(0, 0, few, (Cost(9000, 100), Cost(9000, 101))).grows
+    assert not Layout(0, 0, few, (Cost(9000, 100), Cost(9000, 100 + 100 * 512))).grows  # numbers for each rank
     assert Layout(0, 0, few, (Cost(9000, 100), Cost(64000, 800))).grows
+    assert Layout(0, 0, few, (Cost(9000, 100), Cost(9000, 1_000_000))).grows
 
 
 def test_page_of_reasons() -> None:
