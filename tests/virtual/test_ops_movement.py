@@ -302,3 +302,19 @@ def test_writes_reach_the_base(name: str) -> None:
         return x
 
     assert_parity(fn, X, limit=5, meshes=MESHES)
+
+
+def test_writes_to_parts_of_overlapping_windows() -> None:
+    """A part of a sharded dim is a copy. Writing all of the windows back would restore old values, so it is refused."""
+    mesh, plain = sw.init_device_mesh("cpu", (2,)), torch.randn(2, 6)
+    x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+    windows = x.unfold(1, 3, 1)
+    with pytest.raises(sw.UnsupportedError, match="overlapping windows"):
+        windows[0:1, ::3, 1:2].zero_()
+    assert torch.equal(x.full_tensor(), plain)
+    windows[:, ::3, 1:2].zero_()  # shares memory
+    plain.unfold(1, 3, 1)[:, ::3, 1:2].zero_()
+    assert torch.equal(x.full_tensor(), plain)
+    x.unfold(1, 3, 3)[0:1, 1:].zero_()  # these do not overlap
+    plain.unfold(1, 3, 3)[0:1, 1:].zero_()
+    assert torch.equal(x.full_tensor(), plain)

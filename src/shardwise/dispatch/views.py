@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import norm_order
-from shardwise.core.spec import DTensorSpec
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.signature import Executor, Wrapping, whole_of
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
@@ -159,6 +159,40 @@ def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
     return run_and_push
 
 
+def _refuse_overlapping_base(info: OpInfo, view: Any) -> None:
+    """The base is written as a whole. Where it shows an element several times, old values would overwrite the new.
+
+    The view is made again from its base when it is next used.
+    """
+    made = view._copied_view
+    while made is not OUTSIDE:
+        base = made.args[0]
+        if base._copied_view is not None:
+            made = base._copied_view
+            continue
+        if _overlaps(base._spec.tensor_meta):
+            view._copied_view.version = STALE
+            raise UnsupportedError(
+                f"{info.op} writes to {view._spec}, a part of a view with overlapping windows, {base._spec}: along a "
+                "sharded dim that part is a copy, and its values cannot be brought back one by one",
+                hint="write to the tensor that `unfold` was called on, or to all indices of the sharded dim",
+            )
+        return
+
+
+def _overlaps(meta: TensorMeta) -> bool:
+    """Whether several indices mean one element, dims of stride zero aside."""
+    if meta.is_symbolic or meta.stride is None:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
     """Count up the versions of what an operator on lists has written to, which torch does for plain tensors alone."""
     ours = [t for t in written if isinstance(t, wrapping.tensor_class) and not t.is_inference()]
@@ -167,6 +201,7 @@ def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
 
 def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
+    _refuse_overlapping_base(info, view)
     made: Any = view._copied_view
     written = whole_of(view._held, view._spec)
     while made is not None:
