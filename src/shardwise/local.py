@@ -36,19 +36,18 @@ def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
 
 def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
     """`op` run so that what it does inside sees the conjugate and negative bits; its results carry none."""
-    hide = set_key_excluded
     keys = (DispatchKey.Conjugate, DispatchKey.Negative)
 
     def run_resolving_conjugates(*args: Any, **kwargs: Any) -> Any:
         hidden = [is_key_excluded(key) for key in keys]
         for key in keys:
-            hide(key, False)
+            set_key_excluded(key, False)
         try:
             result = op(*args, **kwargs)
             return tree_map(lambda t: t.resolve_conj().resolve_neg() if isinstance(t, torch.Tensor) else t, result)
         finally:
             for key, was in zip(keys, hidden, strict=True):
-                hide(key, was)
+                set_key_excluded(key, was)
 
     return run_resolving_conjugates
 

@@ -343,19 +343,20 @@ class Hung(BaseException):
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `Hung` after some seconds; only in the main thread."""
+def time_limit(seconds: float, *, of_processor: bool = False) -> Iterator[None]:
+    """Raise `Hung` after some seconds, of the clock or of the processor; only in the main thread."""
+    timer, name = (signal.ITIMER_VIRTUAL, signal.SIGVTALRM) if of_processor else (signal.ITIMER_REAL, signal.SIGALRM)
 
     def expire(*_: Any) -> None:
         raise Hung(f"took more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(name, expire)
+    signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(timer, 0)
+        signal.signal(name, before)
 
 
 def run_case(name: str, plan: Plan) -> Outcome | None:

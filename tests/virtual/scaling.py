@@ -20,10 +20,9 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from tests.virtual.conformance import Budget, Sample, database, samples_of
+from tests.virtual.conformance import Budget, Hung, Sample, database, samples_of, time_limit
 from tests.virtual.growing_operators import GROWING, REASONS
 
 RANKS, MORE_RANKS = (4, 16, 64), (64, 512)
@@ -132,27 +131,11 @@ def _layout(sample: Sample, dim: int) -> Layout | None:
         costs = tuple(_cost(sample, dim, ranks, LONGER) for ranks in RANKS)
         more = ()
         if rises(costs, RANKS[0], 64) and costs[-1].calls < 2 * costs[0].calls:  # else it goes step by step
-            with contextlib.suppress(TimeoutError), _time_limit(PATIENCE):  # else window by window
+            with contextlib.suppress(Hung), time_limit(PATIENCE, of_processor=True):  # else window by window
                 more = tuple(_cost(sample, dim, ranks, STILL_LONGER) for ranks in MORE_RANKS)
     except Exception:
         return None
     return Layout(sample.index, dim, costs, more)
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
-    """TimeoutError inside, once so much processor time is used: a call that takes longer on more ranks grows."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def _cost(sample: Sample, dim: int, ranks: int, longer: int) -> Cost:
