@@ -72,10 +72,11 @@ def seeded() -> None:
 @pytest.fixture(scope="module")
 def always_decomposing() -> Iterator[None]:
     """Operators are computed from others wherever their rule would communicate, however small the tensors are."""
-    import shardwise.rules.all  # noqa: F401  rules are loaded when they are first needed
     from shardwise.plan.cost import current_cost_model, set_cost_model
     from shardwise.rules.registry import REDUCTIONS
+    from shardwise.schema import load_rules
 
+    load_rules()  # otherwise done when the first operator runs
     known = dict(REDUCTIONS)
     REDUCTIONS.clear()
     set_cost_model(current_cost_model())  # what was chosen before is forgotten

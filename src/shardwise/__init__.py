@@ -45,6 +45,7 @@ from shardwise.modes import (
 from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
+from shardwise.schema import RULE_MODULES
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ def _wrap_torch_state_dict(module: Any) -> None:
     importlib.import_module(_STATE_DICT).wrap(module)
 
 
+RULE_MODULES.append("shardwise.decompose.all_decompositions")
 # There are no DTensors before there is a mesh, and until then torch is left as it is.
 on_first_mesh.append(loading.wrap_load_state_dict)
 on_first_mesh.append(dlpack.wrap_to_dlpack)

@@ -66,10 +66,15 @@ class OpInfo:
         return bound
 
 
+# Modules that fill the registry when they are imported; a later layer adds its own.
+RULE_MODULES = ["shardwise.rules.all"]
+
+
 @functools.cache
 def load_rules() -> None:
     """Fill the registry. Done when the first operator runs, which keeps `import shardwise` short."""
-    importlib.import_module("shardwise.rules.all")
+    for name in RULE_MODULES:
+        importlib.import_module(name)
 
 
 _infos: dict[int, OpInfo] = {}  # by id: OpOverload hashes in Python, and operators live for ever

@@ -1,4 +1,4 @@
-"""The layers hold: reads the imports of every module of the package, without importing any.
+"""The layers hold: reads the imports and calls of every module of the package, without importing any.
 
 A name in LAYERS is a module or package right under shardwise. A row imports only rows above it.
 """
@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("local",),
     ("dispatch",),
     ("tensor",),
+    ("decompose",),
     ("api", "random", "interop"),
     ("factories", "loading", "dlpack", "jiterator", "optimizer_hook"),
     ("extend",),
@@ -32,8 +33,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "demo", "__main__"),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-# The imports that wait: the rules are read when the first operator runs, from a lower layer; plans when they are used.
-DEFERRED = frozenset({("schema", "shardwise.rules.all"), ("__init__", "shardwise.parallel")})
+# Imports that wait until they are used.
+DEFERRED = frozenset({("__init__", "shardwise.parallel")})
+# Methods of DTensor that communicate or leave it: for its own layer and those above.
+METHODS = frozenset({"redistribute", "to_local", "full_tensor"})
+CALLS_METHODS = frozenset({"shardwise.dispatch.plain_operands"})  # hooks on gradients
 STRANGERS = frozenset({"parallel", "checkpoint", "debug"})  # of one row, and do not import each other
 MAY_COMMUNICATE = frozenset({"fabric", "parallel", "checkpoint", "interop"})  # may import torch.distributed
 THEIRS = ("torch.distributed.tensor", "torch.distributed._tensor")
@@ -53,6 +57,7 @@ class Module(NamedTuple):
     name: str
     path: str
     imports: tuple[Import, ...]
+    calls: tuple[tuple[str, int], ...] = ()  # methods of `METHODS` that are called, with their lines
 
     @property
     def layer(self) -> str:
@@ -70,7 +75,17 @@ def within(target: str, package: str) -> bool:
 
 
 def parse(name: str, path: str, source: str, known: frozenset[str]) -> Module:
-    return Module(name, path, tuple(_imports(ast.parse(source, path), known, in_function=False)))
+    tree = ast.parse(source, path)
+    return Module(name, path, tuple(_imports(tree, known, in_function=False)), tuple(_method_calls(tree)))
+
+
+def _method_calls(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if name in METHODS:
+                yield name, node.lineno
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]) if name in METHODS:
+                yield name, node.lineno
 
 
 def _imports(node: ast.AST, known: frozenset[str], *, in_function: bool) -> Iterator[Import]:
@@ -121,6 +136,12 @@ def problems(modules: Mapping[str, Module]) -> list[str]:
         for imported in module.imports:
             if why := breach(module, imported):
                 found.append(f"{module.path}:{imported.line}: {why}")
+        if LEVEL[module.layer] < LEVEL["tensor"] and module.name not in CALLS_METHODS:
+            found += [
+                f"{module.path}:{line}: {module.layer} calls {name} of a DTensor (a layer before tensor knows specs "
+                "and locals; decompositions are in decompose)"
+                for name, line in module.calls
+            ]
     found += [f"import cycle: {' -> '.join(cycle)} (modules do not import each other)" for cycle in cycles(modules)]
     return found
 
@@ -238,6 +259,8 @@ def test_the_package_keeps_its_layers() -> None:
         ({"fabric__c10d": "import torch\nx = torch.distributed.tensor.DTensor"}, "(only interop.py may)"),
         ({"cli": "from rich.console import Console"}, "imports rich.console.Console at the top"),
         ({"parallel": "class A:\n    import torch._dynamo"}, "parallel.py:2: imports torch._dynamo at the top"),
+        ({"rules__a": "def f(x):\n    return x.redistribute()"}, "rules/a.py:2: rules calls redistribute of a DTensor"),
+        ({"dispatch__a": "def f(x):\n    return getattr(x, 'to_local')()"}, "dispatch calls to_local of a DTensor"),
         ({"utils": ""}, "utils has no place in the layers"),
         ({"api": "import shardwise.utils"}, "which has no place in the layers"),
     ],
@@ -258,6 +281,7 @@ def test_what_is_allowed_is_allowed() -> None:
         api="from shardwise import random\nx = 'torch.distributed.tensor'",
         interop="def f():\n    from torch.distributed.tensor import DTensor",
         tensor="def f():\n    from rich.table import Table",
+        decompose__a="from shardwise.tensor import DTensor\nx = DTensor().redistribute().to_local()",
         checkpoint="import torch.distributed.checkpoint\nfrom shardwise.api import y",
         init="from shardwise.api import y\nfrom shardwise.checkpoint import z",
         cli="import shardwise\nfrom shardwise.demo import main",

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
+from shardwise.decompose import sharded_masks, sharded_search
 from shardwise.dispatch import dispatcher
 from shardwise.fabric.routes import observers
 from shardwise.plan.cost import current_cost_model, set_cost_model
 from shardwise.plan.propagate import ShardingPropagator
 from shardwise.plan.step import OwnerExchange
-from shardwise.rules import masks, searching
 
 # the sizes of a dim and of indices: shards are even, uneven, and empty
 MESHES = {(4,): ((16, 8), (3, 6)), (3,): ((11, 9), (1, 4)), (2, 2): ((11, 9), (7, 2))}
@@ -28,7 +28,7 @@ KINDS = {16: "different", 11: "different", 3: "ties", 1: "in order", 7: "nan"}
 def by_owner(monkeypatch: pytest.MonkeyPatch):
     """Exchanges by owner wherever there can be one, and the steps that were taken."""
     monkeypatch.setattr(ShardingPropagator, "_by_owner", lambda *_: -1.0)
-    monkeypatch.setattr(searching, "MANY", 2)
+    monkeypatch.setattr(sharded_search, "MANY", 2)
     monkeypatch.setattr(dispatcher, "worth_decomposing", lambda _, specs, routes, *more: any(r.steps for r in routes))
     set_cost_model(current_cost_model())  # forget what was chosen
     steps: list[str] = []
@@ -404,7 +404,7 @@ MASKED: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_masks_are_looked_into_part_by_part(
     by_owner: list[str], monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(masks, "LARGE", 0)
+    monkeypatch.setattr(sharded_masks, "LARGE", 0)
     torch.manual_seed(0)
     mesh = sw.init_device_mesh("cpu", shape)
     x = torch.randint(0, 5, (12, 2)).double()
@@ -413,7 +413,7 @@ def test_masks_are_looked_into_part_by_part(
 
 
 def test_masks_of_uneven_shards(by_owner: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "LARGE", 0)
+    monkeypatch.setattr(sharded_masks, "LARGE", 0)
     mesh = sw.init_device_mesh("cpu", (4,))
     for length in (11, 3, 1):
         x = torch.randint(0, 3, (length,)).double()

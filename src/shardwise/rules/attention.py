@@ -14,11 +14,10 @@ import torch
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.errors import UnsupportedError
 from shardwise.rules.attention_blocks import BlockKernel
 from shardwise.rules.dims import aligned
 from shardwise.rules.engine import Dim, Factors
-from shardwise.rules.registry import Call, decomposition, rule
+from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -131,15 +130,6 @@ def efficient_backward(
     """The gradients of memory-efficient attention on locals."""
     backward = aten._scaled_dot_product_efficient_attention_backward.default
     return backward(grad_out_, query, key, value, padded(attn_bias), *rest, **named)
-
-
-@decomposition(aten._nested_tensor_from_mask.default)
-def nested(*args: Any, **kwargs: Any) -> Any:
-    """What nn.TransformerEncoder makes of padded batches when it does not train."""
-    raise UnsupportedError(
-        "a padded batch would become a nested tensor, and a DTensor is dense",
-        hint="nn.TransformerEncoder(..., enable_nested_tensor=False)",
-    )
 
 
 READS = ("dropout_p",)

@@ -17,7 +17,7 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard, Strid
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.engine import Factors
 from shardwise.rules.pointwise import EXTREMA, KINDS, alike, broadcast
-from shardwise.rules.registry import Call, decomposition, layout_rule, rule
+from shardwise.rules.registry import Call, layout_rule, rule
 
 aten = torch.ops.aten
 REPLICATE = Replicate()
@@ -90,25 +90,3 @@ def fill_tensor(call: Call, specs: Sequence[DTensorSpec]) -> Layouts:
     """The number of a tensor without dims everywhere, whatever was there."""
     value = like(specs[1], specs[1].tensor_meta)
     return (specs[0], value), (like(specs[0], call.results[0]),)
-
-
-@decomposition(aten._has_same_storage_numel.default)
-def has_same_storage_numel(one: Any, other: Any) -> bool:
-    """Whether two global tensors take as much memory. Forward mode asks so of a value and its tangent."""
-    return _storage_numel(one) == _storage_numel(other)
-
-
-def _storage_numel(tensor: Any) -> int:
-    sizes = tuple(zip(tensor.shape, tensor.stride(), strict=True))
-    return 0 if 0 in tensor.shape else 1 + sum((size - 1) * stride for size, stride in sizes)
-
-
-@decomposition(aten._new_zeros_with_same_feature_meta.default)
-def new_zeros_with_same_feature_meta(one: Any, other: Any, *, self_num_batch_dims: int = 0) -> Any:
-    """Zeros in the layout of a value, which forward mode copies a tangent of another layout into."""
-    if self_num_batch_dims == 0:
-        return torch.zeros_like(other, dtype=one.dtype)
-    step = _storage_numel(other)
-    batch = one.shape[:self_num_batch_dims]
-    strides = [step * stride for stride in dense_strides(batch)]
-    return one.new_empty_strided([*batch, *other.shape], [*strides, *other.stride()]).zero_()

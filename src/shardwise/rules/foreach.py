@@ -1,6 +1,6 @@
 """Operators on lists of tensors: one call on the lists of locals where the lists lie alike, index by index.
 
-Otherwise the operator of one tensor is run on each, and finds the cheapest way itself. Linear in the number of tensors.
+Otherwise they are decomposed (`decompose/tensor_lists.py`). Linear in the number of tensors. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.placement import Partial, Replicate, norm_of
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.registry import Call, decomposition, layout_rule
+from shardwise.rules.registry import Call, layout_rule
 
 aten = torch.ops.aten
 Layouts = tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]
@@ -128,61 +128,17 @@ def _one_dtype(call: Call, specs: Sequence[DTensorSpec]) -> bool:
     return len(dtypes) == 1
 
 
-# ---------------------------------------------------------------- one tensor after the other
+def without_out(packet_name: str) -> list[Any]:
+    """The overloads of an operator of torch that write to no `out`; none where torch lacks it."""
+    packet = getattr(aten, packet_name, None)
+    found = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return [op for op in found if not any(a.is_out for a in op._schema.arguments)]
 
 
-def single_of(name: str, in_place: bool) -> Callable[..., Any]:
-    """The operator of one tensor that a foreach operator stands for."""
-    extremum = {"maximum": (aten.maximum, aten.clamp_min), "minimum": (aten.minimum, aten.clamp_max)}.get(name)
-    if extremum is None:
-        return getattr(aten, f"{name}_" if in_place else name)
-    of_tensor, of_number = extremum
-
-    def run_single(tensor: Any, other: Any) -> Any:
-        result = (of_tensor if isinstance(other, torch.Tensor) else of_number)(tensor, other)
-        return aten.copy_.default(tensor, result) if in_place else result
-
-    return run_single
-
-
-def in_turn(op: Any) -> Callable[..., Any]:
-    """A foreach operator as a loop over the tensors."""
-    arguments = op._schema.arguments
-    name, _ = names_of(op)
-    in_place = op._schema.is_mutable
-    single = single_of(name, in_place)
-    by_keyword = {a.name for a in arguments if a.kwarg_only} | (
-        {"value", "scalars"} if name.startswith("addc") else set()
-    )
-
-    def run_in_turn(*args: Any, **kwargs: Any) -> list[Any] | None:
-        bound = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-        if name.startswith("addc") and isinstance(bound.get("scalars"), torch.Tensor):
-            bound["scalars"] = bound["scalars"].tolist()
-        count = next(len(value) for value in bound.values() if isinstance(value, list | tuple))
-        results = []
-        for i in range(count):
-            chosen = {n: v[i] if isinstance(v, list | tuple) else v for n, v in bound.items()}
-            keywords = {"value" if n == "scalars" else n: chosen.pop(n) for n in list(chosen) if n in by_keyword}
-            results.append(single(*chosen.values(), **keywords))
-        return None if in_place else results
-
-    return run_in_turn
-
-
-def declare(name: str) -> None:
-    """Enter the rule and the loop of a foreach operator, functional and in place, in all its overloads."""
-    for form in (f"_foreach_{name}", f"_foreach_{name}_"):
-        packet = getattr(aten, form, None)
-        for overload in packet.overloads() if packet is not None else ():
-            op = getattr(packet, overload)
-            if not any(a.is_out for a in op._schema.arguments):
-                layout_rule(op)(one_by_one)
-                decomposition(op)(in_turn(op))
-
-
-for each in (*UNARY, *MORE):
-    declare(each)
+# Of each tensor by itself, functional and in place.
+ONE_BY_ONE = [op for name in (*UNARY, *MORE) for form in (name, f"{name}_") for op in without_out(f"_foreach_{form}")]
+OPTIMIZERS = [op for name in FUSED for op in without_out(name)]
+layout_rule(*ONE_BY_ONE)(one_by_one)
 
 
 # ---------------------------------------------------------------- one number for each tensor
@@ -205,26 +161,6 @@ def norms_of_parts(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
 layout_rule(aten._foreach_norm.Scalar, reads=("ord",))(norms_of_parts)
 
 
-@decomposition(aten._foreach_norm.Scalar)
-def norms(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Any]:  # noqa: A002
-    """The norm of each tensor."""
-    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-
-
-@decomposition(aten._foreach_max.default)
-def maxima(tensors: Sequence[Any]) -> list[Any]:
-    """The largest element of each tensor."""
-    return [aten.max.default(tensor) for tensor in tensors]
-
-
-if hasattr(aten, "_foreach_mm"):
-
-    @decomposition(aten._foreach_mm.default)
-    def products(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-        """The product of each pair of matrices."""
-        return [aten.mm.default(a, b) for a, b in zip(first, second, strict=True)]
-
-
 # ---------------------------------------------------------------- fused optimizers
 
 
@@ -239,70 +175,5 @@ def unless_meta(op: Any) -> Callable[..., None]:
     return run_unless_meta
 
 
-def _locals(value: Any) -> Any:
-    """DTensors replaced by what this rank holds of them."""
-    if isinstance(value, list | tuple):
-        return [_locals(item) for item in value]
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-def aligned(op: Any) -> Callable[..., None]:
-    """A fused optimizer on lists that do not lie alike: all of a parameter is brought to where that lies."""
-    names = [a.name for a in op._schema.arguments]
-
-    def run_aligned(*args: Any, **kwargs: Any) -> None:
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        parameters = bound["self"]
-        back: list[tuple[Any, Any]] = []
-
-        def brought(name: str, tensor: Any, parameter: Any) -> Any:
-            moved = tensor if tensor.shape != parameter.shape else _laid_out_as(tensor, parameter)
-            if moved is tensor:
-                return tensor
-            if name != "grads" or bound.get("grad_scale") is not None:
-                back.append((tensor, moved))
-            return moved
-
-        for name, value in list(bound.items()):
-            if isinstance(value, list | tuple) and value and name != "state_steps":
-                bound[name] = [brought(name, t, p) for t, p in zip(value, parameters, strict=True)]
-        unless_meta(op)(**{name: _locals(value) for name, value in bound.items()})
-        for tensor, moved in back:
-            tensor.copy_(moved)
-
-    return run_aligned
-
-
-def _laid_out_as(tensor: Any, parameter: Any) -> Any:
-    """A gradient or state in the layout of its parameter; of plain ones every rank has the whole."""
-    if not hasattr(parameter, "placements"):
-        return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
-    if not hasattr(tensor, "placements"):
-        return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
-    placements, order = [_unsummed(p) for p in parameter.placements], parameter.spec.shard_order
-    if list(tensor.placements) == placements and tensor.spec.shard_order == order:
-        return tensor
-    return tensor.redistribute(parameter.device_mesh, placements, shard_order=order)
-
-
-def _unsummed(placement: Any) -> Any:
-    return Replicate() if isinstance(placement, Partial) else placement
-
-
-for fused in FUSED:
-    for overload in getattr(aten, fused).overloads():
-        chosen = getattr(getattr(aten, fused), overload)
-        if not any(a.is_out for a in chosen._schema.arguments):
-            layout_rule(chosen, local_op=unless_meta(chosen))(one_by_one)
-            decomposition(chosen)(aligned(chosen))
-
-
-@decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
-def unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
-    """Gradients multiplied, and one number that says for all ranks whether any of them is not finite."""
-    bad = torch.stack([aten.sum.default((~gradient.isfinite()).to(torch.int64)) for gradient in gradients]).sum()
-    flag: Any = (bad > 0).to(found_inf.dtype)
-    value = flag if hasattr(found_inf, "full_tensor") else flag.full_tensor()
-    found_inf.copy_(torch.maximum(found_inf, value.reshape(found_inf.shape)))
-    for gradient in gradients:
-        gradient.mul_(inv_scale)
+for fused in OPTIMIZERS:
+    layout_rule(fused, local_op=unless_meta(fused))(one_by_one)

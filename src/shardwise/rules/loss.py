@@ -16,11 +16,11 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.dims import aligned, names
 from shardwise.rules.engine import FIRST, Dim, Factors
-from shardwise.rules.layout_helpers import HALVES, as_result, reduced
-from shardwise.rules.registry import Call, decomposition, rule
+from shardwise.rules.registry import Call, rule
 from shardwise.torch_private import assert_async
 
 aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
 
 NONE, MEAN, SUM = 0, 1, 2  # as torch numbers the reductions
 Specs = Sequence[DTensorSpec]
@@ -199,23 +199,6 @@ def picking(call: Call) -> Factors:
     return Factors((scores, target, *weight), (target, target))
 
 
-@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
-    """The scores of the targets, reduced: no score leaves its rank."""
-    if scores.dim() == 1 and target.dim() == 1:
-        target = target[0]
-    losses, weights = torch.ops.shardwise.pick_class.default(scores, target, weight, ignore_index)
-    if reduction == NONE:
-        return as_result(losses, scores.dtype), torch.zeros((), dtype=scores.dtype, device=scores.device)
-    if reduction == SUM:
-        return as_result(losses.sum(), scores.dtype), as_result(weights.sum(), scores.dtype)
-    # without weights the targets alone say how many count: no rank needs to be asked which of them it has
-    counted = (target != ignore_index).to(weights.dtype) if weight is None else weights
-    total = reduced(counted.sum())
-    loss = losses.sum() / total
-    return as_result(loss, scores.dtype), as_result(total, scores.dtype)
-
-
 _library.define(
     "place_class(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int ignore_index) -> Tensor"
 )
@@ -251,17 +234,6 @@ def placing(call: Call) -> Factors:
     weight = () if call["weight"] is None else (("c",),)
     grad = target if call["grad_output"].shape == call["target"].shape else ()
     return Factors((grad, scores, target, *weight), (scores,), linear=FIRST)
-
-
-@decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
-def nll_loss_backward(
-    grad: Any, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
-) -> Any:
-    """The gradient of each target's score: nothing leaves its rank."""
-    if scores.dim() == 1 and target.dim() == 1:
-        target = target[0]
-    value = grad / reduced(total_weight) if reduction == MEAN else grad
-    return torch.ops.shardwise.place_class.default(value, scores, target, weight, ignore_index)
 
 
 # ---------------------------------------------------------------- connectionist temporal classification

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from shardwise.rules.dims import aligned
 from shardwise.rules.engine import EACH_ALONE, FIRST, Factors, parse
-from shardwise.rules.registry import Call, decomposition, pattern_factors, pattern_rule, rule
+from shardwise.rules.registry import Call, pattern_factors, pattern_rule, rule
 
 aten = torch.ops.aten
 
@@ -57,13 +56,6 @@ for strings, ops in {
 def addbmm_in_place(call: Call) -> Factors | None:
     """Products of a batch added to self, if that has the shape of the result already."""
     return None if call["self"].shape != call.results[0].shape else added("bmk", "bkn", "mn")(call)
-
-
-@decomposition(aten.addbmm_.default)
-def resized_addbmm(self: Any, batch1: Any, batch2: Any, **scales: Any) -> Any:
-    """Alone of its kind, addbmm_ gives self the shape that it broadcasts to."""
-    result = aten.addbmm.default(self, batch1, batch2, **scales)
-    return (self if self.shape == result.shape else self.resize_(result.shape)).copy_(result)
 
 
 @rule(aten._addmm_activation.default)

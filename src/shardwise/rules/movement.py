@@ -19,7 +19,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
 from shardwise.rules.dims import kept, moved, names, wrapped
 from shardwise.rules.engine import Dim, Factors
-from shardwise.rules.registry import Call, Rows, decomposition, rule
+from shardwise.rules.registry import Call, Rows, rule
 from shardwise.rules.slicing import local_input_sizes
 from shardwise.rules.view import NOT_A_VIEW, local_size
 from shardwise.torch_private import OpOverload
@@ -256,30 +256,6 @@ def pixel_shuffle(call: Call) -> Factors:
     ndim = len(call["self"].shape)
     own = kept(ndim, range(ndim - 3, ndim))
     return moved(own, own, nonempty=frozenset(name for name in own if name))  # torch leaves an empty one as it is
-
-
-@decomposition(aten.pixel_shuffle.default)
-def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
-    """The channels or the plane may be sharded, if whole blocks of pixels are."""
-    if not x.numel():
-        return NotImplemented
-    *batch, channels, height, width = x.shape
-    side, at = upscale_factor, len(batch)
-    blocks = x.view(*batch, channels // side**2, side, side, height, width)
-    turned = blocks.permute(*range(at), at, at + 3, at + 1, at + 4, at + 2)
-    return turned.reshape(*batch, channels // side**2, height * side, width * side)
-
-
-@decomposition(aten.pixel_unshuffle.default)
-def channels_of_pixels(x: Any, downscale_factor: int) -> Any:
-    """The channels or the plane may be sharded, if whole blocks of pixels are."""
-    if not x.numel():
-        return NotImplemented
-    *batch, channels, height, width = x.shape
-    side, at = downscale_factor, len(batch)
-    blocks = x.view(*batch, channels, height // side, side, width // side, side)
-    turned = blocks.permute(*range(at), at, at + 2, at + 4, at + 1, at + 3)
-    return turned.reshape(*batch, channels * side**2, height // side, width // side)
 
 
 @rule(aten.unbind.int, aten.unbind_copy.int)

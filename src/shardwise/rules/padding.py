@@ -11,9 +11,8 @@ import torch
 from shardwise.core.layout import Segment
 from shardwise.rules.dims import names
 from shardwise.rules.engine import Factors
-from shardwise.rules.layout_helpers import split_axes
 from shardwise.rules.pointwise import EXTREMA, alike
-from shardwise.rules.registry import Call, Rows, decomposition, is_zero, rule
+from shardwise.rules.registry import Call, Rows, is_zero, rule
 
 aten = torch.ops.aten
 
@@ -138,57 +137,3 @@ for count, (kind, repeated) in itertools.product((1, 2, 3), {"reflection": mirro
         getattr(aten, f"{kind}_pad{count}d_backward").default,
         rows=lambda call, dim, fn=repeated: rows_given_back(call, dim, fn),
     )(pad_rule(count, backward=True))
-
-
-# ---------------------------------------------------------------- several dims
-
-
-def several_sharded(x: Any, pad: Sequence[int]) -> list[int]:
-    """The padded dims that are sharded, where there are several: rows are exchanged along one dim at a time."""
-    dims = [dim for dim in padded_dims(pad, x.dim()) if split_axes(x, (dim,))]
-    return dims if len(dims) > 1 else []
-
-
-def one_after_the_other(op: Any) -> Callable[..., Any]:
-    """A padding of several sharded dims, one after the other; what is not sharded with the first of them."""
-
-    def pad_dims_in_turn(x: Any, pad: Sequence[int], *value: Any) -> Any:
-        dims = several_sharded(x, pad)
-        if not dims:
-            return NotImplemented
-        apart = {dim: [n if i // 2 == x.dim() - 1 - dim else 0 for i, n in enumerate(pad)] for dim in dims[1:]}
-        rest = [0 if x.dim() - 1 - i // 2 in apart else n for i, n in enumerate(pad)]
-        for some in (rest, *apart.values()):
-            x = op(x, some, *value)
-        return x
-
-    return pad_dims_in_turn
-
-
-decomposition(aten.constant_pad_nd.default)(one_after_the_other(aten.constant_pad_nd.default))
-for count, kind in itertools.product((2, 3), ("reflection", "replication")):
-    op = getattr(aten, f"{kind}_pad{count}d").default
-    decomposition(op)(one_after_the_other(op))
-
-
-def backward_one_after_the_other(op: Any) -> Callable[..., Any]:
-    """The gradient of a padding of several sharded dims, one after the other."""
-
-    def pad_backward_in_turn(grad: Any, x: Any, padding: Sequence[int]) -> Any:
-        dims = several_sharded(grad, padding)
-        if not dims:
-            return NotImplemented
-        apart = {dim: [n if i // 2 == x.dim() - 1 - dim else 0 for i, n in enumerate(padding)] for dim in dims[1:]}
-        rest = [0 if x.dim() - 1 - i // 2 in apart else n for i, n in enumerate(padding)]
-        for some in (*apart.values(), rest):
-            shape = [n - sum(pads_of(some, x.dim(), dim)) for dim, n in enumerate(grad.shape)]
-            # of what a gradient is taken by only the size is read: it needs no memory
-            grad = op(grad, grad.new_zeros(()).expand(shape), some)
-        return grad
-
-    return pad_backward_in_turn
-
-
-for count, kind in itertools.product((2, 3), ("reflection", "replication")):
-    op = getattr(aten, f"{kind}_pad{count}d_backward").default
-    decomposition(op)(backward_one_after_the_other(op))

@@ -1,6 +1,6 @@
 """Reductions: a dim that is reduced over may be sharded and leaves a Partial, or must be whole. Pure.
 
-Those that must see all of a dim and can be computed by small reductions are decomposed in `statistics` and `extremes`.
+Those that must see all of a dim and can be computed by small reductions are decomposed (`decompose/`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.dims import names, wrapped
 from shardwise.rules.engine import FIRST, Dim, Factors, Row
-from shardwise.rules.registry import Call, decomposition, rule
+from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -178,18 +178,6 @@ def some(call: Call) -> Factors | None:
 def every(call: Call) -> Factors | None:
     """False is the smallest bool."""
     return reducing(call, reduce=by(call, "min"), rows=passing("min") if call["self"].dtype is torch.bool else ())
-
-
-decomposition(aten._is_all_true.default)(torch.all)
-decomposition(aten._is_any_true.default)(torch.any)
-
-
-@decomposition(aten.equal.default)
-def equal(a: Any, b: Any) -> bool:
-    """Whether two tensors are the same: each rank compares what it has."""
-    if a.dtype != b.dtype:
-        return NotImplemented
-    return a.shape == b.shape and bool((a == b).all())
 
 
 # ---------------------------------------------------------------- a dim that must be whole

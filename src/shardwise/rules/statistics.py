@@ -1,18 +1,16 @@
-"""Norms and variances: over sharded dims by norms of the parts and sums of powers, which are small. Pure."""
+"""Norms and variances; over sharded dims variances are decomposed (`decompose/sharded_statistics.py`). Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.core.placement import norm_of
 from shardwise.rules.engine import Factors
-from shardwise.rules.layout_helpers import reduced, settled, split_axes, widened
 from shardwise.rules.reduction import Dims, Sizes, by, counting, passing, reduced_dims, reducing, reducing_whole
-from shardwise.rules.registry import Call, decomposition, rule
+from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
@@ -72,46 +70,7 @@ def vector_norm(call: Call) -> Factors | None:
     return reducing(call, reduce=by(call, norm), rows=passing(norm))
 
 
-def any_norm(x: Any, p: float | None, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """The old name of a norm."""
-    return aten.linalg_vector_norm.default(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
-
-
-decomposition(aten.norm.Scalar)(lambda x, p=2: any_norm(x, p))
-decomposition(aten.norm.ScalarOpt_dtype)(lambda x, p, *, dtype: any_norm(x, p, dtype=dtype))
-decomposition(aten.norm.ScalarOpt_dim)(lambda x, p, dim, keepdim=False: any_norm(x, p, dim, keepdim))
-decomposition(aten.norm.ScalarOpt_dim_dtype)(lambda x, p, dim, keepdim, *, dtype: any_norm(x, p, dim, keepdim, dtype))
-decomposition(aten.dist.default)(lambda x, other, p=2: any_norm(x - other, p))
-
-
-# ---------------------------------------------------------------- variances
-
-
-def moments(x: Any, dims: Sequence[int], correction: float) -> tuple[Any, Any]:
-    """Variance and mean over `dims`, which stay with size one: computed wide, in two passes."""
-    wide = widened(x)
-    mean = reduced(wide.mean(dims, keepdim=True))
-    squares = torch.ops.shardwise.power_sum.default(wide - mean, 2, dims, True)
-    return squares / max(math.prod(x.shape[d] for d in dims) - correction, 0), mean
-
-
-def variance(
-    op: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False, root: bool, both: bool
-) -> Any:
-    """Any of var, std, var_mean, std_mean; `op` is which."""
-    dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
-    if not split_axes(x, dims):
-        return op(x, dim, correction=correction, keepdim=keepdim)
-    var, mean = moments(x, dims, 1 if correction is None else correction)
-    spread = reduced(var).sqrt() if root else var
-    results = [spread.to(x.dtype.to_real()), mean.to(x.dtype)] if both else [spread.to(x.dtype.to_real())]
-    if not keepdim:
-        results = [result.squeeze(dims) for result in results]
-    return tuple(results) if both else results[0]
-
-
-def _declare_variance(op: Any, root: bool, both: bool) -> None:
+def _declare_variance(op: Any, both: bool) -> None:
     def quietly(
         local: torch.Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
     ) -> Any:
@@ -122,10 +81,9 @@ def _declare_variance(op: Any, root: bool, both: bool) -> None:
         return (spread, local.mean(dim, keepdim)) if both else spread
 
     rule(op, local_op=quietly)(reducing_whole)
-    decomposition(op, reductions=2)(lambda *args, **kwargs: variance(op, *args, **kwargs, root=root, both=both))
 
 
-_declare_variance(aten.var.correction, root=False, both=False)
-_declare_variance(aten.std.correction, root=True, both=False)
-_declare_variance(aten.var_mean.correction, root=False, both=True)
-_declare_variance(aten.std_mean.correction, root=True, both=True)
+_declare_variance(aten.var.correction, both=False)
+_declare_variance(aten.std.correction, both=False)
+_declare_variance(aten.var_mean.correction, both=True)
+_declare_variance(aten.std_mean.correction, both=True)

@@ -11,8 +11,7 @@ import torch
 from shardwise.core.layout import Window
 from shardwise.rules.dims import names, wrapped
 from shardwise.rules.engine import FIRST, Dim, Factors
-from shardwise.rules.layout_helpers import split_axes
-from shardwise.rules.registry import Call, Halo, decomposition, rule
+from shardwise.rules.registry import Call, Halo, rule
 from shardwise.rules.slicing import local_input_sizes
 from shardwise.rules.windows import SPACE, Places, at, kernel_window, with_rows, with_value
 
@@ -150,23 +149,4 @@ def column_images(call: Call) -> Factors:
     batch: tuple[Dim, ...] = ("b",) * (len(call["self"].shape) - 3)
     return Factors(
         ((*batch, None, *SPACE[:2]),), ((*batch, None, *SPACE[:2]),), linear=FIRST, exchanged=frozenset(SPACE[:2])
-    )
-
-
-@decomposition(aten.im2col.default)
-def columns_over_plane(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """Windows of a sharded image stay with the rows that they begin in."""
-    if not split_axes(x, (x.dim() - 2, x.dim() - 1)) or not x.numel():
-        return NotImplemented
-    return torch.ops.shardwise.image_to_columns.default(x, kernel_size, dilation, padding, stride).flatten(-2)
-
-
-@decomposition(aten.col2im.default)
-def image_of_plane(x: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """Windows whose places are sharded are put back on each rank, and added up over ranks."""
-    if not split_axes(x, (x.dim() - 1,)) or not x.numel():
-        return NotImplemented
-    plane = places_of(output_size, kernel_size, dilation, padding, stride)
-    return torch.ops.shardwise.columns_to_image.default(
-        x.unflatten(-1, plane), output_size, kernel_size, dilation, padding, stride
     )

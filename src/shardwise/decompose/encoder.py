@@ -1,4 +1,4 @@
-"""What nn.TransformerEncoderLayer and nn.MultiheadAttention run when they do not train, by smaller operators. Pure."""
+"""Operators of nn.TransformerEncoderLayer and nn.MultiheadAttention in eval mode, computed from smaller ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.errors import UnsupportedError
 from shardwise.rules.registry import decomposition
 
 aten = torch.ops.aten
+
+
+@decomposition(aten._nested_tensor_from_mask.default)
+def nested(*args: Any, **kwargs: Any) -> Any:
+    """What nn.TransformerEncoder makes of padded batches when it does not train."""
+    raise UnsupportedError(
+        "a padded batch would become a nested tensor, and a DTensor is dense",
+        hint="nn.TransformerEncoder(..., enable_nested_tensor=False)",
+    )
+
 
 OF_BATCH = 1  # the kind of a mask of keys, one for each sequence; others broadcast as they are
 

@@ -1,6 +1,6 @@
-"""What decompositions do with layouts on the way: what is Partial is settled, what is small is reduced, the rest stays.
+"""How decompositions change layouts: Partial tensors are reduced or scattered, small ones replicated, others stay.
 
-Works on DTensors by their public methods; plain tensors pass as they are. Knows no operator.
+Plain tensors pass unchanged. Knows no operator.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import Partial, Replicate, Shard, StridedShard
+from shardwise.tensor import DTensor
 
 __all__ = [
     "HALVES", "as_laid_out", "as_result", "moved_to", "reduced", "replicated", "settled", "split_axes", "statistic_of",
@@ -30,7 +31,7 @@ def _axes_on(placements: Sequence[Any], dims: Sequence[int]) -> list[int]:
 
 
 def settled(x: Any, dims: Sequence[int] = ()) -> Any:
-    """`x` with nothing Partial: sharded by a dim that is free and not among `dims` where that is even, else whole."""
+    """`x` with nothing Partial: scattered along a free dim not in `dims` where that is even, else replicated."""
     placements: list[Any] = list(getattr(x, "placements", ()))
     if not x.numel():  # nothing to move, and no extreme to be found
         return moved_to(x, [Replicate()] * len(placements))
@@ -48,14 +49,14 @@ def settled(x: Any, dims: Sequence[int] = ()) -> Any:
 
 
 def reduced(x: Any) -> Any:
-    """`x` with Partial made whole: for something small that is used more than once."""
+    """`x` with every Partial reduced: for something small that is used more than once."""
     placements = getattr(x, "placements", ())
     return moved_to(x, [Replicate() if isinstance(p, Partial) else p for p in placements])
 
 
 def moved_to(x: Any, placements: Sequence[Any]) -> Any:
     """`x` with these placements, outside of autograd; plain tensors and None as they are."""
-    if not hasattr(x, "placements") or tuple(placements) == x.placements:
+    if not isinstance(x, DTensor) or tuple(placements) == x.placements:
         return x
     order = [entry for entry in x.spec.shard_order if sorted(entry.axes) == _axes_on(placements, [entry.dim])]
     with torch.no_grad():
@@ -74,17 +75,17 @@ def as_result(value: Any, dtype: torch.dtype) -> Any:
 
 def as_laid_out(x: Any, like: Any) -> Any:
     """`x` laid out like another tensor of its shape."""
-    return moved_to(x, like.placements) if hasattr(like, "placements") else x
+    return moved_to(x, like.placements) if isinstance(like, DTensor) else x
 
 
 def replicated(x: Any) -> Any:
-    """`x` whole on every rank; None as it is."""
+    """`x` replicated on every axis; None as it is."""
     return moved_to(x, [Replicate()] * len(getattr(x, "placements", ())))
 
 
 def statistic_of(value: Any, x: Any, dims: Sequence[int]) -> Any:
     """A statistic over `dims` of `x`, laid out as `x` is in the others."""
-    if not hasattr(value, "placements") or not hasattr(x, "placements"):
+    if not isinstance(value, DTensor) or not isinstance(x, DTensor):
         return value
     wanted = [Replicate() if isinstance(p, Shard | StridedShard) and p.dim in dims else p for p in x.placements]
     return moved_to(value, wanted)

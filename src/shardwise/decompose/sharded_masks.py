@@ -1,0 +1,149 @@
+"""Masks and unique elements of large sharded tensors: ranks count, then exchange the elements that are left.
+
+The number of elements depends on values. So it is computed first, and the result is sharded. A compiler traces the
+operators themselves, which replicate their operands.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.core.symbolic import is_tracing
+from shardwise.decompose.layout_helpers import as_laid_out, settled, split_axes
+from shardwise.rules.registry import decomposition
+
+aten = torch.ops.aten
+# Bytes of a tensor that is worth counting in: replicating a smaller one takes less time than several collectives.
+LARGE = 1 << 20
+
+
+def flattened(x: Any) -> Any:
+    """A large tensor as one dim that is sharded; None where it is small, or would have to be moved for that."""
+    if is_tracing() or not hasattr(x, "placements") or x.numel() * x.element_size() < LARGE:
+        return None
+    x = settled(x)
+    if x.spec.is_strided or not split_axes(x, (0,)) or len(split_axes(x, range(x.dim()))) > len(x.spec.dim_axes[0]):
+        return None
+    members = math.prod(x.device_mesh.shape[axis] for axis in x.spec.dim_axes[0])
+    return None if x.dim() > 1 and x.shape[0] % members else x.reshape(-1)
+
+
+def let_through(mask: Any, *tensors: Any) -> list[Any]:
+    """The elements of these tensors that a mask lets through, all of one dim."""
+    size, place = int(mask.sum()), mask.cumsum(0) - 1
+    return [torch.ops.shardwise.compact.default(t, mask, place, size) for t in tensors]
+
+
+def positions(x: Any) -> Any:
+    """The indices of a tensor of one dim, sharded as it is."""
+    return torch.ops.shardwise.positions.default(x, 0)
+
+
+@decomposition(aten.nonzero.default)
+def nonzero(x: Any) -> Any:
+    """Each rank looks into its part."""
+    flat = flattened(x)
+    if flat is None:
+        return NotImplemented
+    (index,) = let_through(flat != 0, positions(flat))
+    found = []
+    for size in reversed(x.shape):
+        found.append(index % size)
+        index = index // size
+    return torch.stack(found[::-1], 1)
+
+
+@decomposition(aten.masked_select.default)
+def masked_select(x: Any, mask: Any) -> Any:
+    """The elements of a tensor that a mask lets through; the mask is laid out as the tensor is."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    flat = flattened(x)
+    if flat is None or not hasattr(mask, "placements"):
+        return NotImplemented
+    return let_through(as_laid_out(settled(mask), settled(x)).reshape(-1), flat)[0]
+
+
+@decomposition(aten.masked_scatter.default)
+def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """For each element that a mask lets through, the next one of a source: looked up where it is."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    x = x if split_axes(x, range(x.dim())) else as_laid_out(x, settled(mask))
+    flat = flattened(x)
+    if flat is None:
+        return NotImplemented
+    chosen = as_laid_out(settled(mask), settled(x)).reshape(-1)
+    if not source.numel():
+        return NotImplemented if chosen.any() else x.clone()
+    place = torch.where(chosen, chosen.cumsum(0) - 1, 0)
+    return torch.where(chosen, aten.index.Tensor(source.reshape(-1), [place]), flat).reshape(x.shape)
+
+
+@decomposition(aten.masked_scatter_backward.default)
+def masked_scatter_backward(grad: Any, mask: Any, sizes: Any) -> Any:
+    """The gradient of the source: that of the elements that were let through, in their order."""
+    flat = flattened(grad)
+    if flat is None or not hasattr(mask, "placements"):
+        return NotImplemented
+    chosen = as_laid_out(settled(mask).expand(grad.shape), settled(grad)).reshape(-1)
+    made = torch.ops.shardwise.compact.default(flat, chosen, chosen.cumsum(0) - 1, math.prod(sizes))
+    return made.reshape(sizes)
+
+
+@decomposition(aten.bincount.default)
+def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Counts of each rank, added up."""
+    if flattened(x) is None or x.dim() != 1 or minlength < 0 or int(x.min()) < 0:
+        return NotImplemented
+    size = max(int(x.max()) + 1, minlength)
+    if weights is None:
+        return x.new_zeros(size, dtype=torch.int64).index_add(0, x, torch.ones_like(x, dtype=torch.int64))
+    dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
+    return x.new_zeros(size, dtype=dtype).index_add(0, x, weights.to(dtype))
+
+
+# ---------------------------------------------------------------- what is unique
+
+
+def runs_of(values: Any, inverse: Any, wants_counts: bool) -> tuple[Any, Any, Any]:
+    """The first of each run of equal values, where the elements went, and how long the runs are.
+
+    Args:
+        values: of one dim.
+        inverse: for each element where it is to be told to which run it belongs; None where it is not.
+        wants_counts: whether lengths are asked for.
+    """
+    place, nothing = positions(values), values.new_empty(0, dtype=torch.int64)
+    first = (values != values.roll(1)) | (place == 0)
+    found = let_through(first, values, place) if wants_counts else let_through(first, values)
+    told = nothing if inverse is None else torch.zeros_like(place).scatter(0, inverse, first.cumsum(0) - 1)
+    if not wants_counts:
+        return found[0], told, nothing
+    starts = found[1]
+    ends = torch.where(positions(starts) == len(starts) - 1, len(values), starts.roll(-1))
+    return found[0], told, ends - starts
+
+
+@decomposition(aten._unique2.default)
+def unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:  # noqa: A002
+    """Of the sorted elements the first of each run."""
+    flat = flattened(x)
+    if flat is None:
+        return NotImplemented
+    ordered = flat.sort(stable=True)
+    found, inverse, counts = runs_of(ordered.values, ordered.indices if return_inverse else None, return_counts)
+    return found, inverse.reshape(x.shape) if return_inverse else inverse, counts
+
+
+@decomposition(aten.unique_consecutive.default)
+def unique_consecutive(
+    x: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """The first of each run."""
+    flat = flattened(x) if dim is None else None
+    if flat is None:
+        return NotImplemented
+    found, inverse, counts = runs_of(flat, positions(flat) if return_inverse else None, return_counts)
+    return found, inverse.reshape(x.shape) if return_inverse else inverse, counts

@@ -1,0 +1,94 @@
+"""Scans along a sharded dim: ranks scan their parts, and exchange totals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.core.placement import Replicate, Shard, StridedShard
+from shardwise.decompose.layout_helpers import as_result, moved_to, settled, split_axes, widened
+from shardwise.decompose.sharded_extremes import at_extreme
+from shardwise.rules.dims import wrapped
+from shardwise.rules.registry import decomposition
+
+aten = torch.ops.aten
+# So few ranks that gathering the totals of all in one collective costs less than exchanging them twice.
+FEW = 8
+
+
+def scan_of_shards(kind: str, x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """A scan along a sharded dim."""
+    dim = wrapped(dim, x.dim())
+    kept = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    x = settled(x if x.dtype is kept else x.to(kept), (dim,))
+    return as_result(part_by_part(kind, widened(x), dim), kept) if goes_by_parts(x, dim, kind) else NotImplemented
+
+
+def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
+    """The extremes so far along a sharded dim, and where they last were: the last place that was an extreme then."""
+    dim = wrapped(dim, x.dim())
+    x = settled(x, (dim,))
+    if not goes_by_parts(x, dim, kind):
+        return NotImplemented
+    extremes = part_by_part(kind, x, dim)
+    places = torch.where(at_extreme(x, extremes), torch.ops.shardwise.positions.default(x, dim), 0)
+    return extremes, part_by_part("max", places, dim)
+
+
+def goes_by_parts(x: Any, dim: int, kind: str) -> bool:
+    """Whether a dim falls into parts that follow each other, one on a rank, and totals can be told of them."""
+    axes = split_axes(x, (dim,))
+    totals = kind in ("sum", "product") or not x.is_complex()
+    return bool(axes) and totals and not any(isinstance(x.placements[a], StridedShard) for a in axes)
+
+
+def part_by_part(kind: str, x: Any, dim: int) -> Any:
+    """A scan along a sharded dim: each part is scanned, and goes on from the totals of those before it."""
+    axes, scans = split_axes(x, (dim,)), torch.ops.shardwise
+    members = math.prod(x.device_mesh.shape[a] for a in axes)
+    part = scans.scan_part.default(x, dim, kind)
+    total = scans.scan_total.default(part, dim, members, kind)
+    before = _gathered_before(total, dim, axes, kind) if members <= FEW else _exchanged_before(total, dim, axes, kind)
+    return scans.scan_onward.default(part, before, dim, kind)
+
+
+def _gathered_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
+    """What stands before each part: every rank gets the totals of all. One collective."""
+    whole = moved_to(total, [Replicate() if a in axes else p for a, p in enumerate(total.placements)])
+    before = torch.ops.shardwise.scan_before.default(whole, dim, kind)
+    return before.redistribute(placements=total.placements, shard_order=total.spec.shard_order)
+
+
+def _exchanged_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
+    """What stands before each part: a rank gets all totals of its share of the columns, and sends them back scanned.
+
+    Two exchanges. A rank receives about two rows of totals, however many parts there are.
+    """
+    columns = total.movedim(dim, 0)
+    free = [d for d in range(1, columns.dim()) if not columns.spec.dim_axes[d]]
+    if not free:
+        return _gathered_before(total, dim, axes, kind)
+    shape = columns.shape
+    if len(free) == columns.dim() - 1:
+        columns, to = columns.reshape(shape[0], -1), 1
+    else:
+        to = max(free, key=lambda d: shape[d])
+    placements = [Shard(to) if a in axes else p for a, p in enumerate(columns.placements)]
+    before = torch.ops.shardwise.scan_before.default(moved_to(columns, placements), 0, kind)
+    before = before.redistribute(placements=columns.placements, shard_order=columns.spec.shard_order)
+    return before.reshape(shape).movedim(0, dim)
+
+
+def _declare_scan(op: Any, compute: Any, kind: str) -> None:
+    # totals are gathered (of places, too), and the gradient, which runs the other way, is moved once more
+    decomposition(op, reductions=2)(lambda *args, **kwargs: compute(kind, *args, **kwargs))
+
+
+_declare_scan(aten.cumsum.default, scan_of_shards, "sum")
+_declare_scan(aten.cumprod.default, scan_of_shards, "product")
+_declare_scan(aten._logcumsumexp.default, scan_of_shards, "logsumexp")
+_declare_scan(aten.logcumsumexp.default, scan_of_shards, "logsumexp")
+_declare_scan(aten.cummax.default, extremes_so_far, "max")
+_declare_scan(aten.cummin.default, extremes_so_far, "min")
