@@ -497,6 +497,26 @@ def test_replicas_share_the_results_of_short_calls_too(
     assert set(shared) == {1}, "equal operands are computed with once"
 
 
+def test_replicas_share_what_runs_before_a_row_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[tuple[int, int]] = []
+
+    def noting(rows: Any, call: Any, written: Any, unread: int | None) -> Any:
+        calls: list[int] = []
+        results = share_results(rows, lambda row: (calls.append(1), call(row))[1], written, unread)
+        shared.append((len(rows), len(calls)))
+        return results
+
+    monkeypatch.setattr(virtual, "share_results", noting)
+    grid = sw.init_device_mesh("cpu", (2, 2))
+    plain = torch.randn(1, 8, 8, 64, dtype=torch.float64, requires_grad=True)
+    x = sw.distribute_tensor(plain.detach(), grid, [sw.Shard(3), sw.Replicate()]).requires_grad_()
+    for image in (plain, x):
+        F.pad(image, (1, 1, 1, 1), mode="reflect").sin().sum().backward()
+    assert torch.allclose(x.grad.full_tensor(), plain.grad)
+    assert (4, 2) in shared, "two shards, each on two ranks"
+    assert all(calls <= 2 for _, calls in shared)
+
+
 @pytest.mark.filterwarnings("ignore::shardwise.modes.ReplicationWarning")
 def test_least_squares_of_replicas_are_one_value(mesh: sw.DeviceMesh) -> None:
     """torch's driver reads uninitialized memory, so its results differ in the last bits from call to call."""

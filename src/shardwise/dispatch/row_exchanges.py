@@ -136,6 +136,6 @@ def _sparing_no_rows(info: OpInfo, local_op: Callable[..., Any], outputs: Sequen
 
 def _mapped(signature: Signature, first: OnLocal) -> OnLocal:
     """What runs on the local of every rank here."""
-    mesh, fabric = signature.mesh, fabric_of(signature.mesh)
-    op = seeing_conjugates(first) if any_complex(signature.specs) else first
-    return lambda local, fill: fabric.map(mesh, lambda _, part: op(part, fill), local)
+    mesh, fabric, op = signature.mesh, fabric_of(signature.mesh), signature.info.op
+    fn = seeing_conjugates(first) if any_complex(signature.specs) else first
+    return lambda local, fill: fabric.map_operator(mesh, op, lambda part: fn(part, fill), local)

@@ -90,6 +90,12 @@ class Fabric(ABC):
     def map(self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor) -> torch.Tensor:
         """The local made of `fn(coordinate, *tensors)` for each rank here."""
 
+    def map_operator(
+        self, mesh: DeviceMesh, op: Any, fn: Callable[[torch.Tensor], torch.Tensor], local: torch.Tensor
+    ) -> torch.Tensor:
+        """The local made of `fn(tensor)`, which calls `op`, for each rank here; equal tensors have equal results."""
+        return self.map(mesh, lambda _, tensor: fn(tensor), local)
+
     @abstractmethod
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
         """The tensors in `local` with the coordinates of their ranks."""

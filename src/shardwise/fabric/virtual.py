@@ -406,6 +406,11 @@ class VirtualFabric(Fabric):
         columns = [_tensors(local, mesh) for local in locals_]
         return RankTensor([fn(c, *row) for c, *row in zip(self.coordinates(mesh), *columns, strict=True)])
 
+    def map_operator(
+        self, mesh: DeviceMesh, op: Any, fn: Callable[[torch.Tensor], torch.Tensor], local: torch.Tensor
+    ) -> torch.Tensor:
+        return RankTensor(_alike(op, [[tensor] for tensor in _tensors(local, mesh)], lambda row: fn(row[0]), ()))
+
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
         return list(zip(self.coordinates(mesh), _tensors(local, mesh), strict=True))
 
