@@ -1,6 +1,7 @@
 """DTensors saved, pickled, copied, sent to other processes and read as memory: right, or an error that helps."""
 
 import copy
+import gc
 import io
 import pickle
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_items_that_are_dtensors() -> None:
     assert torch.equal(rows[0].full_tensor(), values())
     with pytest.raises(sw.CheckpointError, match="full_tensor"):
         list(DataLoader(Rows(False), 7, num_workers=1, multiprocessing_context="fork"))
+    gc.collect()  # the error's frames are a cycle that holds the loader, and the loader its worker
     uncollated = DataLoader(Rows(False), None, num_workers=1, multiprocessing_context="fork")
     assert torch.equal(torch.stack([row.full_tensor() for row in uncollated]), values())
 
