@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta, known_dense
-from shardwise.core.symbolic import hinted, introduce_sizes, is_tracing, specialized
+from shardwise.core.symbolic import has_symbols, hinted, introduce_sizes, is_tracing, specialized
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.plain_operands import replicated_operand
@@ -543,8 +544,9 @@ class DTensor(torch.Tensor):
             if key is not None and not is_tracing() and mixes_strides():
                 key, outer_stride = None, _stride_as_local(context, outer_size, outer_stride, local)
             spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
-            if _fix_uneven(spec):
+            if _fix_sizes(spec):
                 spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
+            _relate_sizes(spec, local)
             if key is not None:
                 _unflattened.keep(key, spec)
         made = dtensor_of(spec, local)
@@ -943,19 +945,37 @@ def _put_part(tensor: DTensor, part: torch.Tensor, rank: int) -> None:
     tensor._local_tensor = RankTensor([*parts[:rank], part, *parts[rank + 1 :]])
 
 
-def _fix_uneven(spec: DTensorSpec) -> bool:
-    """Fix the symbolic sizes of a compiler that do not divide evenly over the axes that shard them; whether there are.
+def _fix_sizes(spec: DTensorSpec) -> bool:
+    """Fix the symbolic sizes of a compiler that it will not keep; whether there are.
 
-    It is done before anything is traced. A compiler traces forward alone first, and counts the symbolic sizes of its
-    results; only backward may need the parts of the ranks, which fixes them.
+    Those that do not divide evenly over the axes that shard them, and those of which ranks would hold one row each in
+    some layout: a size of one is always fixed. It is done before anything is traced. A compiler traces forward alone
+    first, and counts the symbolic sizes of its results; only backward may need the parts of the ranks, which fixes
+    them.
     """
-    fixed = False
+    fixed, mesh = False, spec.mesh.shape
     if spec.tensor_meta.is_symbolic:
+        shares = {math.prod(some) for count in range(1, len(mesh) + 1) for some in itertools.combinations(mesh, count)}
         for size, axes in zip(spec.shape, spec.dim_axes, strict=True):
-            if isinstance(size, torch.SymInt) and hinted([size])[0] % math.prod(spec.mesh.shape[a] for a in axes):
-                specialized([size])
-                fixed = True
+            if isinstance(size, torch.SymInt):
+                (hint,) = hinted([size])
+                if hint in shares or hint % math.prod(mesh[a] for a in axes):
+                    specialized([size])
+                    fixed = True
     return fixed
+
+
+def _relate_sizes(spec: DTensorSpec, local: torch.Tensor) -> None:
+    """Tell a compiler what the symbolic sizes of locals are, in terms of the global ones.
+
+    It knows them as numbers of their own, which happen to be equal. Compared in backward, they would be fixed there.
+    """
+    if spec.is_lazy:
+        return
+    for coordinate, part in fabric_of(spec.mesh).parts(spec.mesh, local):
+        if has_symbols(part.shape):
+            for size, held in zip(spec.local_shape(coordinate), part.shape, strict=True):
+                bool(size == held)  # which the compiler remembers
 
 
 # ---------------------------------------------------------------- derivatives
