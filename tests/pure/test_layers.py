@@ -37,7 +37,6 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 DEFERRED = frozenset({("__init__", "shardwise.parallel")})
 # Methods of DTensor that communicate or leave it: for its own layer and those above.
 METHODS = frozenset({"redistribute", "to_local", "full_tensor"})
-CALLS_METHODS = frozenset({"shardwise.dispatch.plain_operands"})  # hooks on gradients
 STRANGERS = frozenset({"parallel", "checkpoint", "debug"})  # of one row, and do not import each other
 MAY_COMMUNICATE = frozenset({"fabric", "parallel", "checkpoint", "interop"})  # may import torch.distributed
 THEIRS = ("torch.distributed.tensor", "torch.distributed._tensor")
@@ -136,7 +135,7 @@ def problems(modules: Mapping[str, Module]) -> list[str]:
         for imported in module.imports:
             if why := breach(module, imported):
                 found.append(f"{module.path}:{imported.line}: {why}")
-        if LEVEL[module.layer] < LEVEL["tensor"] and module.name not in CALLS_METHODS:
+        if LEVEL[module.layer] < LEVEL["tensor"]:
             found += [
                 f"{module.path}:{line}: {module.layer} calls {name} of a DTensor (a layer before tensor knows specs "
                 "and locals; decompositions are in decompose)"

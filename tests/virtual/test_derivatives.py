@@ -24,9 +24,9 @@ from tests.virtual.derivatives import OPERATORS, check, operands, sample
 
 # Each is differentiated by others of the list, and `check` runs gradgradcheck through it.
 ANY_ORDER = {
-    "shardwise.tensor.dtensor.FromLocal",
-    "shardwise.tensor.dtensor.ToLocal",
-    "shardwise.tensor.dtensor.Redistribute",
+    "shardwise.tensor.autograd_functions.FromLocal",
+    "shardwise.tensor.autograd_functions.ToLocal",
+    "shardwise.tensor.autograd_functions.Redistribute",
     "shardwise.tensor.ranks.OnEveryRank",
     "shardwise.tensor.ranks.FirstRank",
     "shardwise.parallel.tensor_parallel.local_region._ToLayer",

@@ -46,7 +46,7 @@ from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.random_ops import agree_once, drawing, filling
 from shardwise.dispatch.result_meta import ResultMetas
 from shardwise.dispatch.ring_attention import attending
-from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, fixed_sizes, routes_between
+from shardwise.dispatch.signature import Executor, GradientHooks, Signature, Wrap, Wrapping, fixed_sizes, routes_between
 from shardwise.dispatch.size_generic import KnownCalls
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
@@ -83,10 +83,13 @@ class OpDispatcher:
     Args:
         tensor_class: the class to unwrap and wrap.
         wrapper: for a spec, the function that makes a tensor of the class of a local.
+        gradient_hooks: for gradients of operands that are not of the class.
     """
 
-    def __init__(self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap]) -> None:
-        self.wrapping = Wrapping(tensor_class, wrapper)
+    def __init__(
+        self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap], gradient_hooks: GradientHooks
+    ) -> None:
+        self.wrapping = Wrapping(tensor_class, wrapper, gradient_hooks)
         self.cache: BoundedCache[Key, Executor] = BoundedCache(MAX_ENTRIES)
         self.misses = 0
         self._metas = ResultMetas()

@@ -6,7 +6,7 @@ What is the user's and what an operator made on its way is not told apart: both 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.symbolic import is_tracing
-from shardwise.dispatch.signature import Executor, Wrapping
+from shardwise.dispatch.signature import Executor, Hook, Wrapping
 from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.collective_log import argument_name
@@ -24,8 +24,6 @@ from shardwise.schema import OpInfo, Slot
 
 __all__ = ["replicated_operand", "with_plain_operands"]
 
-Hook = Callable[[torch.Tensor], torch.Tensor]
-
 
 def with_plain_operands(
     run: Executor, info: OpInfo, found: Sequence[tuple[Slot, Any]], mesh: DeviceMesh, wrapping: Wrapping
@@ -34,7 +32,7 @@ def with_plain_operands(
 
     Inside an operator that is computed from others nothing is to be done: its own operands have been looked at.
     """
-    tensor_class, name = wrapping.tensor_class, str(info.op)
+    tensor_class, hooks, name = wrapping.tensor_class, wrapping.gradient_hooks, str(info.op)
     plain = [slot for slot, tensor in found if not isinstance(tensor, tensor_class)]
     # where a plain tensor is written to, the result is one, and so is the gradient that comes back to the operands
     into_plain = any(slot.name in info.writes for slot in plain)
@@ -59,7 +57,7 @@ def with_plain_operands(
         if torch.is_grad_enabled():
             for operand in operands:
                 if operand.requires_grad:
-                    _hook_once(operand, _rank_gradient if isinstance(operand, RankTensor) else _plain_gradient)
+                    _hook_once(operand, hooks.of_ranks if isinstance(operand, RankTensor) else hooks.of_plain)
             for slot in laid_out:
                 operand = slot.get(args, kwargs)
                 if operand.requires_grad:
@@ -122,21 +120,6 @@ def _hook_once(tensor: torch.Tensor, hook: Hook) -> None:
     hooks = tensor._backward_hooks
     if tensor.grad_fn is not None or not hooks or hook not in hooks.values():
         tensor.register_hook(hook)
-
-
-@torch.utils.hooks.unserializable_hook
-def _plain_gradient(grad: Any) -> torch.Tensor:
-    """The gradient of a plain tensor: that of a replicated DTensor, as a plain tensor."""
-    if not hasattr(grad, "full_tensor"):
-        return grad
-    if fabric_of(grad._spec.mesh).is_outside(grad._spec.mesh):  # this rank has no part in it
-        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-    return grad.full_tensor()
-
-
-@torch.utils.hooks.unserializable_hook
-def _rank_gradient(grad: Any) -> torch.Tensor:
-    return grad.redistribute().to_local() if hasattr(grad, "full_tensor") else grad
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,17 +22,41 @@ from shardwise.plan.propagate import replicated, replicated_spec
 from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import OpOverload, tree_map
 
-__all__ = ["Executor", "Signature", "Wrap", "Wrapping", "fixed_sizes", "routes_between", "sparse_result", "whole_of"]
+__all__ = [
+    "Executor",
+    "GradientHooks",
+    "Hook",
+    "Signature",
+    "Wrap",
+    "Wrapping",
+    "fixed_sizes",
+    "routes_between",
+    "sparse_result",
+    "whole_of",
+]
 
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Wrap = Callable[[torch.Tensor], torch.Tensor]
 
 
+Hook = Callable[[torch.Tensor], torch.Tensor]
+
+
+class GradientHooks(NamedTuple):
+    """What gradients of operands that are no DTensors pass through: they come as DTensors."""
+
+    of_plain: Hook
+    of_ranks: Hook  # of a `RankTensor`
+
+
 class Wrapping:
     """The way between a tensor class that has `_local_tensor` and `_spec`, and its locals."""
 
-    def __init__(self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap]) -> None:
+    def __init__(
+        self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap], gradient_hooks: GradientHooks
+    ) -> None:
         self.tensor_class: Any = tensor_class
+        self.gradient_hooks = gradient_hooks
         self.wrapper = wrapper  # the function that makes a DTensor of a local with a spec
 
     def spec_of(self, tensor: Any, mesh: DeviceMesh) -> DTensorSpec:

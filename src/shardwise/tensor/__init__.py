@@ -1,5 +1,6 @@
-"""DTensor in parts: the class and its moves (`dtensor`), above files that know specs and locals alone."""
+"""DTensor in parts: the class (`dtensor`), its autograd functions, states and compile protocol, above `laid_out`."""
 
+from shardwise.tensor import func_methods as _func_methods  # noqa: F401  # installs itself when there is a mesh
 from shardwise.tensor.dtensor import (
     AnyDTensor,
     DTensor,

@@ -1,14 +1,7 @@
-"""DTensor: one global tensor that lies over a mesh; from_local, to_local, redistribute, and their gradients.
-
-Operators are the dispatcher's business.
-"""
+"""DTensor: one global tensor over a mesh of devices. Its operators are run by the dispatcher."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import itertools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,67 +12,58 @@ from typing_extensions import TypeIs
 
 from shardwise import modes
 from shardwise.compilers import (
-    decided_by,
-    mixes_strides,
     never_traced,
     refuse_dry,
-    refuse_named,
     taken_whole,
     tell_compiler,
 )
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
-from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta, known_dense
-from shardwise.core.symbolic import has_symbols, hinted, introduce_sizes, is_tracing, specialized
-from shardwise.core.tangents import accept_plain_tangents, made_from_plain, plain_tangent
+from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
+from shardwise.core.symbolic import is_tracing
+from shardwise.core.tangents import made_from_plain, plain_tangent
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.plain_operands import replicated_operand
-from shardwise.dispatch.views import OUTSIDE, materialize
+from shardwise.dispatch.signature import GradientHooks
 from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
 from shardwise.fabric.base import fabric_of, nothing_of
-from shardwise.fabric.routes import BoundRoute, bound_route
-from shardwise.fabric.shared_writes import is_traced
-from shardwise.fabric.traced_collectives import recording
 from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
-from shardwise.local import in_order_of, laid_out_like, stored_zeros
-from shardwise.plan.propagate import replicated_spec
-from shardwise.tensor import hooks, plain_refusals
+from shardwise.tensor import hooks, laid_out, moves, plain_refusals
+from shardwise.tensor.autograd_functions import (
+    FromLocal,
+    Redistribute,
+    ToLocal,
+    as_dtensor,
+    as_local,
+    moved,
+    writable_local,
+)
+from shardwise.tensor.compile_protocol import CompileProtocol, plain_tangent_of
 from shardwise.tensor.composites import replace_composites
 from shardwise.tensor.from_local import resolved, spec_given
 from shardwise.tensor.gradient_layouts import (
-    addends_spec,
     gradient_spec,
     gradient_spec_as,
     gradient_spec_of_local,
-    needs_parts,
-    refuse_parts,
-    share_of_gradient,
-    tangent_spec,
-    transposed_spec,
 )
-from shardwise.tensor.input_aliasing import first_sharing
+from shardwise.tensor.laid_out import classes, wrapper_of
+from shardwise.tensor.moves import moved_to
 from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
+from shardwise.tensor.tensor_states import CopiedState, PendingState
 from shardwise.tensor.versions import with_version_of
 from shardwise.torch_private import (
-    FakeTensor,
     disabled_torch_function,
     dispatch_mode_count,
     make_wrapper_subclass,
-    tree_leaves,
 )
 from shardwise.transforms import (
     alive,
     innermost,
-    is_wrapped,
     refuse_functionalize,
     transforming,
-    visible_dims,
-    visible_spec,
-    with_batch_dim,
 )
 
 __all__ = [
@@ -98,32 +82,7 @@ __all__ = [
 ]
 
 
-class UnderModes(tuple[Any, ...]):
-    """The context of a flattened DTensor while other modes than the default are in force. Equal to it without them."""
-
-    modes: tuple[Any, ...]
-    by_rank: bool
-
-    def __new__(cls, context: tuple[Any, ...], in_force: tuple[Any, ...], by_rank: bool) -> UnderModes:
-        self = super().__new__(cls, context)
-        self.modes, self.by_rank = in_force, by_rank
-        return self
-
-    def __deepcopy__(self, memo: Any) -> UnderModes:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnderModes, (tuple(self), self.modes, self.by_rank)
-
-
-def _guarded(context: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What compiled code was made for besides a layout: the modes, and how the tensor is taken apart."""
-    if isinstance(context, UnderModes):
-        return context.modes, context.by_rank
-    return None, context.__class__ is ByRank
-
-
-class DTensor(torch.Tensor):
+class DTensor(CompileProtocol):
     """A tensor that lies sharded, replicated or partial over a mesh of devices and behaves like one tensor.
 
     Made by `distribute_tensor`, `DTensor.from_local` and the factories (`zeros`, ...), not by calling the class.
@@ -138,12 +97,7 @@ class DTensor(torch.Tensor):
         True
     """
 
-    __slots__ = ("_local_tensor", "_spec")
-    _local_tensor: torch.Tensor
-    _spec: DTensorSpec
-    _laid_out_over_ranks = True  # so that operators on it and locals of virtual ranks come here
-    _copied_view: Any = None  # how it came about, where it is a view that shares no memory with its base
-    _settled: Any = None  # what it came to, where it is Partial and has been reduced
+    __slots__ = ()
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
@@ -212,16 +166,6 @@ class DTensor(torch.Tensor):
                     return run(args, kwargs)
         return dispatcher.dispatch(func, args, kwargs)
 
-    @property
-    def _held(self) -> torch.Tensor:
-        """The local as it is, even where it is a copied view whose base may have been written to since."""
-        return _LOCAL.__get__(self)
-
-    def _mark_copied(self, made: Any) -> None:
-        """Remember how it came about: it is a view that shares no memory with its base, or with None no longer one."""
-        self._copied_view = made
-        self.__class__ = DTensor if made is None else CopiedDTensor  # pyright: ignore[reportAttributeAccessIssue]
-
     # ---------------------------------------------------------------- what it is
 
     @property
@@ -272,6 +216,7 @@ class DTensor(torch.Tensor):
                 new = redistributed(new, spec.materialized())
         _DATA.__set__(self, new)
         self._mark_copied(None)
+        vars(self).pop("_flight", None)
         self._settled, self._local_tensor, self._spec = None, new._local_tensor, new._spec
 
     # ---------------------------------------------------------------- to and from locals
@@ -508,81 +453,7 @@ class DTensor(torch.Tensor):
             "apply_ does not work on a DTensor", hint="use torch's operators, or to_local().apply_(f)"
         )
 
-    # ---------------------------------------------------------------- protocols
-
-    # What compilers ask for. The sizes are not part of the context: they are guarded, and given back, by themselves.
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        flattened, changed = self._spec.flattened, modes.changed_modes()
-        if changed is None and flattened[1].__class__ is tuple:
-            return flattened
-        names, context = flattened
-        by_rank = context.__class__ is ByRank
-        if by_rank:
-            _name_ranks(len(names))
-        return names, context if changed is None else UnderModes(context, changed, by_rank)
-
-    @classmethod
-    def __metadata_guard__(cls, compiled: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
-        """Whether code that was compiled for one context may run for another: the same layout, in the same modes."""
-        return compiled == given and _guarded(compiled) == _guarded(given)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
-    ) -> DTensor:
-        local = inner.get("_local_tensor")
-        if local is None:  # what is uneven on virtual ranks has no symbolic sizes
-            outer_size, outer_stride = specialized(outer_size), specialized(outer_stride)
-            local = RankTensor(list(inner.values()))
-        try:
-            spec = _unflattened.get(key := (context, outer_size, outer_stride, local.dtype))
-        except TypeError:  # symbolic sizes have no hash
-            key = spec = None
-        if spec is None:
-            refuse_dry(context[0])
-            if key is not None and not is_tracing() and mixes_strides():
-                key, outer_stride = None, _stride_as_local(context, outer_size, outer_stride, local)
-            spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
-            if _fix_sizes(spec):
-                spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
-            _relate_sizes(spec, local)
-            if key is not None:
-                _unflattened.keep(key, spec)
-        made = dtensor_of(spec, local)
-        if spec.is_lazy and is_tracing():  # a write would replace its local, which no compiler sees
-            made._copied_view = OUTSIDE
-        return made
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """What compilers ask for to know which inputs share memory; a DTensor's own has no values."""
-        is_fake = dispatch_mode_count() and isinstance(parts_of(self._held)[0], FakeTensor)
-        return torch.Tensor.untyped_storage(first_sharing(self, DTensor) if is_fake else self)
-
-    def _stable_hash_for_caching(self) -> str:
-        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank.
-
-        Code that comes from disk was not traced here, so nobody has met the groups of its backward: they are made now,
-        on every rank, whether it finds code or not.
-        """
-        spec = self._spec
-        here = fabric_of(spec.mesh).names_in_graphs(spec.mesh)
-        facts = repr((spec.__fx_repr__()[0], self.requires_grad, here, modes.in_force(), decided_by()))
-        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-
-    def __coerce_tangent_metadata__(self) -> DTensor:
-        """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
-        accept_plain_tangents()
-        expected = redistributed(self, gradient_spec(self._spec))
-        return expected if expected.__class__ is DTensor else dtensor_of(expected._spec, expected._local_tensor)
-
-    def __coerce_same_metadata_as_tangent__(
-        self, expected: tuple[Any, ...], expected_type: type | None = None
-    ) -> torch.Tensor | None:
-        """A gradient that came in another layout than the compiled code expects, brought there."""
-        if expected_type not in (None, DTensor):
-            return None
-        return redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
+    # ---------------------------------------------------------------- copies
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         here = fabric_of(self._spec.mesh).held_by()
@@ -597,7 +468,7 @@ class DTensor(torch.Tensor):
 
     def _kept_attributes(self) -> dict[str, Any]:
         """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_copied_view", "_settled")}
+        return {name: value for name, value in self.__dict__.items() if name not in REMEMBERED}
 
     def __copy__(self) -> DTensor:
         return _rebuild(self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
@@ -617,37 +488,13 @@ class DTensor(torch.Tensor):
 
 if TYPE_CHECKING:
     AnyDTensor = DTensor
+
+    def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor: ...
+    def is_dtensor(value: Any) -> TypeIs[DTensor]: ...
+    def redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor: ...
 else:  # inside a function that torch.func transforms, what stands for a DTensor is of this class
     AnyDTensor = torch.Tensor
-
-
-def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
-    """A DTensor of this local, fast."""
-    meta = spec.tensor_meta
-    if meta.is_symbolic:
-        introduce_sizes()
-    made = _make_wrapper(  # pyright: ignore[reportCallIssue]
-        DTensor, meta.shape, meta.stride, None, None, meta.dtype, _STRIDED, local.device
-    )
-    made._local_tensor = local
-    made._spec = spec
-    return made
-
-
-def _wrapper(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that makes a DTensor of a local with this spec."""
-    meta = spec.tensor_meta
-    if meta.is_symbolic:
-        return functools.partial(dtensor_of, spec)
-    shape, stride, dtype = meta.shape, meta.stride, meta.dtype
-
-    def wrap(local: torch.Tensor) -> torch.Tensor:
-        made = _make_wrapper(DTensor, shape, stride, None, None, dtype, _STRIDED, local.device)  # pyright: ignore[reportCallIssue]
-        made._local_tensor = local
-        made._spec = spec
-        return made
-
-    return wrap
+    dtensor_of, is_dtensor, redistributed = laid_out.dtensor_of, laid_out.is_dtensor, moves.redistributed
 
 
 def _gradient_of_loss(loss: DTensor) -> DTensor | None:
@@ -659,20 +506,33 @@ def _gradient_of_loss(loss: DTensor) -> DTensor | None:
     return dtensor_of(gradient_spec(spec), torch.ones_like(loss._local_tensor))
 
 
-_LOCAL = DTensor.__dict__["_local_tensor"]  # which the property of a subclass may hide
-_SPEC = DTensor.__dict__["_spec"]
+@torch.utils.hooks.unserializable_hook
+def _plain_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a plain tensor: that of a replicated DTensor, as a plain tensor."""
+    if not isinstance(grad, DTensor):
+        return grad
+    if fabric_of(grad._spec.mesh).is_outside(grad._spec.mesh):  # this rank has no part in it
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    return grad.full_tensor()
+
+
+@torch.utils.hooks.unserializable_hook
+def _rank_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a `RankTensor`: that of a replicated DTensor, on each rank."""
+    return grad.redistribute().to_local() if isinstance(grad, DTensor) else grad
+
+
 _DATA: Any = torch.Tensor.data
-_make_wrapper, _STRIDED = make_wrapper_subclass, torch.strided
 _NO_KWARGS: Mapping[str, Any] = {}
-dispatcher = OpDispatcher(DTensor, _wrapper)
+dispatcher = OpDispatcher(DTensor, wrapper_of, GradientHooks(_plain_gradient, _rank_gradient))
 _cache = dispatcher.cache
 hooks.watchable(DTensor, dispatcher.dispatch)
 plain_refusals.refusable(DTensor)
 replace_composites(DTensor)
 
+REMEMBERED = ("_copied_view", "_settled", "_flight")  # attributes that copies do not get
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for
-_unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what compiled code gives back
 
 
 def cache_info() -> CacheInfo:
@@ -757,96 +617,6 @@ def _from_local_in_graph(
     )
 
 
-# ---------------------------------------------------------------- moving
-
-
-def moved_to(tensor: DTensor, target: DTensorSpec, async_op: bool, max_bytes: int | None) -> DTensor:
-    """`tensor` laid out as `target`, converted to its dtype first. Knows nothing of gradients."""
-    source = tensor._spec
-    if source.tensor_meta is not target.tensor_meta:
-        tensor = cast(tensor, target.tensor_meta.dtype)
-        source = tensor._spec
-        target = target.with_meta(source.tensor_meta)
-    if source is target:
-        return tensor
-    bound = bound_route(source, target, max_bytes)
-    if bound.communicates:
-        modes.check_decomposing(bound.route)
-    if dispatch_mode_count() and is_tracing():
-        refuse_named(tensor, source)
-    meta = source.tensor_meta
-    meta = meta.dense() if meta.is_symbolic else known_dense(meta)
-    if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
-        made = dtensor_of(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
-    elif (
-        async_op
-        and bound.communicates
-        and fabric_of(source.mesh).asynchronous
-        and hooks.watcher is None
-        and not is_tracing()
-    ):
-        return _pending(tensor._local_tensor, bound, target)
-    else:
-        local = bound.run(tensor._local_tensor)
-        made = dtensor_of(target, in_order_of(local, meta.stride) if bound.reorder else local)
-    if hooks.watcher is not None:
-        hooks.watcher.moved(tensor, made)
-    return made
-
-
-def cast(tensor: AnyDTensor, dtype: torch.dtype) -> AnyDTensor:
-    """`tensor.to(dtype)`, which is a DTensor."""
-    return tensor.to(dtype)  # pyright: ignore[reportReturnType]
-
-
-def redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor:
-    """`tensor` in the layout `target`, whatever its own; its dtype is kept."""
-    if tensor._spec.tensor_meta is not target.tensor_meta:
-        target = target.with_meta(tensor._spec.tensor_meta)
-    return moved_to(tensor, target, False, None)
-
-
-# ---------------------------------------------------------------- locals that are not there yet
-
-
-class PendingDTensor(DTensor):
-    """A DTensor whose last collective is still in flight. The first use waits, and it is an ordinary DTensor then."""
-
-    __slots__ = ()
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _settle(self)._local_tensor
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, PendingDTensor):
-                _settle(leaf)
-        return DTensor.__torch_dispatch__(func, types, args, kwargs)
-
-
-def _pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> DTensor:
-    """A DTensor of this spec whose local the route brings, which is begun."""
-    meta = target.tensor_meta
-    made = make_wrapper_subclass(PendingDTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device)
-    made._spec = target
-    wait = bound.start(local)
-    # until it is settled the slot holds the function that waits
-    _LOCAL.__set__(made, (lambda: in_order_of(wait(), meta.stride)) if bound.reorder else wait)
-    return made
-
-
-def _settle(tensor: DTensor) -> DTensor:
-    if tensor.__class__ is PendingDTensor:
-        finish = _LOCAL.__get__(tensor)
-        tensor.__class__ = DTensor
-        _LOCAL.__set__(tensor, finish())
-    return tensor
-
-
 def _reshape(tensor: DTensor, in_place: Callable[..., Any], functional: Callable[..., Any], *dims: Any) -> DTensor:
     """Give a tensor another shape in place.
 
@@ -867,410 +637,28 @@ def _reshape(tensor: DTensor, in_place: Callable[..., Any], functional: Callable
     return tensor
 
 
-class CopiedDTensor(DTensor):
-    """A view that shares no memory with its base. What it holds is made anew where the base was written to since."""
+class PendingDTensor(PendingState, DTensor):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A DTensor whose last collective is in flight."""
 
     __slots__ = ()
 
-    @property
-    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._copied_view.is_stale:
-            self._make_again()
-        return _LOCAL.__get__(self)
 
-    @property
-    def _spec(self) -> DTensorSpec:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # who reads the layout reads the local next, and a write to the base may have ended that it is constant
-        if _SPEC.__get__(self).broadcast and self._copied_view.is_stale:
-            self._make_again()
-        return _SPEC.__get__(self)
+class CopiedDTensor(CopiedState, DTensor):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """A view that shares no memory with its base."""
 
-    @_spec.setter
-    def _spec(self, spec: DTensorSpec) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        _SPEC.__set__(self, spec)
-
-    def _make_again(self) -> None:
-        """Take the view of its base again."""
-        with recording(self._held):
-            again = self._copied_view.again()
-            local, spec = again._held, _SPEC.__get__(self)
-            if spec.broadcast and again._spec is not spec:  # what was constant need not be so now
-                spec = spec.materialized()
-                _SPEC.__set__(self, spec)
-            _LOCAL.__set__(self, local if again._spec is spec else bound_route(again._spec, spec).run(local))
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
-    ) -> DTensor:
-        made = DTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
-        if is_tracing():
-            made._mark_copied(OUTSIDE)
-        return made
-
-    @_local_tensor.setter
-    def _local_tensor(self, local: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        _LOCAL.__set__(self, local)
+    __slots__ = ()
 
 
-# how a DTensor came about is no matter of its type
+# the state of a DTensor is no part of the type that users see
 CopiedDTensor.__name__ = CopiedDTensor.__qualname__ = PendingDTensor.__name__ = PendingDTensor.__qualname__ = "DTensor"
+classes.ordinary, classes.pending, classes.copied = DTensor, PendingDTensor, CopiedDTensor
 
 
-def _stride_as_local(context: tuple[Any, ...], size: Any, stride: Any, local: torch.Tensor) -> Any:
-    """The stride of a result of compiled code, in the memory order of its local. Only where that is dense."""
-    part = parts_of(local)[0]
-    order = part.stride()
-    is_dense = not context[3] and order == dense_strides(part.shape, like=order)
-    return dense_strides(size, like=order) if is_dense else stride
-
-
-def _name_ranks(count: int) -> None:
-    """Give the class an attribute for each virtual rank's tensor: compilers ask for them by these names."""
-    for rank in range(count - 1, -1, -1):
-        if hasattr(DTensor, f"_t{rank}"):
-            return
-        setattr(
-            DTensor, f"_t{rank}", property(functools.partial(_part, rank=rank), functools.partial(_put_part, rank=rank))
-        )
-
-
-def _part(tensor: DTensor, rank: int) -> torch.Tensor | None:
-    parts = parts_of(tensor._local_tensor)
-    return parts[rank] if rank < len(parts) else None
-
-
-def _put_part(tensor: DTensor, part: torch.Tensor, rank: int) -> None:
-    parts = parts_of(tensor._local_tensor)
-    tensor._local_tensor = RankTensor([*parts[:rank], part, *parts[rank + 1 :]])
-
-
-def _fix_sizes(spec: DTensorSpec) -> bool:
-    """Fix the symbolic sizes of a compiler that it will not keep; whether there are.
-
-    Those that do not divide evenly over the axes that shard them, and those of which ranks would hold one row each in
-    some layout: a size of one is always fixed. It is done before anything is traced. A compiler traces forward alone
-    first, and counts the symbolic sizes of its results; only backward may need the parts of the ranks, which fixes
-    them.
-    """
-    fixed, mesh = False, spec.mesh.shape
-    if spec.tensor_meta.is_symbolic:
-        shares = {math.prod(some) for count in range(1, len(mesh) + 1) for some in itertools.combinations(mesh, count)}
-        for size, axes in zip(spec.shape, spec.dim_axes, strict=True):
-            if isinstance(size, torch.SymInt):
-                (hint,) = hinted([size])
-                if hint in shares or hint % math.prod(mesh[a] for a in axes):
-                    specialized([size])
-                    fixed = True
-    return fixed
-
-
-def _relate_sizes(spec: DTensorSpec, local: torch.Tensor) -> None:
-    """Tell a compiler what the symbolic sizes of locals are, in terms of the global ones.
-
-    It knows them as numbers of their own, which happen to be equal. Compared in backward, they would be fixed there.
-    """
-    if spec.is_lazy:
-        return
-    for coordinate, part in fabric_of(spec.mesh).parts(spec.mesh, local):
-        if has_symbols(part.shape):
-            for size, held in zip(spec.local_shape(coordinate), part.shape, strict=True):
-                bool(size == held)  # which the compiler remembers
-
-
-# ---------------------------------------------------------------- derivatives
-
-# Each function is differentiated by the other ones, so that derivatives of any order are functions of DTensors too.
-# `source`, `spec`, `gradient` and `target` are layouts as a transformed function sees them: without the dims of vmap.
-# In forward mode a result shares the memory of an operand's tangent where it shares that of the operand, as for views
-# of plain tensors: a write in place then changes both or neither.
-
-
-def moved(
-    tensor: AnyDTensor,
-    target: DTensorSpec,
-    async_op: bool = False,
-    backward_dtype: torch.dtype | None = None,
-    max_bytes: int | None = None,
-) -> AnyDTensor:
-    """`tensor` in the layout `target`, whatever its own, with derivatives; its dtype is kept."""
-    spec = tensor._spec
-    if spec.tensor_meta is not target.tensor_meta:
-        target = target.with_meta(spec.tensor_meta)
-    if wants_derivatives(tensor):
-        if spec is target and backward_dtype is None:
-            return tensor
-        return apply_function(Redistribute, tensor, spec, target, async_op, backward_dtype, max_bytes)
-    return moved_to(tensor, target, async_op, max_bytes)
-
-
-def as_dtensor(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:
-    """The DTensor of a local, with derivatives; the gradient of the local is what lies here of `gradient`."""
-    if wants_derivatives(local):
-        return apply_function(FromLocal, local, spec, gradient)
-    return dtensor_of(spec, local)
-
-
-def as_local(tensor: AnyDTensor, gradient: DTensorSpec) -> torch.Tensor:
-    """The local of a DTensor, with derivatives; the ranks' gradients of it lie together as `gradient`."""
-    if wants_derivatives(tensor):
-        return apply_function(ToLocal, tensor, tensor._spec, gradient)
-    return tensor._local_tensor
-
-
-def writable_local(tensor: DTensor) -> torch.Tensor:
-    """The local of a tensor, for users who may write to it."""
-    if tensor._spec.is_lazy:
-        materialize(tensor)
-    return tensor._local_tensor
-
-
-def _gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
-    """The gradient or tangent that a tensor of this spec has got. Some formulas of torch make plain zeros."""
-    if is_dtensor(grad):
-        return grad
-    if not is_traced(grad) and not is_wrapped(grad) and bool(grad.any()):
-        raise PlainTensorError(
-            f"the gradient of {spec} is a plain torch.Tensor of shape {tuple(grad.shape)}",
-            hint="distribute_tensor(gradient, mesh, placements) before you give it to backward()",
-        )
-    whole = replicated_spec(spec.mesh, TensorMeta.of(grad))
-    if is_wrapped(grad):
-        is_virtual = spec.mesh.fabric == "virtual"
-        return as_dtensor(on_every_rank(grad, spec.mesh.grid_size) if is_virtual else grad, whole, whole)
-    zeros = stored_zeros(grad)
-    return dtensor_of(whole, fabric_of(spec.mesh).build(spec.mesh, lambda coordinate: zeros.clone()))
-
-
-def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    return spec if spec.tensor_meta.dtype is dtype else spec.with_dtype(dtype)
-
-
-def _reduced_local(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What the parts of the ranks are reduced to, on each of them, with derivatives."""
-    whole = moved(as_dtensor(part, spec, gradient_spec(spec)), spec.reduced())
-    return as_local(whole, addends_spec(spec))
-
-
-class FromLocal(torch.autograd.Function):
-    """A local as a DTensor. Where the parts are reduced otherwise than by a sum, each has a weight in derivatives."""
-
-    @staticmethod
-    def forward(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return with_version_of(local, dtensor_of(spec, stored_zeros(local).detach()))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        local, ctx.spec, ctx.gradient = inputs
-        ctx.set_materialize_grads(False)
-        if needs_parts(ctx.spec):
-            ctx.save_for_backward(local)
-            ctx.save_for_forward(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: AnyDTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if grad is None:
-            return None, None, None
-        grad = _gradient(grad, ctx.spec)
-        addends = addends_spec(ctx.spec, ctx.gradient)
-        own = as_local(moved(grad, ctx.gradient), _with_dtype(addends, grad.dtype))
-        return _weighted(ctx, own, addends), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        addends = addends_spec(ctx.spec, ctx.spec)  # the tangent of an average is the average of the tangents
-        return as_dtensor(_weighted(ctx, tangent, addends), addends, ctx.gradient)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], local: Any, spec: DTensorSpec, gradient: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dim = in_dims[0]
-        shape = list(spec.shape)
-        shape.insert(dim, info.batch_size)
-        meta = TensorMeta(shape, dense_strides(shape, like=local.stride()), local.dtype)
-        return as_dtensor(local, with_batch_dim(spec, dim, meta), with_batch_dim(gradient, dim, meta)), dim
-
-
-def _weighted(ctx: Any, own: torch.Tensor, addends: DTensorSpec) -> torch.Tensor:
-    """This rank's share of a gradient, or its addend to a tangent."""
-    part = alive(ctx.saved_tensors[0]) if needs_parts(ctx.spec) else None
-    return share_of_gradient(part, ctx.spec, addends, own, _reduced_local)
-
-
-class ToLocal(torch.autograd.Function):
-    """The local of a DTensor."""
-
-    @staticmethod
-    def forward(tensor: DTensor, spec: DTensorSpec, gradient: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return with_version_of(tensor, writable_local(tensor).detach())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.spec, ctx.gradient = inputs
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if grad is None:
-            return None, None, None
-        refuse_parts(ctx.spec)
-        own: Any = grad
-        if ctx.spec.mesh.fabric == "virtual" and not isinstance(innermost(own), RankTensor):
-            own = on_every_rank(own, ctx.spec.mesh.grid_size)  # of a plain tensor that the ranks' values were added to
-        for axis in ctx.spec.partial_axes:
-            if ctx.spec.placements[axis].is_partial("avg") and not ctx.gradient.placements[axis].is_partial("avg"):
-                own = torch.ops.aten.mul.Scalar(own, ctx.spec.mesh.shape[axis])
-        spec, gradient = (_with_dtype(s, own.dtype) for s in (ctx.gradient, transposed_spec(ctx.spec, ctx.gradient)))
-        return as_dtensor(own, spec, gradient), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_parts(ctx.spec)
-        tangent = _gradient(tangent, ctx.spec)
-        if ctx.spec is (spec := tangent._spec):
-            return as_local(tangent, ctx.gradient)
-        own = as_local(moved(tangent, tangent_spec(ctx.spec)), ctx.gradient)
-        constant = [dim for dim in ctx.spec.broadcast if dim in spec.broadcast]
-        return _stored_once(own, constant) if constant else own
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Any, spec: DTensorSpec, gradient: DTensorSpec) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dim, meta = in_dims[0], tensor._spec.tensor_meta
-        tensor = moved(tensor, with_batch_dim(spec, dim, meta))
-        return as_local(tensor, with_batch_dim(gradient, dim, tensor._spec.tensor_meta)), dim
-
-
-def _stored_once(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """A local that is constant along `dims`, with broadcast dims: torch wants the strides of a value in its tangent."""
-    one = local
-    for dim in dims:
-        one = one.narrow(dim, 0, 1)
-    return one.clone().expand_as(local)
-
-
-class Redistribute(torch.autograd.Function):
-    """A DTensor in another layout, of the same value: so its gradient is moved back."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        tensor: AnyDTensor,
-        source: DTensorSpec,
-        target: DTensorSpec,
-        async_op: bool,
-        backward_dtype: torch.dtype | None,
-        max_bytes: int | None,
-    ) -> AnyDTensor:
-        found = moved_to(tensor, target, async_op, max_bytes)
-        if (
-            target.tensor_meta.is_symbolic
-        ):  # what the way back needs as numbers is fixed now: a compiler counts sizes here
-            bound_route(gradient_spec(target), gradient_spec(source), max_bytes)
-        return tensor.view_as(tensor) if found is tensor else found  # pyright: ignore[reportReturnType]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.source, ctx.target, ctx.async_op, ctx.backward_dtype, ctx.max_bytes = inputs
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: AnyDTensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if grad is None:
-            return None, None, None, None, None, None
-        source = gradient_spec(ctx.source)
-        if not isinstance(grad, DTensor):
-            grad = _gradient(grad, ctx.target)
-        if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
-            grad = cast(grad, ctx.backward_dtype)
-        found = moved(grad, source, ctx.async_op, None, ctx.max_bytes)
-        if found.dtype is not source.tensor_meta.dtype:
-            found = cast(found, source.tensor_meta.dtype)
-        return found, None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        tangent, dtype = _gradient(tangent, ctx.source), ctx.target.tensor_meta.dtype
-        if ctx.source is ctx.target:  # the value is a view of the operand
-            return tangent.view_as(tangent)
-        tangent = tangent if tangent.dtype is dtype else cast(tangent, dtype)
-        found = moved(tangent, tangent_spec(ctx.target), ctx.async_op, None, ctx.max_bytes)
-        return tangent.clone() if found is tangent else found
-
-    @staticmethod
-    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        info: Any,
-        in_dims: tuple[Any, ...],
-        tensor: Any,
-        source: DTensorSpec,
-        target: DTensorSpec,
-        async_op: bool,
-        backward_dtype: torch.dtype | None,
-        max_bytes: int | None,
-    ) -> Any:
-        dim, spec = in_dims[0], tensor._spec
-        meta = spec.tensor_meta
-        if meta.dtype is not target.tensor_meta.dtype:
-            meta = TensorMeta(meta.shape, meta.stride, target.tensor_meta.dtype)
-        target = with_batch_dim(target, dim, meta, spec)
-        return apply_function(Redistribute, tensor, spec, target, async_op, backward_dtype, max_bytes), dim
-
-
-# ---------------------------------------------------------------- inside torch.func
-
-
-def is_dtensor(value: Any) -> TypeIs[DTensor]:
-    """Whether a value is a DTensor, or stands for one inside a function that torch.func transforms."""
-    if isinstance(value, DTensor):
-        return True
-    if value.__class__ is not torch.Tensor or is_dynamo_compiling():  # which does not see what a tensor stands for
-        return False
-    return is_wrapped(value) and isinstance(innermost(value), DTensor)
-
-
-class _OfTransformed:
-    """A method or property of DTensor on torch.Tensor, found only on tensors that stand for a DTensor.
-
-    Inside a function that torch.func transforms, tensors are of the class torch.Tensor. On any other tensor the
-    attribute does not exist.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, tensor: Any, owner: type) -> Any:
-        if tensor is None:  # torch looks at all that the class has, and passes over what is None
-            return None
-        if is_wrapped(tensor) and isinstance(inner := innermost(tensor), DTensor):
-            tensor = alive(tensor)
-            if tensor is inner:
-                return getattr(inner, self.name)
-            if self.name == "_spec":
-                return visible_spec(inner._spec, visible_dims(tensor))
-            return DTensor.__dict__[self.name].__get__(tensor)
-        raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}", name=self.name, obj=tensor)
-
-
-for _name in ("_spec", "spec", "device_mesh", "placements", "redistribute", "to_local", "full_tensor"):
-    setattr(torch.Tensor, _name, _OfTransformed(_name))
-
-
-def _plain_tangent(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.Tensor:
-    """A whole gradient, alike on every rank, as compiled code expects it."""
-    meta = TensorMeta.of(tangent)
-    local = fabric_of(expected[0]).build(expected[0], lambda coordinate: tangent)
-    return redistributed(
-        dtensor_of(replicated_spec(expected[0], meta), local), DTensorSpec.from_context(expected, meta)
-    )
-
-
-made_from_plain(DTensor, _plain_tangent)
+made_from_plain(DTensor, plain_tangent_of)
 never_traced(
     _gradient_of_loss,
     DTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
     PendingDTensor.__torch_dispatch__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
-    *(
-        getattr(function, name)
-        for function in (FromLocal, ToLocal, Redistribute)
-        for name in ("forward", "setup_context", "backward", "jvp")
-    ),
     DTensor.to_local,
     DTensor.redistribute,
     DTensor.full_tensor,

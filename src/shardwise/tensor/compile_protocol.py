@@ -1,0 +1,211 @@
+"""What compilers ask of a DTensor: how it is taken apart and put together, and what compiled code depends on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise import modes
+from shardwise.compilers import decided_by, mixes_strides, refuse_dry
+from shardwise.core.cache import BoundedCache
+from shardwise.core.layout import dense_strides
+from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
+from shardwise.core.symbolic import has_symbols, hinted, is_tracing, specialized
+from shardwise.core.tangents import accept_plain_tangents
+from shardwise.dispatch.views import OUTSIDE
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.plan.propagate import replicated_spec
+from shardwise.tensor.gradient_layouts import gradient_spec
+from shardwise.tensor.input_aliasing import first_sharing
+from shardwise.tensor.laid_out import LaidOutTensor, classes, dtensor_of
+from shardwise.tensor.moves import redistributed
+from shardwise.torch_private import FakeTensor, dispatch_mode_count
+
+__all__ = ["CompileProtocol", "plain_tangent_of"]
+
+MAX_SPECS = 4096
+_unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what compiled code gives back
+
+
+class UnderModes(tuple[Any, ...]):
+    """The context of a flattened DTensor while other modes than the default are in force. Equal to it without them."""
+
+    modes: tuple[Any, ...]
+    by_rank: bool
+
+    def __new__(cls, context: tuple[Any, ...], in_force: tuple[Any, ...], by_rank: bool) -> UnderModes:
+        self = super().__new__(cls, context)
+        self.modes, self.by_rank = in_force, by_rank
+        return self
+
+    def __deepcopy__(self, memo: Any) -> UnderModes:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnderModes, (tuple(self), self.modes, self.by_rank)
+
+
+def _guarded(context: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What compiled code was made for besides a layout: the modes, and how the tensor is taken apart."""
+    if isinstance(context, UnderModes):
+        return context.modes, context.by_rank
+    return None, context.__class__ is ByRank
+
+
+class CompileProtocol(LaidOutTensor):
+    """The methods that compilers call. Sizes are no part of the context: they are guarded, and given back, apart."""
+
+    __slots__ = ()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        flattened, changed = self._spec.flattened, modes.changed_modes()
+        if changed is None and flattened[1].__class__ is tuple:
+            return flattened
+        names, context = flattened
+        by_rank = context.__class__ is ByRank
+        if by_rank:
+            _name_ranks(len(names))
+        return names, context if changed is None else UnderModes(context, changed, by_rank)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
+        """Whether code that was compiled for one context may run for another: the same layout, in the same modes."""
+        return compiled == given and _guarded(compiled) == _guarded(given)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> Any:
+        local = inner.get("_local_tensor")
+        if local is None:  # what is uneven on virtual ranks has no symbolic sizes
+            outer_size, outer_stride = specialized(outer_size), specialized(outer_stride)
+            local = RankTensor(list(inner.values()))
+        try:
+            spec = _unflattened.get(key := (context, outer_size, outer_stride, local.dtype))
+        except TypeError:  # symbolic sizes have no hash
+            key = spec = None
+        if spec is None:
+            refuse_dry(context[0])
+            if key is not None and not is_tracing() and mixes_strides():
+                key, outer_stride = None, _stride_as_local(context, outer_size, outer_stride, local)
+            spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
+            if _fix_sizes(spec):
+                spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
+            _relate_sizes(spec, local)
+            if key is not None:
+                _unflattened.keep(key, spec)
+        made = dtensor_of(spec, local)
+        if spec.is_lazy and is_tracing():  # a write would replace its local, which no compiler sees
+            made._copied_view = OUTSIDE
+        return made
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """What compilers ask for to know which inputs share memory; a DTensor's own has no values."""
+        is_fake = dispatch_mode_count() and isinstance(parts_of(self._held)[0], FakeTensor)
+        return torch.Tensor.untyped_storage(first_sharing(self, LaidOutTensor) if is_fake else self)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank.
+
+        Code that comes from disk was not traced here, so nobody has met the groups of its backward: they are made now,
+        on every rank, whether it finds code or not.
+        """
+        spec = self._spec
+        here = fabric_of(spec.mesh).names_in_graphs(spec.mesh)
+        facts = repr((spec.__fx_repr__()[0], self.requires_grad, here, modes.in_force(), decided_by()))
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+
+    def __coerce_tangent_metadata__(self) -> Any:
+        """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
+        accept_plain_tangents()
+        expected = redistributed(self, gradient_spec(self._spec))
+        return (
+            expected if expected.__class__ is classes.ordinary else dtensor_of(expected._spec, expected._local_tensor)
+        )
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: tuple[Any, ...], expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        """A gradient that came in another layout than the compiled code expects, brought there."""
+        if expected_type not in (None, classes.ordinary):
+            return None
+        return redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
+
+
+def _stride_as_local(context: tuple[Any, ...], size: Any, stride: Any, local: torch.Tensor) -> Any:
+    """The stride of a result of compiled code, in the memory order of its local. Only where that is dense."""
+    part = parts_of(local)[0]
+    order = part.stride()
+    is_dense = not context[3] and order == dense_strides(part.shape, like=order)
+    return dense_strides(size, like=order) if is_dense else stride
+
+
+def _name_ranks(count: int) -> None:
+    """Give the class an attribute for each virtual rank's tensor: compilers ask for them by these names."""
+    for rank in range(count - 1, -1, -1):
+        if hasattr(CompileProtocol, f"_t{rank}"):
+            return
+        setattr(
+            CompileProtocol,
+            f"_t{rank}",
+            property(functools.partial(_part, rank=rank), functools.partial(_put_part, rank=rank)),
+        )
+
+
+def _part(tensor: LaidOutTensor, rank: int) -> torch.Tensor | None:
+    parts = parts_of(tensor._local_tensor)
+    return parts[rank] if rank < len(parts) else None
+
+
+def _put_part(tensor: LaidOutTensor, part: torch.Tensor, rank: int) -> None:
+    parts = parts_of(tensor._local_tensor)
+    tensor._local_tensor = RankTensor([*parts[:rank], part, *parts[rank + 1 :]])
+
+
+def _fix_sizes(spec: DTensorSpec) -> bool:
+    """Fix the symbolic sizes of a compiler that it will not keep; whether there are.
+
+    Those that do not divide evenly over the axes that shard them, and those of which ranks would hold one row each in
+    some layout: a size of one is always fixed. It is done before anything is traced. A compiler traces forward alone
+    first, and counts the symbolic sizes of its results; only backward may need the parts of the ranks, which fixes
+    them.
+    """
+    fixed, mesh = False, spec.mesh.shape
+    if spec.tensor_meta.is_symbolic:
+        shares = {math.prod(some) for count in range(1, len(mesh) + 1) for some in itertools.combinations(mesh, count)}
+        for size, axes in zip(spec.shape, spec.dim_axes, strict=True):
+            if isinstance(size, torch.SymInt):
+                (hint,) = hinted([size])
+                if hint in shares or hint % math.prod(mesh[a] for a in axes):
+                    specialized([size])
+                    fixed = True
+    return fixed
+
+
+def _relate_sizes(spec: DTensorSpec, local: torch.Tensor) -> None:
+    """Tell a compiler what the symbolic sizes of locals are, in terms of the global ones.
+
+    It knows them as numbers of their own, which happen to be equal. Compared in backward, they would be fixed there.
+    """
+    if spec.is_lazy:
+        return
+    for coordinate, part in fabric_of(spec.mesh).parts(spec.mesh, local):
+        if has_symbols(part.shape):
+            for size, held in zip(spec.local_shape(coordinate), part.shape, strict=True):
+                bool(size == held)  # which the compiler remembers
+
+
+def plain_tangent_of(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.Tensor:
+    """A whole gradient, alike on every rank, as compiled code expects it."""
+    meta = TensorMeta.of(tangent)
+    local = fabric_of(expected[0]).build(expected[0], lambda coordinate: tangent)
+    return redistributed(
+        dtensor_of(replicated_spec(expected[0], meta), local), DTensorSpec.from_context(expected, meta)
+    )

@@ -1,0 +1,116 @@
+"""States of a DTensor besides the ordinary one: its collective is in flight, or it is a view that was copied.
+
+Each is a subclass, so that the hot path, which tests for exactly `DTensor`, pays nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import is_tracing
+from shardwise.dispatch.views import OUTSIDE
+from shardwise.fabric.routes import BoundRoute, bound_route
+from shardwise.fabric.traced_collectives import recording
+from shardwise.local import in_order_of
+from shardwise.tensor.laid_out import LOCAL, SPEC, LaidOutTensor, classes
+from shardwise.torch_private import make_wrapper_subclass, tree_leaves
+
+__all__ = ["CopiedState", "PendingState", "pending"]
+
+
+class Flight(NamedTuple):
+    """A collective that was started: how to wait for its result, and the strides to bring that into."""
+
+    finish: Callable[[], torch.Tensor]
+    stride: tuple[int, ...] | None
+
+
+class PendingState(LaidOutTensor):
+    """A DTensor whose last collective is still in flight. The first use waits, and it is an ordinary DTensor then."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return settle(self)._local_tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, PendingState):
+                settle(leaf)
+        return classes.ordinary.__torch_dispatch__(func, types, args, kwargs)
+
+
+def pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> Any:
+    """A DTensor of this spec whose local the route brings, which is begun."""
+    meta = target.tensor_meta
+    made = make_wrapper_subclass(
+        classes.pending, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device
+    )
+    made._spec = target
+    made._flight = Flight(bound.start(local), meta.stride if bound.reorder else None)
+    return made
+
+
+def settle(tensor: Any) -> Any:
+    """Wait for the collective of a pending tensor, which is an ordinary one then; others as they are."""
+    if tensor.__class__ is classes.pending:
+        finish, stride = tensor._flight
+        local = finish()
+        tensor.__class__ = classes.ordinary
+        tensor._local_tensor = local if stride is None else in_order_of(local, stride)
+        vars(tensor).pop("_flight", None)
+    return tensor
+
+
+class CopiedState(LaidOutTensor):
+    """A view that shares no memory with its base. What it holds is made anew where the base was written to since."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._copied_view.is_stale:
+            self._make_again()
+        return LOCAL.__get__(self)
+
+    @property
+    def _spec(self) -> DTensorSpec:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # who reads the layout reads the local next, and a write to the base may have ended that it is constant
+        if SPEC.__get__(self).broadcast and self._copied_view.is_stale:
+            self._make_again()
+        return SPEC.__get__(self)
+
+    @_spec.setter
+    def _spec(self, spec: DTensorSpec) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        SPEC.__set__(self, spec)
+
+    def _make_again(self) -> None:
+        """Take the view of its base again."""
+        with recording(self._held):
+            again = self._copied_view.again()
+            local, spec = again._held, SPEC.__get__(self)
+            if spec.broadcast and again._spec is not spec:  # what was constant need not be so now
+                spec = spec.materialized()
+                SPEC.__set__(self, spec)
+            LOCAL.__set__(self, local if again._spec is spec else bound_route(again._spec, spec).run(local))
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> Any:
+        made = classes.ordinary.__tensor_unflatten__(inner, context, outer_size, outer_stride)
+        if is_tracing():
+            made._mark_copied(OUTSIDE)
+        return made
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        LOCAL.__set__(self, local)
