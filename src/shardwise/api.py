@@ -16,11 +16,12 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.events import tensor_entered
 from shardwise.fabric.block_copies import slicer
 from shardwise.fabric.c10d import c10d
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, entered, is_dtensor
+from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
 from shardwise.transforms import alive, is_wrapped, outside_transforms, without_derivatives
 
 __all__ = ["cut_block", "distribute_module", "distribute_tensor"]
@@ -88,7 +89,9 @@ def _distribute(
     local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), sender)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
-    made = entered(dtensor_of(spec, local))
+    made = dtensor_of(spec, local)
+    if tensor_entered:
+        tensor_entered.notify(made)
     if tensor.is_leaf and tensor.requires_grad:
         made.requires_grad_()
     return made

@@ -6,18 +6,15 @@ A mode holds for the thread or task that enters it, and in the backward it start
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from shardwise.core.mode_stack import ModeStack, live_entries, mode_context
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import ImplicitCommunicationError, UnsupportedError
+from shardwise.events import user_line
 from shardwise.plan.route import Route
 from shardwise.torch_private import TracingContext, UnsupportedFakeTensorException
 
@@ -29,12 +26,7 @@ __all__ = [
     "plain_tensors",
     "set_plain_tensors",
     "strict",
-    "user_line",
 ]
-
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_DEMO = os.path.join(_OURS, "demo") + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class ReplicationWarning(UserWarning):
@@ -277,22 +269,6 @@ def check_decomposing(route: Route) -> None:
 def _name(op: Any) -> str:
     parts = str(op).split(".")
     return ".".join(parts[:2])  # the operator without its overload
-
-
-def is_library_file(filename: str) -> bool:
-    """Whether code of this file is ours or torch's, or made at run time: no line of the user's. The demo is a user."""
-    return filename.startswith((_OURS, _TORCH, "<")) and not filename.startswith(_DEMO)
-
-
-def user_line() -> str:
-    """The line of the user's own code that is running, as `file:line`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not is_library_file(filename):
-            return f"{filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "backward"  # autograd's own thread has no line of the user's
 
 
 def check_strict(op: Any, routes: Sequence[Route]) -> None:

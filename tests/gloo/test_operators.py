@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise.fabric.routes import observers
+from shardwise.events import route_started
 from shardwise.plan.cost import current_cost_model, set_cost_model
 from shardwise.plan.propagate import ShardingPropagator
 
@@ -146,7 +146,7 @@ def exchange_by_owner() -> int:
     always, before = (lambda *_: -1.0), ShardingPropagator._by_owner
     ShardingPropagator._by_owner = always
     seen: list[str] = []
-    observers.append(lambda route: seen.extend(type(step).__name__ for step in route.steps))
+    route_started.append(lambda route: seen.extend(type(step).__name__ for step in route.steps))
     set_cost_model(current_cost_model())  # forget what was chosen
     try:
         meshes = [sw.init_device_mesh("cpu", (4,)), sw.init_device_mesh("cpu", (2, 2))]
@@ -174,7 +174,7 @@ def exchange_by_owner() -> int:
         assert given[0].sort(0).values.full_tensor()[0].shape == (3,)
     finally:
         ShardingPropagator._by_owner = before
-        observers.clear()
+        route_started.clear()
         set_cost_model(current_cost_model())
     assert "refused" in seen
     return seen.count("OwnerExchange")

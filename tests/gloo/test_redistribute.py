@@ -16,6 +16,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise import DeviceMesh, DTensor, MaskPartial, Partial, Replicate, Shard, StridedShard
 from shardwise.core.spec import default_shard_order
+from shardwise.events import route_started
 from shardwise.fabric import routes
 from shardwise.fabric.c10d import c10d
 from tests.gloo.processes import ProcessPool
@@ -167,12 +168,12 @@ def counted_waits() -> Iterator[list[str]]:
 def nothing_moves(name: str) -> Iterator[None]:
     """No route that communicates is run inside, and nothing is sent from rank to rank."""
     seen: list[sw.Route] = []
-    routes.observers.append(seen.append)
+    route_started.append(seen.append)
     try:
         with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError(name)):
             yield
     finally:
-        routes.observers.clear()
+        route_started.clear()
     assert not seen, name
 
 
@@ -376,10 +377,10 @@ def distribute_from(source: int | None) -> tuple[list[float], list[int]]:
 
     x = torch.arange(8.0) + 100 * dist.get_rank()
     seen: list[sw.Route] = []
-    routes.observers.append(seen.append)
+    route_started.append(seen.append)
     with mock.patch.object(dist, "batch_isend_irecv", spy):
         tensor = sw.distribute_tensor(x, DeviceMesh("cpu", [3, 2, 1, 0]), [Shard(0)], src_data_rank=source)
-    routes.observers.clear()
+    route_started.clear()
     assert not seen
     return tensor.to_local().tolist(), moved
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardwise as sw
-from shardwise.fabric import routes
+from shardwise.events import route_started
 
 S0, S1, S2, R = sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Replicate()
 KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
@@ -39,11 +39,11 @@ def check(kernel: Any, plain: list[torch.Tensor], placements: list[Any], grad: i
     laid = [t.requires_grad_(i < grad) for i, t in enumerate(laid)]
     moved: list[int] = []
     watch: Callable[[Any], None] = lambda route: moved.append(route.collectives)  # noqa: E731
-    routes.observers.append(watch)
+    route_started.append(watch)
     try:
         got = attend(kernel, laid, **options)
     finally:
-        routes.observers.remove(watch)
+        route_started.remove(watch)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.full_tensor(), b, atol=2e-2, rtol=2e-2)
     return sum(moved)

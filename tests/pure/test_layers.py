@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "text", "imports", "torch_private"),
+    ("errors", "text", "imports", "torch_private", "events"),
     ("core",),
     ("rng",),
     ("rules",),

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import shardwise as sw
 from shardwise import modes
-from shardwise.fabric import routes
+from shardwise.events import route_started
 from tests.virtual.parity import (
     MESHES,
     Diverged,
@@ -325,7 +325,7 @@ def watching() -> Iterator[Watch]:
         return decomposing(op)
 
     modes._warned.clear()
-    routes.observers.append(moved)
+    route_started.append(moved)
     modes.decomposing = noted
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -334,7 +334,7 @@ def watching() -> Iterator[Watch]:
             yield watch
     finally:
         modes.decomposing = decomposing
-        routes.observers.remove(moved)
+        route_started.remove(moved)
     watch.replicated = bool(caught)
 
 

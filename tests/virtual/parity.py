@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import shardwise as sw
-from shardwise.fabric import routes
+from shardwise.events import route_started
 
 MESHES = ((4,), (2, 2), (2, 3))
 # What each rank of an axis holds of a Partial(sum), as multiples of the value: powers of two, so that nothing is
@@ -152,11 +152,11 @@ def bytes_moved(fn: Callable[[], Any]) -> tuple[Any, int, float]:
     """What `fn` gives, and how many collectives and bytes it issued."""
     seen: list[Any] = []
     listen = seen.append
-    routes.observers.append(listen)
+    route_started.append(listen)
     try:
         result = fn()
     finally:
-        routes.observers.remove(listen)
+        route_started.remove(listen)
     return result, sum(route.collectives for route in seen), sum(route.received for route in seen)
 
 

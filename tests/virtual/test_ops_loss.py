@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
-from shardwise.fabric import routes
+from shardwise.events import route_started
 from tests.virtual.free import S0, S1, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity, distribute, whole
 
@@ -122,11 +122,11 @@ def test_cross_entropy_of_sharded_classes_gathers_no_score() -> None:
     scores, targets = t(6, 1000), torch.arange(6) * 150
     x, y = distribute(scores, mesh, [S1]).requires_grad_(), distribute(targets, mesh, [R])
     seen: list[Any] = []
-    routes.observers.append(seen.append)
+    route_started.append(seen.append)
     try:
         (grad,) = torch.autograd.grad(F.cross_entropy(x, y), [x])
     finally:
-        routes.observers.remove(seen.append)
+        route_started.remove(seen.append)
     assert sum(route.collectives for route in seen) == 3
     assert sum(route.received for route in seen) < 10 * 6 * 8
     assert grad.placements == (S1,)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.fabric import routes
+from shardwise.events import route_started
 from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity, bytes_moved, distribute, whole
 
@@ -176,11 +176,11 @@ def test_only_something_small_is_reduced(name: str, count: int) -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     x = distribute(t(1000, 2), mesh, [S0])
     seen: list[Any] = []
-    routes.observers.append(seen.append)
+    route_started.append(seen.append)
     try:
         along(name, dim=0)(x)
     finally:
-        routes.observers.remove(seen.append)
+        route_started.remove(seen.append)
     assert sum(route.collectives for route in seen) == count
     assert sum(route.received for route in seen) <= 2 * 2 * 8 * count
 

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.decompose import sharded_masks, sharded_search
 from shardwise.dispatch import dispatcher
-from shardwise.fabric.routes import observers
+from shardwise.events import route_started
 from shardwise.plan.cost import current_cost_model, set_cost_model
 from shardwise.plan.propagate import ShardingPropagator
 from shardwise.plan.step import OwnerExchange
@@ -36,9 +36,9 @@ def by_owner(monkeypatch: pytest.MonkeyPatch):
     def note(route: Any) -> None:
         steps.extend(type(step).__name__ for step in route.steps)
 
-    observers.append(note)
+    route_started.append(note)
     yield steps
-    observers.remove(note)
+    route_started.remove(note)
     monkeypatch.undo()
     set_cost_model(current_cost_model())
 

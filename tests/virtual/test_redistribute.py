@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 import shardwise as sw
 from shardwise import DeviceMesh, DTensor, DTensorSpec, MaskPartial, Partial, RankTensor, Replicate, Shard, StridedShard
-from shardwise.fabric import routes
+from shardwise.events import route_started
 from shardwise.fabric.exchange_plan import traffic
 from tests.pure.layouts import held, spec_pairs
 from tests.pure.strategies import LAYOUT_KINDS
@@ -27,9 +27,9 @@ REDUCTIONS = ("sum", "avg", "min", "max", "product")
 def seen() -> Iterator[list[sw.Route]]:
     """The routes that communicated."""
     found: list[sw.Route] = []
-    routes.observers.append(found.append)
+    route_started.append(found.append)
     yield found
-    routes.observers.remove(found.append)
+    route_started.remove(found.append)
 
 
 def mesh_of(*shape: int, names: Sequence[str] | None = None) -> DeviceMesh:

@@ -1,19 +1,14 @@
-"""How a signature is run, for whoever asks why: the way that was chosen, and what the rule says.
-
-Told by the dispatcher while it resolves; kept by nobody unless somebody listens on this thread.
-"""
+"""How a signature is run: the way that was chosen, and what the rule says. An event of the dispatcher."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.dispatch.signature import Signature
+from shardwise.events import decision_made
 from shardwise.plan.propagate import OutputSharding
 
-__all__ = ["Decision", "decided", "listening"]
+__all__ = ["Decision", "decided"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,24 +29,9 @@ class Decision:
     why: str = ""
 
 
-_thread = threading.local()
-
-
 def decided(
     way: str, signature: Signature | None = None, sharding: OutputSharding | None = None, why: str = ""
 ) -> None:
-    """Tell whoever listens on this thread."""
-    heard: list[Decision] | None = getattr(_thread, "heard", None)
-    if heard is not None:
-        heard.append(Decision(way, signature, sharding, why))
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[Decision]]:
-    """Inside, decisions made on this thread are collected."""
-    before = getattr(_thread, "heard", None)
-    _thread.heard = heard = []
-    try:
-        yield heard
-    finally:
-        _thread.heard = before
+    """Tell those who observe decisions."""
+    if decision_made:
+        decision_made.notify(Decision(way, signature, sharding, why))

@@ -23,7 +23,7 @@ from shardwise.dispatch.broadcast import (
     scanned_as_origin,
 )
 from shardwise.dispatch.cross_mesh import on_one_mesh
-from shardwise.dispatch.decision import Decision, decided, listening
+from shardwise.dispatch.decision import Decision, decided
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.key import Key, is_symbolic, key_of
@@ -51,6 +51,7 @@ from shardwise.dispatch.size_generic import KnownCalls
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
 from shardwise.errors import UnsupportedError
+from shardwise.events import decision_made
 from shardwise.fabric.base import fabric_of, on_found, on_new_world, raise_found
 from shardwise.fabric.routes import cached_routes
 from shardwise.plan.cost import on_new_model
@@ -132,7 +133,7 @@ class OpDispatcher:
 
     def explain(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision:
         """How a call is run, warm or not."""
-        with listening() as heard:
+        with decision_made.collected() as heard:
             run = self.resolve(key, func, args, kwargs)
         if key not in self.cache:
             self._keep(key, run)

@@ -16,6 +16,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.signature import Executor, Hook, Wrapping
 from shardwise.errors import AgreementError, PlainTensorError
+from shardwise.events import user_line
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.collective_log import argument_name
 from shardwise.fabric.virtual import RankTensor, virtual
@@ -100,7 +101,7 @@ def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]
             differs = [i for i, other in enumerate(operand.tensors) if not _same(first, other)]
             if differs:
                 raise AgreementError(
-                    f"{op} at {modes.user_line()}: argument {argument_name(name, operand)} is a plain torch.Tensor on "
+                    f"{op} at {user_line()}: argument {argument_name(name, operand)} is a plain torch.Tensor on "
                     f"each rank among DTensors, and ranks 0 and {differs[0]} do not have the same",
                     hint="DTensor.from_local(tensor, mesh, placements) if each rank holds a part of a tensor",
                 )

@@ -6,7 +6,6 @@ Pure data; knows nothing of process groups or of how the ranks tell each other.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["LIBRARIES", "GroupLog", "LogEntry", "Ranks", "argument_name", "caller", "difference_text", "ranks_name"]
+__all__ = ["GroupLog", "LogEntry", "Ranks", "argument_name", "difference_text", "ranks_name"]
 
 Ranks = tuple[int, ...]
 KEPT = 4096  # entries of a group
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
 
 
 class LogEntry(NamedTuple):
@@ -137,13 +134,3 @@ def argument_name(name: str | int, tensor: torch.Tensor) -> str:
             if parameter is tensor:
                 return f"{name!r} (the parameter {found})"
     return repr(name)
-
-
-def caller(frame: Any = None) -> str:
-    """The line of the user's that is running, as `file:line`; in backward, where there is none, says so."""
-    frame = frame if frame is not None else sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(LIBRARIES):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "backward"

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -22,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.symbolic import is_tracing
-from shardwise.fabric.collective_log import LIBRARIES, Ranks, argument_name, ranks_name
+from shardwise.events import user_frame
+from shardwise.fabric.collective_log import Ranks, argument_name, ranks_name
 from shardwise.torch_private import DisableTorchDispatch
 
 __all__ = ["PlainCheck", "digest_of", "is_sampled"]
@@ -175,9 +175,7 @@ class PlainCheck:
 
     def use(self, ranks: Ranks, op: str, operands: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Plain tensors are about to be used among DTensors of these ranks."""
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
-            frame = frame.f_back
+        frame = user_frame()
         place = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         key = (op, place, self._thread_name(), ranks)
         count = self._counts.get(key)

@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.errors import AgreementError
-from shardwise.fabric.collective_log import GroupLog, Ranks, caller, difference_text, ranks_name
+from shardwise.events import user_line
+from shardwise.fabric.collective_log import GroupLog, Ranks, difference_text, ranks_name
 
 __all__ = ["CheckedGroup", "RankCheck", "exit_with"]
 
@@ -107,7 +108,7 @@ class RankCheck:
         """
         self._raise_if_parted()
         key = _key(ranks, channel)
-        line, thread = caller(), threading.current_thread()
+        line, thread = user_line(), threading.current_thread()
         self._threads.add(thread.ident or 0)
         if thread.ident == self._main:
             line = "exit" if line == "backward" else line  # no line of the user's is running
@@ -264,7 +265,7 @@ class RankCheck:
             if self._logs[key].entries:
                 last = self._logs[key].entries[-1]
                 return f"{last.text}, at {last.line}"
-        return caller(sys._current_frames().get(self._main or 0))
+        return user_line(sys._current_frames().get(self._main or 0))
 
     def _read(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -26,8 +26,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from shardwise.errors import AgreementError, UnsupportedError
+from shardwise.events import LIBRARIES, user_line
 from shardwise.fabric.base import rank_state
-from shardwise.fabric.collective_log import LIBRARIES, caller
 
 __all__ = ["RankThreads", "rank_threads", "torchrun_environment"]
 
@@ -185,7 +185,7 @@ class RankThreads:
         self._raise_if_stopped()
         if not ready():
             self._refuse_imports()
-            self._waits[rank] = _Wait(ready, text, caller())
+            self._waits[rank] = _Wait(ready, text, user_line())
             self._let_others_run(rank)
 
     def let_others_run(self) -> None:
@@ -218,7 +218,7 @@ class RankThreads:
         while frame is not None:
             if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
                 raise UnsupportedError(
-                    f"the module {frame.f_locals.get('name')} communicates while it is imported, at {caller()}",
+                    f"the module {frame.f_locals.get('name')} communicates while it is imported, at {user_line()}",
                     hint="ranks that are threads of one process cannot wait there: do it in a function",
                 )
             frame = frame.f_back

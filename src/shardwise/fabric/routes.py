@@ -1,4 +1,4 @@
-"""Planned routes bound to their fabric, once for each pair of specs; and whoever listens to what moves.
+"""Planned routes bound to their fabric, once for each pair of specs; each is announced before it runs.
 
 The one way by which a local goes from one layout to another.
 """
@@ -13,6 +13,7 @@ import torch
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec
+from shardwise.events import route_started, scatter_started
 from shardwise.fabric.base import BoundRows, BoundStep, fabric_of, on_found, on_new_world, raise_found
 from shardwise.plan.cost import CostModel, current_cost_model, on_new_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
@@ -26,17 +27,10 @@ __all__ = [
     "bound_rotations",
     "bound_route",
     "bound_rows",
-    "observers",
     "scatter",
-    "scatter_observers",
 ]
 
 MAX_ROUTES = 8192
-
-# Called with each route that communicates, before it runs.
-observers: list[Callable[[Route], None]] = []
-# Called with the spec of each tensor of which one rank is about to send the others their blocks.
-scatter_observers: list[Callable[[DTensorSpec], None]] = []
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +46,7 @@ class BoundRoute:
 
     def start(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin, leaving the last collective in flight; what comes back waits and finishes."""
-        _notify(self.route)
+        route_started.notify(self.route)
         if self._begin is None:
             self._begin = fabric_of(self.route.source.mesh).start_route(self.route)
         return self._begin(local)
@@ -86,8 +80,8 @@ def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model
 
     def announced(bound: BoundStep) -> BoundStep:
         def announce_and_run(local: torch.Tensor) -> torch.Tensor:
-            if observers:
-                _notify(route)
+            if route_started:
+                route_started.notify(route)
             return bound(local)
 
         return announce_and_run
@@ -129,8 +123,8 @@ def bound_rows(step: RowExchange) -> tuple[Route, BoundRows]:
         return route, run
 
     def announce_and_run(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
-        if observers:
-            _notify(route)
+        if route_started:
+            route_started.notify(route)
         return run(locals_, fill)
 
     return route, announce_and_run
@@ -146,28 +140,22 @@ def bound_rotations(route: Route) -> tuple[Callable[[], None], dict[int, Rotatio
 
     def announce() -> None:
         fabric.record(route)
-        if observers:
-            _notify(route)
+        if route_started:
+            route_started.notify(route)
 
     return announce, {step.distance: fabric.start_rotation(step) for step in steps}
 
 
 def announced(route: Route) -> None:
     """Tell whoever listens that a route is about to run."""
-    if observers:
-        _notify(route)
-
-
-def _notify(route: Route) -> None:
-    for observer in tuple(observers):
-        observer(route)
+    if route_started:
+        route_started.notify(route)
 
 
 def scatter(spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor], source: int | None) -> torch.Tensor:
     """The local of each rank's block of a tensor of this spec; the rank `source` sends, None: each makes its own."""
-    if scatter_observers and source is not None and spec.mesh.size() > 1:
-        for observer in tuple(scatter_observers):
-            observer(spec)
+    if scatter_started and source is not None and spec.mesh.size() > 1:
+        scatter_started.notify(spec)
     return fabric_of(spec.mesh).scatter(spec.mesh, blocks, source)
 
 

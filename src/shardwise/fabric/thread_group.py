@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.errors import AgreementError, UnsupportedError
-from shardwise.fabric.collective_log import caller, ranks_name
+from shardwise.events import user_line
+from shardwise.fabric.collective_log import ranks_name
 from shardwise.fabric.rank_threads import RankThreads, rank_threads
 from shardwise.torch_private import DisableTorchDispatch, DisableTorchFunction
 
@@ -148,10 +149,10 @@ class ThreadGroup(_AnyGroup):
             if theirs != mine:
                 raise AgreementError(
                     f"ranks {self._ranks[other]} and {self._ranks[me]} differ in collective number {number} of "
-                    f"{ranks_name(self._ranks)}: {_words(theirs)} at {line}; {_words(mine)} at {caller()}",
+                    f"{ranks_name(self._ranks)}: {_words(theirs)} at {line}; {_words(mine)} at {user_line()}",
                     hint="all ranks of a group must call its collectives in the same order, with the same sizes",
                 )
-        meeting.calls[me] = mine, caller(), given
+        meeting.calls[me] = mine, user_line(), given
         if len(meeting.calls) == len(self._ranks):
             del self._meetings[number]
             with _plainly():
@@ -320,7 +321,7 @@ class ThreadGroup(_AnyGroup):
         """A tensor of n equal parts, one after the other in memory."""
         if tensor.numel() % len(self._ranks):
             raise AgreementError(
-                f"a tensor of shape {list(tensor.shape)} has no {len(self._ranks)} equal parts, at {caller()}",
+                f"a tensor of shape {list(tensor.shape)} has no {len(self._ranks)} equal parts, at {user_line()}",
                 hint="one part for each rank of the group",
             )
         return list(tensor.data.view(len(self._ranks), -1).unbind())
@@ -520,7 +521,7 @@ def thread_groups() -> Iterator[None]:
         rank, size = (rank if rank >= 0 else int(os.environ["RANK"])), max(world_size, 0) or threads.size
         if size != threads.size:
             raise AgreementError(
-                f"a process group of {size} ranks in a world of {threads.size}, at {caller()}",
+                f"a process group of {size} ranks in a world of {threads.size}, at {user_line()}",
                 hint=f"shardwise run -n {size} gives the script {size} ranks",
             )
         # one for all, which is kept: C++ does not hold what Python has of it

@@ -11,35 +11,31 @@ from shardwise.tensor.dtensor import (
     dispatcher,
     dtensor_of,
     forget_operators,
+    intercepted,
     is_dtensor,
     moved,
     redistributed,
 )
 from shardwise.tensor.gradient_layouts import gradient_spec, transposed_spec
-from shardwise.tensor.hooks import Watcher, entered, record, unrecorded, watch
 from shardwise.tensor.ranks import apply_function, is_forward_or_transformed, wants_derivatives
 
 __all__ = [
     "AnyDTensor",
     "DTensor",
     "PendingDTensor",
-    "Watcher",
     "apply_function",
     "as_dtensor",
     "as_local",
     "cache_info",
     "dispatcher",
     "dtensor_of",
-    "entered",
     "forget_operators",
     "gradient_spec",
+    "intercepted",
     "is_dtensor",
     "is_forward_or_transformed",
     "moved",
-    "record",
     "redistributed",
     "transposed_spec",
-    "unrecorded",
     "wants_derivatives",
-    "watch",
 ]

@@ -28,10 +28,11 @@ from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.dispatch.signature import GradientHooks
 from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
+from shardwise.events import Interception, tensor_entered, user_line
 from shardwise.fabric.base import fabric_of, nothing_of
 from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
-from shardwise.tensor import hooks, laid_out, moves, plain_refusals
+from shardwise.tensor import laid_out, moves, plain_refusals
 from shardwise.tensor.autograd_functions import (
     FromLocal,
     Redistribute,
@@ -76,6 +77,7 @@ __all__ = [
     "dispatcher",
     "dtensor_of",
     "forget_operators",
+    "intercepted",
     "is_dtensor",
     "moved",
     "redistributed",
@@ -277,8 +279,8 @@ class DTensor(CompileProtocol):
             made = apply_function(FromLocal, local_tensor, spec, gradient_spec_as(spec, grad_placements))
         else:
             made = with_version_of(given, dtensor_of(spec, local_tensor))
-        if hooks.watcher is not None:
-            hooks.entered(innermost(made))
+        if tensor_entered:
+            tensor_entered.notify(innermost(made))
         return made
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
@@ -383,12 +385,12 @@ class DTensor(CompileProtocol):
         if gradient is not None and not isinstance(gradient, DTensor):
             if modes.plain_policy() == "refuse" and gradient.numel() != 1:
                 raise PlainTensorError(
-                    f"backward at {modes.user_line()}: the gradient is a plain torch.Tensor of shape "
+                    f"backward at {user_line()}: the gradient is a plain torch.Tensor of shape "
                     f"{tuple(gradient.shape)}, and plain tensors are refused here",
                     hint="distribute_tensor(gradient, mesh, placements) first",
                 )
             gradient = replicated_operand(DTensor, gradient, self._spec.mesh, "backward", "gradient")
-        elif gradient is None and self.__class__ is DTensor and not hooks.is_observed():
+        elif gradient is None and self.__class__ is DTensor and not intercepted["__torch_dispatch__"].is_active:
             gradient = _gradient_of_loss(self)
         super().backward(gradient, *args, **kwargs)
 
@@ -526,10 +528,14 @@ _DATA: Any = torch.Tensor.data
 _NO_KWARGS: Mapping[str, Any] = {}
 dispatcher = OpDispatcher(DTensor, wrapper_of, GradientHooks(_plain_gradient, _rank_gradient))
 _cache = dispatcher.cache
-hooks.watchable(DTensor, dispatcher.dispatch)
 plain_refusals.refusable(DTensor)
 replace_composites(DTensor)
 
+# What observers may put functions around: operators, and the methods that redistribute explicitly.
+intercepted = {
+    name: Interception(DTensor, name)
+    for name in ("__torch_dispatch__", "redistribute", "full_tensor", "to_local", "from_local")
+}
 REMEMBERED = ("_copied_view", "_settled", "_flight")  # attributes that copies do not get
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for

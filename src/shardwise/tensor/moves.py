@@ -10,10 +10,10 @@ from shardwise import modes
 from shardwise.compilers import refuse_named
 from shardwise.core.spec import DTensorSpec, known_dense
 from shardwise.core.symbolic import is_tracing
+from shardwise.events import tensor_moved
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
 from shardwise.local import in_order_of, laid_out_like
-from shardwise.tensor import hooks
 from shardwise.tensor.laid_out import dtensor_of
 from shardwise.tensor.tensor_states import pending
 from shardwise.torch_private import dispatch_mode_count
@@ -43,15 +43,15 @@ def moved_to(tensor: Any, target: DTensorSpec, async_op: bool, max_bytes: int | 
         async_op
         and bound.communicates
         and fabric_of(source.mesh).asynchronous
-        and hooks.watcher is None
+        and not tensor_moved
         and not is_tracing()
     ):
         return pending(tensor._local_tensor, bound, target)
     else:
         local = bound.run(tensor._local_tensor)
         made = dtensor_of(target, in_order_of(local, meta.stride) if bound.reorder else local)
-    if hooks.watcher is not None:
-        hooks.watcher.moved(tensor, made)
+    if tensor_moved:
+        tensor_moved.notify(tensor, made)
     return made
 
 

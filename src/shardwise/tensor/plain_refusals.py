@@ -16,6 +16,7 @@ from torch.overrides import resolve_name
 from shardwise import modes
 from shardwise.compilers import is_dynamo_compiling, never_traced
 from shardwise.errors import PlainTensorError
+from shardwise.events import user_line
 from shardwise.fabric.collective_log import argument_name
 from shardwise.torch_private import DisableTorchFunctionSubclass, tree_leaves
 
@@ -59,7 +60,7 @@ def _is_refused(func: Any, tensor: torch.Tensor) -> bool:
 def _refusal(func: Any, name: int | str, tensor: torch.Tensor) -> PlainTensorError:
     argument = argument_name(name, tensor)
     return PlainTensorError(
-        f"{resolve_name(func) or func} at {modes.user_line()}: argument {argument} is a plain torch.Tensor of shape "
+        f"{resolve_name(func) or func} at {user_line()}: argument {argument} is a plain torch.Tensor of shape "
         f"{tuple(tensor.shape)} among DTensors, and plain tensors are refused here",
         hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
         "DTensor.from_local(tensor, mesh, placements) if each rank holds a part, "

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from shardwise import modes
 from shardwise.debug.parity_check.gather_for_check import gather_for_check
 from shardwise.debug.parity_check.parity_report import Difference, ParityReport
 from shardwise.debug.parity_check.rounding import SAFETY, Gap, gap_between, is_inexact, same, widened
 from shardwise.errors import ParityError, UnsupportedError
+from shardwise.events import user_line
 from shardwise.fabric.virtual import RankTensor
 from shardwise.rng.draw_blocks import default_generator
 from shardwise.tensor import DTensor
@@ -43,7 +43,7 @@ class ModuleParity:
         self.report = report
         self._rtol, self._stop = rtol, stop
         self._plain, self._exact = copy.deepcopy(reference), copy.deepcopy(reference).double()
-        self._line = modes.user_line()
+        self._line = user_line()
         self._handles: list[Any] = []
         self._model: torch.nn.Module | None = None
         self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the two copies, before their backward
@@ -124,7 +124,7 @@ class ModuleParity:
     def _note_output(self, name: str) -> Callable[..., None]:
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             values = [_gathered(t.detach()) for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-            self._seen.append((name, modes.user_line(), values))
+            self._seen.append((name, user_line(), values))
 
         return note
 

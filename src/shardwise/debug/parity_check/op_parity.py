@@ -33,12 +33,13 @@ from shardwise.debug.parity_check.verdict import (
     worst,
 )
 from shardwise.debug.recording.user_lines import BackwardLines
-from shardwise.errors import ParityError
+from shardwise.errors import ParityError, UnsupportedError
+from shardwise.events import tensor_entered, tensor_moved
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
 from shardwise.rng.draw_blocks import default_generator
 from shardwise.schema import OpInfo, op_info
-from shardwise.tensor import DTensor, dtensor_of
+from shardwise.tensor import DTensor, dtensor_of, intercepted
 from shardwise.torch_private import tree_map
 
 __all__ = ["OpParity"]
@@ -139,15 +140,33 @@ class OpParity:
 
     # ---------------------------------------------------------------- events
 
-    def operator(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Inside the context, every operator and every redistribution is compared, on all threads."""
+        if tensor_moved:
+            raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
+        intercepted["__torch_dispatch__"].add(self.operator)
+        tensor_moved.append(self.moved)
+        tensor_entered.append(self.entered)
+        try:
+            yield
+        finally:
+            intercepted["__torch_dispatch__"].remove(self.operator)
+            tensor_moved.remove(self.moved)
+            tensor_entered.remove(self.entered)
+
+    def operator(
+        self, run: Callable[..., Any], cls: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator on the ranks and on the references, and compare."""
+        kwargs = kwargs or {}
         if self._inside or next(dtensors((args, kwargs)))._spec.mesh.fabric == "dry":
-            return run(op, args, kwargs)
+            return run(cls, op, types, args, kwargs)
         with self._alone():
             info = op_info(op)
             self._adopt_operands(args, kwargs)
             before = self._before(info, args, kwargs)
-            result = run(op, args, kwargs)
+            result = run(cls, op, types, args, kwargs)
             self._lines.note()
             outputs = tuple(Output.of(tensor) for tensor in outputs_of(info, args, kwargs, result))
             self._compare(CompletedCall(info, args, kwargs, before, outputs))

@@ -10,7 +10,6 @@ from shardwise.core.mode_stack import mode_context
 from shardwise.debug.parity_check.module_parity import ModuleParity
 from shardwise.debug.parity_check.op_parity import OpParity
 from shardwise.debug.parity_check.parity_report import ParityReport
-from shardwise.tensor import watch
 
 __all__ = ["parity"]
 
@@ -52,11 +51,8 @@ def parity(
     if reference is not None:
         yield from _of_modules(ModuleParity(reference, sharded, report, rtol, stop), report)
         return
-    watch(OpParity(report, rtol, stop))
-    try:
+    with OpParity(report, rtol, stop).observing():
         yield report
-    finally:
-        watch(None)
 
 
 def _of_modules(comparison: ModuleParity, report: ParityReport) -> Iterator[ParityReport]:

@@ -1,13 +1,12 @@
 """The recorder: creates a record of every DTensor operator and redistribution while a listener is active.
 
-Recording replaces a few methods of DTensor. Without a listener the original methods are in place, at no cost.
+Without a listener nothing is observed, at no cost.
 Listeners receive events of all threads, because backward may run on any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 import weakref
@@ -33,14 +32,13 @@ from shardwise.debug.recording.records import (
 )
 from shardwise.debug.recording.user_lines import stack_lines
 from shardwise.dispatch.decision import Decision
-from shardwise.fabric import routes
+from shardwise.events import route_started, scatter_started
 from shardwise.fabric.base import rank_state
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route
 from shardwise.schema import op_info, tensor_slots
-from shardwise.tensor import DTensor, dispatcher, unrecorded
-from shardwise.tensor import record as record_operators
+from shardwise.tensor import DTensor, dispatcher, intercepted
 from shardwise.torch_private import autograd_sequence_number, current_autograd_node, tree_leaves
 
 __all__ = ["Listener", "listening"]
@@ -86,7 +84,6 @@ modules = ModuleTracker()
 _listeners = ModeStack[Listener]("listeners")
 _lock = threading.RLock()
 _state = _State()
-_originals: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
@@ -111,13 +108,10 @@ def _switch_on() -> None:
     global _state
     _state = _State()
     assert _state.open == []
-    record_operators(_dispatch)
-    _originals.update({name: DTensor.__dict__[name] for name in EXPLICIT})
-    for name in EXPLICIT:
-        recording = _recorded_method(name, _originals[name])
-        setattr(DTensor, name, staticmethod(recording) if name == "from_local" else recording)
-    routes.observers.append(_on_route)
-    routes.scatter_observers.append(_on_scatter)
+    for name, around in _around.items():
+        intercepted[name].add(around, outermost=True)
+    route_started.append(_on_route)
+    scatter_started.append(_on_scatter)
     modules.start(_module_entered)
 
 
@@ -143,51 +137,51 @@ def _module_entered(module: nn.Module, path: str) -> None:
 
 def _switch_off() -> None:
     global _state
-    record_operators(None)
-    for name, original in _originals.items():
-        setattr(DTensor, name, original)
-    routes.observers.remove(_on_route)
-    routes.scatter_observers.remove(_on_scatter)
+    for name, around in _around.items():
+        intercepted[name].remove(around)
+    route_started.remove(_on_route)
+    scatter_started.remove(_on_scatter)
     modules.stop()
     _state = _State()
 
 
-# ---------------------------------------------------------------- replacements of DTensor's methods
+# ---------------------------------------------------------------- around DTensor's methods
 
 
-def _dispatch(
-    cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+def _around_operator(
+    run: Callable[..., Any], cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     if is_tracing():
-        return unrecorded(func, types, args, kwargs)
+        return run(cls, func, types, args, kwargs)
     state = _state
     record = _begin_record(state, str(func), "operator", *_describe_call(state, func, args, kwargs or {}))
     record.directly = modes.is_decomposing(func)
     _remember_node(state, record)
-    return _execute_recorded(state, record, lambda: unrecorded(func, types, args, kwargs))
+    return _execute_recorded(state, record, lambda: run(cls, func, types, args, kwargs))
 
 
-def _recorded_method(name: str, original: Any) -> Callable[..., Any]:
-    """An explicit redistribution method with recording. Explicit calls inside it belong to the same record."""
-    function: Callable[..., Any] = original.__func__ if isinstance(original, staticmethod) else original
+def _around_explicit(name: str) -> Callable[..., Any]:
+    """Recording of an explicit redistribution. Explicit calls inside it belong to the same record."""
 
-    @functools.wraps(function)
-    def recording(*args: Any, **kwargs: Any) -> Any:
+    def around_explicit(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = _state
         if is_tracing() or (state.open and state.open[-1].kind == "explicit"):
-            return function(*args, **kwargs)
+            return run(*args, **kwargs)
         tensor = args[0] if args else None
         operands = (_operand(state, "self", tensor),) if isinstance(tensor, DTensor) else ()
         record = _begin_record(state, name, "explicit", operands, None)
         first = autograd_sequence_number()
         try:
-            return _execute_recorded(state, record, lambda: function(*args, **kwargs))
+            return _execute_recorded(state, record, lambda: run(*args, **kwargs))
         finally:
             for number in range(first, autograd_sequence_number()):
                 state.by_node.setdefault(number, record)
             state.thread.nodes = autograd_sequence_number()
 
-    return recording
+    return around_explicit
+
+
+_around = {"__torch_dispatch__": _around_operator} | {name: _around_explicit(name) for name in EXPLICIT}
 
 
 def _execute_recorded(state: _State, record: Record, call: Callable[[], Any]) -> Any:

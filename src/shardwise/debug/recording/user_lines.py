@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 
-from shardwise import modes
 from shardwise.debug.recording.records import NO_LINE, SourceLine
+from shardwise.events import user_frame, user_line
 from shardwise.torch_private import autograd_sequence_number, current_autograd_node
 
 __all__ = ["BackwardLines", "StackLines", "stack_lines"]
@@ -34,26 +34,22 @@ class StackLines(NamedTuple):
 
 def stack_lines(in_backward: bool) -> StackLines:
     """The user's lines on this thread's stack."""
-    frame = sys._getframe(1)
-    inner, called, recomputing, past_engine = NO_LINE, NO_LINE, False, False
-    while frame is not None:
-        code = frame.f_code
-        if modes.is_library_file(code.co_filename):
-            if in_backward and not past_engine:
-                recomputing |= inner is not NO_LINE and code.co_filename == CHECKPOINTS
-                past_engine = code.co_name == "_engine_run_backward"
-        elif past_engine:
-            called = _source_line(frame)
-            break
-        elif inner is NO_LINE:
-            inner = _source_line(frame)
-            if not in_backward:
-                break
-        frame = frame.f_back
-    return StackLines(inner, called, recomputing)
+    inner, recomputing, past_engine = NO_LINE, False, False
+
+    def passing(frame: FrameType) -> None:
+        nonlocal recomputing, past_engine
+        if in_backward and not past_engine:
+            recomputing |= inner is not NO_LINE and frame.f_code.co_filename == CHECKPOINTS
+            past_engine = frame.f_code.co_name == "_engine_run_backward"
+
+    frame = user_frame(passing=passing)
+    while frame is not None and not past_engine:
+        inner = _source_line(frame) if inner is NO_LINE else inner
+        frame = user_frame(frame.f_back, passing) if in_backward and frame.f_back is not None else None
+    return StackLines(inner, NO_LINE if frame is None else _source_line(frame), recomputing)
 
 
-def _source_line(frame: Any) -> SourceLine:
+def _source_line(frame: FrameType) -> SourceLine:
     return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
 
@@ -71,14 +67,14 @@ class BackwardLines:
         if number not in self._lines:  # operators without a gradient repeat the last number: keep the first line
             if len(self._lines) >= MOST_LINES:
                 del self._lines[next(iter(self._lines))]
-            self._lines[number] = modes.user_line()
+            self._lines[number] = user_line()
 
     def here(self) -> tuple[str, bool]:
         """The current user line, in backward the line of the forward operator; and whether this is backward."""
         node = _node()
         if node is None:
-            return modes.user_line(), False
-        return self._lines.get(node._sequence_nr(), modes.user_line()), True
+            return user_line(), False
+        return self._lines.get(node._sequence_nr(), user_line()), True
 
 
 def _node() -> torch.autograd.graph.Node | None:

@@ -1,0 +1,149 @@
+"""Events: what happens to DTensors, for those who observe it, and the user's line that caused it.
+
+An `Event` is a list of listeners, empty while nobody observes: whoever raises it tests one list. An `Interception` puts
+functions around a method of a class; without any the class has its own method, and a call costs nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+__all__ = [
+    "LIBRARIES",
+    "Event",
+    "Interception",
+    "decision_made",
+    "is_library_file",
+    "route_started",
+    "scatter_started",
+    "tensor_entered",
+    "tensor_moved",
+    "user_frame",
+    "user_line",
+]
+
+
+class Event(list[Callable[..., None]]):
+    """The listeners of one kind of event, called in order."""
+
+    def notify(self, *facts: Any) -> None:
+        """Call every listener. One that raises prevents what was announced."""
+        for listener in tuple(self):
+            listener(*facts)
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[list[Any]]:
+        """Collect the facts that are told on this thread inside the context.
+
+        Example:
+            >>> with tensor_entered.collected() as found:
+            ...     tensor_entered.notify(1)
+            >>> found
+            [1]
+        """
+        thread, found = threading.get_ident(), []
+
+        def note(fact: Any) -> None:
+            if threading.get_ident() == thread:
+                found.append(fact)
+
+        self.append(note)
+        try:
+            yield found
+        finally:
+            self.remove(note)
+
+
+route_started = Event()  # a route that communicates is about to run: the route
+scatter_started = Event()  # one rank is about to send the others their blocks of a tensor: its spec
+decision_made = Event()  # the way in which a new signature is run: a `Decision`
+tensor_moved = Event()  # a DTensor was redistributed: the source and the result
+tensor_entered = Event()  # a DTensor was made of what is no DTensor: the tensor
+
+
+class Interception:
+    """Functions around one method of a class, on every thread: `around(run, *args, **kwargs)`, the first outermost.
+
+    Args:
+        owner: the class.
+        name: its method.
+    """
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name, self.original = owner, name, owner.__dict__[name]
+        self.function: Callable[..., Any] = getattr(self.original, "__func__", self.original)
+        self._around: list[Callable[..., Any]] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is put around the method."""
+        return bool(self._around)
+
+    def add(self, around: Callable[..., Any], *, outermost: bool = False) -> None:
+        """Put a function around the method."""
+        self._around.insert(0 if outermost else len(self._around), around)
+        self._put()
+
+    def remove(self, around: Callable[..., Any]) -> None:
+        """Take a function away again."""
+        self._around.remove(around)
+        self._put()
+
+    def _put(self) -> None:
+        method: Any = self.original
+        if self._around:
+
+            @functools.wraps(self.function)
+            def intercepted(*args: Any, **kwargs: Any) -> Any:
+                return self._run(tuple(self._around), *args, **kwargs)
+
+            kind = type(self.original)
+            method = kind(intercepted) if kind in (classmethod, staticmethod) else intercepted
+        setattr(self.owner, self.name, method)
+
+    def _run(self, around: tuple[Callable[..., Any], ...], *args: Any, **kwargs: Any) -> Any:
+        if not around:
+            return self.function(*args, **kwargs)
+        return around[0](functools.partial(self._run, around[1:]), *args, **kwargs)
+
+
+# ---------------------------------------------------------------- the user's line
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DEMO = os.path.join(_OURS, "demo") + os.sep
+LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether code of this file is ours or torch's, or made at run time: no line of the user's. The demo is a user."""
+    return filename.startswith(LIBRARIES) and not filename.startswith(_DEMO)
+
+
+def user_frame(frame: FrameType | None = None, passing: Callable[[FrameType], None] | None = None) -> FrameType | None:
+    """The innermost frame of the user's own code; None on a thread that has none, as autograd's.
+
+    Args:
+        frame: where to begin; the caller by default.
+        passing: called with each frame of a library on the way.
+    """
+    found = frame if frame is not None else sys._getframe(1)
+    while found is not None and is_library_file(found.f_code.co_filename):
+        if passing is not None:
+            passing(found)
+        found = found.f_back
+    return found
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """The line of the user's own code that is running, as `file:line`; "backward" where there is none."""
+    found = user_frame(frame if frame is not None else sys._getframe(1))
+    return "backward" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
