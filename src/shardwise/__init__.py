@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise import dlpack, jiterator, loading, optimizer_hook
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh, on_first_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
 from shardwise.errors import (
     AgreementError,
@@ -92,6 +92,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "UnsupportedError",
+    "Zigzag",
     "allow_implicit",
     "attention",
     "cache_info",

@@ -247,7 +247,7 @@ def _without_order(spec: DTensorSpec) -> DTensorSpec | None:
     placements = list(spec.placements)
     for dim, axes in spec.shard_order:
         for at, axis in enumerate(axes):
-            if isinstance(placements[axis], StridedShard):
+            if not isinstance(placements[axis], Shard):
                 return None
             rows = math.prod(spec.mesh.shape[a] for a in axes[:at] if a > axis)
             placements[axis] = Shard(dim) if rows == 1 else StridedShard(dim, rows)

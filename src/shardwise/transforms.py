@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.torch_private import functorch, temporarily_clear_interpreter_stack, transforms_active
@@ -89,8 +89,7 @@ def visible_spec(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
     meta = spec.tensor_meta
     place = {dim: position for position, dim in enumerate(dims)}
     placements = tuple(
-        Replicate() if isinstance(p, Shard | StridedShard) and p.dim not in place else _on_dim(p, place)
-        for p in spec.placements
+        Replicate() if isinstance(p, AnyShard) and p.dim not in place else _on_dim(p, place) for p in spec.placements
     )
     seen = TensorMeta([meta.shape[d] for d in dims], [meta.stride[d] for d in dims], meta.dtype)
     return DTensorSpec.from_dim_axes(spec.mesh, placements, seen, [spec.dim_axes[dim] for dim in dims])
@@ -120,13 +119,7 @@ def with_batch_dim(spec: DTensorSpec, dim: int, meta: TensorMeta, like: DTensorS
 
 def _on_dim(placement: Placement, place: dict[int, int]) -> Placement:
     """The placement of a tensor whose dims have moved."""
-    match placement:
-        case StridedShard(dim=dim, split_factor=rows):
-            return StridedShard(place[dim], rows)
-        case Shard(dim=dim):
-            return Shard(place[dim])
-        case _:
-            return placement
+    return placement.on_dim(place[placement.dim]) if isinstance(placement, AnyShard) else placement
 
 
 def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Partial, Placement, Replicate, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from tests.pure.strategies import KINDS, LAYOUT_KINDS, composite, placements, shard_orders, sizes
 
@@ -65,7 +65,7 @@ def spec_pairs(
 
 def _reachable(old: Placement, new: Placement) -> Placement:
     """Nothing that is sharded becomes Partial."""
-    return Replicate() if isinstance(new, Partial) and isinstance(old, Shard | StridedShard) else new
+    return Replicate() if isinstance(new, Partial) and isinstance(old, AnyShard) else new
 
 
 def plain_pairs(**options: object) -> st.SearchStrategy[tuple[DTensorSpec, DTensorSpec]]:
@@ -83,9 +83,15 @@ def held(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[list[int], ...]:
         indices = torch.arange(size)
         for axis in dict(spec.shard_order).get(dim, ()):
             placement = spec.placements[axis]
-            rows = placement.split_factor if isinstance(placement, StridedShard) else 1
-            cut = [_chunk(row, spec.mesh.shape[axis], coordinate[axis]) for row in indices.chunk(rows)]
-            indices = torch.cat(cut)
+            rows = placement.split_factor if isinstance(placement, StridedShard | Zigzag) else 1
+            parts, at = spec.mesh.shape[axis], coordinate[axis]
+            count, mine = parts, [at]
+            if isinstance(placement, Zigzag):
+                count, mine = 2 * parts, [at, 2 * parts - 1 - at]
+                if placement.blocks is not None:
+                    count = len(placement.blocks)
+                    mine = sorted(placement.blocks[at * count // parts : (at + 1) * count // parts])
+            indices = torch.cat([_chunk(row, count, block) for row in indices.chunk(rows) for block in mine])
         found.append(indices.tolist())
     return tuple(found)
 

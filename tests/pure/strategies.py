@@ -14,15 +14,25 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import REDUCE_OPS, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import (
+    REDUCE_OPS,
+    AnyShard,
+    MaskPartial,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+)
 from shardwise.core.spec import DTYPE_NAMES, DTensorSpec, TensorMeta
 
 AXIS_NAMES = ("dp", "tp", "cp", "ep")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KINDS = ("replicate", "shard", "strided", "partial", "mask")
-LAYOUT_KINDS = ("replicate", "shard", "strided")  # those that say where elements are
+KINDS = ("replicate", "shard", "strided", "zigzag", "partial", "mask")
+LAYOUT_KINDS = ("replicate", "shard", "strided", "zigzag")  # those that say where elements are
 
 
 def composite(build: Callable[Concatenate[DrawFn, P], T]) -> Callable[P, SearchStrategy[T]]:
@@ -96,7 +106,7 @@ def any_meshes() -> SearchStrategy[DeviceMesh]:
 def placements(draw: DrawFn, axes: int, ndim: int, *, kinds: Sequence[str] = KINDS) -> tuple[Placement, ...]:
     """A placement for each of `axes` that fits a tensor of `ndim` dims; reductions that may stand together."""
     reduce_op = draw(st.sampled_from(REDUCE_OPS))
-    usable = [kind for kind in kinds if ndim > 0 or kind not in ("shard", "strided")]
+    usable = [kind for kind in kinds if ndim > 0 or kind not in ("shard", "strided", "zigzag")]
     if reduce_op not in ("sum", "avg"):
         usable = [kind for kind in usable if kind != "mask"]
 
@@ -106,6 +116,8 @@ def placements(draw: DrawFn, axes: int, ndim: int, *, kinds: Sequence[str] = KIN
                 return Shard(draw(st.integers(0, ndim - 1)))
             case "strided":
                 return StridedShard(draw(st.integers(0, ndim - 1)), draw(st.integers(1, 4)))
+            case "zigzag":
+                return Zigzag(draw(st.integers(0, ndim - 1)), split_factor=draw(st.integers(1, 2)))
             case "partial":
                 return Partial(reduce_op)
             case "mask":
@@ -120,7 +132,7 @@ def axes_by_dim(given: Sequence[Placement]) -> dict[int, list[int]]:
     """For each dim that is split, the axes that split it, in the order of the mesh."""
     found: dict[int, list[int]] = {}
     for axis, placement in enumerate(given):
-        if isinstance(placement, Shard | StridedShard):
+        if isinstance(placement, AnyShard):
             found.setdefault(placement.dim, []).append(axis)
     return found
 

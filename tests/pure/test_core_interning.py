@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from shardwise.core.intern import Interned, pool_size
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import REDUCE_OPS, MaskPartial, Partial, Replicate, Shard, StridedShard
+from shardwise.core.placement import REDUCE_OPS, MaskPartial, Partial, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from shardwise.errors import LayoutError
 from tests.pure.strategies import any_meshes, specs
@@ -36,6 +36,8 @@ MAKERS: dict[str, Callable[[], Interned]] = {
     "Shard": lambda: Shard(3),
     "Shard from the end": lambda: Shard(-1),
     "StridedShard": lambda: StridedShard(1, 4),
+    "Zigzag": lambda: Zigzag(1),
+    "Zigzag of blocks": lambda: Zigzag(1, blocks=[1, 0, 3, 2], split_factor=2),
     "Replicate": Replicate,
     **{f"Partial {op}": lambda op=op: Partial(op) for op in REDUCE_OPS},
     "MaskPartial": MaskPartial,

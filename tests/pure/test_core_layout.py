@@ -11,13 +11,25 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
-from shardwise.core.layout import Block, Cut, Run, chunk, dense_strides, intersect, longest, normalize_dim, runs_of
+from shardwise.core.layout import (
+    Block,
+    Cut,
+    Division,
+    Run,
+    chunk,
+    dense_strides,
+    intersect,
+    longest,
+    normalize_dim,
+    runs_of,
+)
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError
-from tests.pure.strategies import LAYOUT_KINDS, shapes, specs
+from tests.pure.strategies import LAYOUT_KINDS, composite, shapes, specs
 
 layouts = specs(kinds=LAYOUT_KINDS)
 few = settings(max_examples=50)
@@ -66,6 +78,9 @@ def expected_local(tensor: torch.Tensor, spec: DTensorSpec, coordinate: tuple[in
             if isinstance(placement, StridedShard):
                 rows = tensor.chunk(placement.split_factor, dim)
                 tensor = torch.cat([chunk_of(row, parts, dim, index) for row in rows], dim)
+            elif isinstance(placement, Zigzag):
+                rows, ends = tensor.chunk(placement.split_factor, dim), (index, 2 * parts - 1 - index)
+                tensor = torch.cat([chunk_of(row, 2 * parts, dim, block) for row in rows for block in ends], dim)
             else:
                 tensor = chunk_of(tensor, parts, dim, index)
     return tensor
@@ -210,12 +225,24 @@ def test_chunk_is_torch_chunk(size: int, parts: int) -> None:
         assert torch.equal(whole.narrow(0, start, length), chunk_of(whole, parts, 0, index))
 
 
-cuts = st.lists(
-    st.integers(1, 4).flatmap(
-        lambda parts: st.builds(Cut, st.just(parts), st.integers(0, parts - 1), st.none() | st.integers(1, 4))
-    ),
-    max_size=3,
-).map(tuple)
+@composite
+def divisions(draw: DrawFn) -> Division:
+    """Ordinary divisions, by rows, and by permutations of one to three blocks for each part."""
+    parts = draw(st.integers(1, 4))
+    rows = draw(st.none() | st.integers(1, 4))
+    if rows is None or draw(st.booleans()):
+        return Division(parts, rows)
+    return Division(parts, rows, tuple(draw(st.permutations(range(parts * draw(st.integers(1, 3)))))))
+
+
+@composite
+def nested_cuts(draw: DrawFn) -> tuple[Cut, ...]:
+    """Up to three cuts, major first."""
+    found = draw(st.lists(divisions(), max_size=3))
+    return tuple(Cut(d.parts, draw(st.integers(0, d.parts - 1)), d.rows, d.blocks) for d in found)
+
+
+cuts = nested_cuts()
 
 
 @few
@@ -229,10 +256,10 @@ def test_intersect_finds_the_common_indices(size: int, cuts_a: tuple[Cut, ...], 
     assert all(length for *_, length in pieces)
 
 
-@given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 5), st.none() | st.integers(1, 4)), max_size=3))
-def test_the_longest_part_is_the_longest_of_all(size: int, splits: list[tuple[int, int | None]]) -> None:
-    choices = itertools.product(*(range(parts) for parts, _ in splits))
-    cuts = [tuple(Cut(n, at, rows) for (n, rows), at in zip(splits, chosen, strict=True)) for chosen in choices]
+@given(st.integers(0, 40), st.lists(divisions(), max_size=3))
+def test_the_longest_part_is_the_longest_of_all(size: int, splits: list[Division]) -> None:
+    choices = itertools.product(*(range(split.parts) for split in splits))
+    cuts = [tuple(Cut(n, at, *how) for (n, *how), at in zip(splits, chosen, strict=True)) for chosen in choices]
     assert longest(size, splits) == max(sum(run.length for run in runs_of(size, each)) for each in cuts)
 
 

@@ -19,6 +19,7 @@ from shardwise.core.placement import (
     Replicate,
     Shard,
     StridedShard,
+    Zigzag,
     as_placement,
 )
 from shardwise.core.spec import DTYPE_NAMES, DTensorSpec, ShardOrderEntry, TensorMeta, checked_placements, dtype_name
@@ -47,6 +48,7 @@ def spec(placements: Any, shape: tuple[int, ...] = (8, 32), order: Any = None, m
         (spec([Shard(0), Shard(0)], order=[(0, ("tp", "dp"))]), "f32[8,32] dp:S0 tp:S0 order 0:tp>dp"),
         (spec([Shard(0), Shard(1)], order=[(1, ("tp",))]), "f32[8,32] dp:S0 tp:S1"),
         (spec([StridedShard(1, 4), Partial("max")]), "f32[8,32] dp:S1/4 tp:P(max)"),
+        (spec([Zigzag(1), Zigzag(0, split_factor=2)]), "f32[8,32] dp:Z1 tp:Z0/2"),
         (spec([Partial(), MaskPartial()]), "f32[8,32] dp:P tp:M"),
         (spec([Partial("avg"), R], ()), "f32[] dp:P(avg) tp:R"),
         (spec([Shard(0), R], (0, 1)), "f32[0,1] dp:S0 tp:R"),
@@ -93,7 +95,7 @@ def test_what_a_spec_knows(spec: DTensorSpec) -> None:
     assert spec.partial_axes == tuple(a for a, p in enumerate(spec.placements) if p.is_partial())
     assert spec.is_replicated == all(p.is_replicate() for p in spec.placements)
     for axis, placement in enumerate(spec.placements):
-        assert spec.rows(axis) == (placement.split_factor if isinstance(placement, StridedShard) else None)
+        assert spec.rows(axis) == (placement.split_factor if isinstance(placement, StridedShard | Zigzag) else None)
 
 
 @given(specs())
@@ -101,6 +103,8 @@ def test_dims_counted_from_the_end_are_the_same_dims(spec: DTensorSpec) -> None:
     def from_the_end(placement: Placement) -> Placement:
         if isinstance(placement, StridedShard):
             return StridedShard(placement.dim - spec.ndim, placement.split_factor)
+        if isinstance(placement, Zigzag):
+            return Zigzag(placement.dim - spec.ndim, placement.blocks, placement.split_factor)
         return Shard(placement.dim - spec.ndim) if isinstance(placement, Shard) else placement
 
     again = [from_the_end(placement) for placement in spec.placements]

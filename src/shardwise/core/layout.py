@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 __all__ = [
     "Block",
     "Cut",
+    "Division",
     "EqualChunks",
     "Level",
     "Run",
     "Segment",
     "Window",
     "block_of",
+    "blocks_of_parts",
     "chunk",
     "dense_strides",
     "equal_chunks",
@@ -78,12 +80,23 @@ class Window(NamedTuple):
 class Cut(NamedTuple):
     """One splitting of what is left of a dim: into `parts`, of which `index` is kept.
 
-    `rows` is None for an ordinary cut. Otherwise what is left consists of that many rows, and each row is split.
+    `rows` is None for an ordinary cut. Otherwise what is left consists of that many rows, and each row is split. With
+    `blocks` a row is cut into as many blocks, and part `i` of `parts` is made of the i-th group of `blocks`, equally
+    many in each, in the order of the row.
     """
 
     parts: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index, which nobody needs here
     rows: int | None = None
+    blocks: tuple[int, ...] | None = None
+
+
+class Division(NamedTuple):
+    """How a dim is cut, whichever part is kept: a `Cut` without its index."""
+
+    parts: int
+    rows: int | None = None
+    blocks: tuple[int, ...] | None = None
 
 
 class Block(NamedTuple):
@@ -118,6 +131,8 @@ def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
         (Run(start=5, length=5),)
         >>> runs_of(10, (Cut(2, 0, rows=2),))  # two rows of five, each split in two
         (Run(start=0, length=3), Run(start=5, length=3))
+        >>> runs_of(8, (Cut(2, 0, rows=1, blocks=(0, 3, 1, 2)),))  # the first and the last of four blocks
+        (Run(start=0, length=2), Run(start=6, length=2))
     """
     runs: tuple[Run, ...] = (Run(0, size),)
     for cut in cuts:
@@ -126,10 +141,29 @@ def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
             wanted = [chunk(length, cut.parts, cut.index)]
         else:
             rows = (chunk(length, cut.rows, row) for row in range(cut.rows))
-            parts = ((row.start, chunk(row.length, cut.parts, cut.index)) for row in rows)
+            parts = ((row.start, part) for row in rows for part in _parts_of_row(row.length, cut))
             wanted = [Run(start + part.start, part.length) for start, part in parts]
         runs = _pick(runs, wanted)
     return runs
+
+
+def _parts_of_row(length: int, cut: Cut) -> list[Run]:
+    """The runs of a row that are kept."""
+    if cut.blocks is None:
+        return [chunk(length, cut.parts, cut.index)]
+    return [chunk(length, len(cut.blocks), block) for block in blocks_of_parts(cut.parts, cut.blocks)[cut.index]]
+
+
+@lru_cache(maxsize=256)
+def blocks_of_parts(parts: int, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The blocks that each part is made of, in ascending order.
+
+    Example:
+        >>> blocks_of_parts(2, (3, 0, 1, 2))
+        ((0, 3), (1, 2))
+    """
+    each = len(blocks) // parts
+    return tuple([tuple(sorted(blocks[part * each : (part + 1) * each])) for part in range(parts)])
 
 
 def nested_chunk(size: int, parts: Iterable[tuple[int, int]]) -> Run:
@@ -244,34 +278,39 @@ def whole_block(shape: Sequence[int]) -> Block:
     return block_of(shape, tuple([(Run(0, size),) for size in shape]))
 
 
-def longest(size: int, splits: Sequence[tuple[int, int | None]]) -> int:
-    """The most indices of a dim of `size` that any coordinate holds after it is split into `(parts, rows)` each time.
+def longest(size: int, divisions: Sequence[Division]) -> int:
+    """The most indices of a dim of `size` that any coordinate holds after it is divided so, major first.
 
-    Of ordinary cuts the first part is the longest. A strided one may leave more of a shorter block, so there all count.
+    Of ordinary cuts the first part is the longest. Others may leave more of a shorter block, so there all count.
 
     Example:
-        >>> longest(7, [(2, None), (2, 3)])  # 4 and 3 indices, as 2 + 2 + 0 and 1 + 1 + 1, of which the first halves
+        >>> longest(7, [Division(2), Division(2, 3)])  # 4 and 3 indices: 2 + 2 + 0 and 1 + 1 + 1; the first halves
         3
     """
-    if not any(rows for _, rows in splits):
-        for parts, _ in splits:
-            size = -(-size // parts)
+    if not any(division.rows for division in divisions):
+        for division in divisions:
+            size = -(-size // division.parts)
         return size
     lengths = {size}
-    for parts, rows in splits:
-        lengths = {length for n in lengths for length in _part_lengths(n, parts, rows or 1)}
+    for division in divisions:
+        lengths = {length for n in lengths for length in _part_lengths(n, division)}
     return max(lengths)
 
 
-def _part_lengths(size: int, parts: int, rows: int) -> set[int]:
+@lru_cache(maxsize=1024)
+def _part_lengths(size: int, division: Division) -> frozenset[int]:
     """The different lengths of the parts into which each of the rows of a dim is split. Rows are alike but the last."""
+    parts, rows = division.parts, division.rows or 1
     row = max(-(-size // rows), 1)
     full, last = divmod(size, row)
+    if division.blocks is not None:
+        cuts = [Cut(parts, index, rows, division.blocks) for index in range(parts)]
+        return frozenset(full * _length(_parts_of_row(row, c)) + _length(_parts_of_row(last, c)) for c in cuts)
     ends = {0}  # the parts of a row are alike up to one of these
     for length in (row, last):
         step = max(-(-length // parts), 1)
         ends.update((length // step, length // step + 1))
-    return {full * chunk(row, parts, at).length + chunk(last, parts, at).length for at in ends if at < parts}
+    return frozenset(full * chunk(row, parts, at).length + chunk(last, parts, at).length for at in ends if at < parts)
 
 
 def _length(runs: Iterable[Run]) -> int:

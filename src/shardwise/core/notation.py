@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import (
     DTYPE_NAMES,
     DTensorSpec,
@@ -41,7 +41,9 @@ _DTYPES = {
 _NUMBER = re.compile(r"\d{1,18}")
 _WORD = re.compile(r"\S+")
 _META = re.compile(r"\s*(?P<dtype>[a-z0-9_]+)\[(?P<sizes>[^\]]*)\]")
-_PLACEMENT = re.compile(r"(?P<kind>[A-Z])(?:(?P<dim>-?\d{1,18})(?:/(?P<rows>\d{1,18}))?|\((?P<op>\w*)\))?")
+_PLACEMENT = re.compile(
+    r"(?P<kind>[A-Z])(?P<dim>-?\d{1,18})?(?:/(?P<rows>\d{1,18}))?(?:\((?P<blocks>\d{1,18}(?:,\d{1,18})*)\)|\((?P<op>\w*)\))?"
+)
 
 
 def parse_spec(text: str, mesh: DeviceMesh, *, meta: TensorMeta | None = None, start: int = 0) -> DTensorSpec:
@@ -117,7 +119,7 @@ def _placements(text: str, words: Sequence[Word], mesh: DeviceMesh, ndim: int | 
             raise NotationError.at(text, at, f"axis {mesh.axis_name(axis)} is named twice")
         with _pointing_at(text, at + len(name) + len(colon)):
             placement = _placement(value)
-            if ndim is not None and isinstance(placement, Shard | StridedShard):
+            if ndim is not None and isinstance(placement, AnyShard):
                 placement = with_dim_from_front(placement, mesh, axis, ndim)
         placements[axis] = placement
     return [placements.get(axis, Replicate()) for axis in range(mesh.ndim)]
@@ -163,20 +165,22 @@ def _axis(text: str, at: int, name: str, mesh: DeviceMesh) -> int:
 
 def _placement(word: str) -> Placement:
     found = _PLACEMENT.fullmatch(word)
-    match found and found.group("kind", "dim", "rows", "op"):
-        case "S", str(dim), None, None:
+    match found and found.group("kind", "dim", "rows", "blocks", "op"):
+        case "S", str(dim), None, None, None:
             return Shard(int(dim))
-        case "S", str(dim), str(rows), None:
+        case "S", str(dim), str(rows), None, None:
             return StridedShard(int(dim), int(rows))
-        case "R", None, None, None:
+        case "Z", str(dim), rows, blocks, None:
+            return Zigzag(int(dim), None if blocks is None else map(int, blocks.split(",")), int(rows or 1))
+        case "R", None, None, None, None:
             return Replicate()
-        case "M", None, None, None:
+        case "M", None, None, None, None:
             return MaskPartial()
-        case "P", None, None, reduce_op:
+        case "P", None, None, None, reduce_op:
             return Partial(reduce_op or "sum")
         case _:
             raise ShardwiseError(
-                f"expected a placement, found {word!r}", hint="R, S<dim>, S<dim>/<rows>, P, P(max) or M"
+                f"expected a placement, found {word!r}", hint="R, S<dim>, S<dim>/<rows>, Z<dim>, P, P(max) or M"
             )
 
 

@@ -1,4 +1,4 @@
-"""How a tensor lies along ONE mesh axis: Shard, StridedShard, Replicate, Partial, MaskPartial.
+"""How a tensor lies along ONE mesh axis: Shard, StridedShard, Zigzag, Replicate, Partial, MaskPartial.
 
 Pure data. Knows nothing of meshes, of communication, or of torch's own placements beyond their field names.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, SupportsIndex
+from collections.abc import Iterable
+from typing import Any, Self, SupportsIndex
 
 from shardwise.core.intern import Interned
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import LayoutError
 
 __all__ = [
-    "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "as_placement", "norm_of",
-    "norm_order",
+    "AnyShard", "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "Zigzag", "as_placement",
+    "norm_of", "norm_order",
 ]  # fmt: skip
 
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "min", "max", "product")
@@ -44,7 +45,21 @@ class Placement(Interned):
 
 
 @constant_to_compilers
-class Shard(Placement):
+class AnyShard(Placement):
+    """Base of the placements that split a dim: `Shard`, `StridedShard`, `Zigzag`."""
+
+    __slots__ = ("dim",)
+    dim: int
+
+    def on_dim(self, dim: int) -> Self:
+        """The same split of another dim."""
+        if dim == self.dim:
+            return self
+        return self._intern(dim, *[getattr(self, name) for name in self._fields[1:]])
+
+
+@constant_to_compilers
+class Shard(AnyShard):
     """Dim `dim` is split over the axis in the manner of `torch.chunk`: ceil-sized blocks, then short or empty ones.
 
     Args:
@@ -55,9 +70,8 @@ class Shard(Placement):
         (True, True, False)
     """
 
-    __slots__ = ("dim",)
+    __slots__ = ()
     _fields = ("dim",)
-    dim: int
 
     def __new__(cls, dim: SupportsIndex) -> Shard:
         return cls._intern(_as_int(dim, "Shard", "dim"))
@@ -73,7 +87,7 @@ class Shard(Placement):
 
 
 @constant_to_compilers
-class StridedShard(Placement):
+class StridedShard(AnyShard):
     """Dim `dim` is a flattened pair (`split_factor` x rest) and the minor part, the rest, is split over the axis.
 
     This is what a `[B, T, D]` tensor sharded on T becomes when it is viewed as `[B*T, D]`: each rank holds a piece of
@@ -89,25 +103,75 @@ class StridedShard(Placement):
         StridedShard(0, split_factor=4)
     """
 
-    __slots__ = ("dim", "split_factor")
+    __slots__ = ("split_factor",)
     _fields = ("dim", "split_factor")
-    dim: int
     split_factor: int
 
     def __new__(cls, dim: SupportsIndex, split_factor: SupportsIndex) -> StridedShard:
-        factor = _as_int(split_factor, "StridedShard", "split_factor")
-        if factor < 1:
-            raise LayoutError(
-                f"StridedShard needs a split_factor of at least 1, got {factor}",
-                hint="it counts the rows that the dim consists of; 1 is a plain Shard",
-            )
-        return cls._intern(_as_int(dim, "StridedShard", "dim"), factor)
+        return cls._intern(_as_int(dim, "StridedShard", "dim"), _as_rows(split_factor, "StridedShard"))
 
     def _derive(self) -> None:
         object.__setattr__(self, "short", f"S{self.dim}/{self.split_factor}")
 
     def __repr__(self) -> str:
         return f"StridedShard({self.dim}, split_factor={self.split_factor})"
+
+
+@constant_to_compilers
+class Zigzag(AnyShard):
+    """Dim `dim` is cut into blocks, two for each rank, and a rank holds one from the front and one from the back.
+
+    Of `2 * n` blocks in the manner of `torch.chunk`, rank `r` of `n` holds the blocks `r` and `2 * n - 1 - r`, in this
+    order. Under a causal mask every rank then has the same work. Values of operators are those of one device, as with
+    any other placement.
+
+    Args:
+        dim: the tensor's dim.
+        blocks: another assignment: all blocks in the order of the ranks, equally many for each. A rank holds its
+            blocks in the order of the tensor.
+        split_factor: how many rows the dim consists of, each of which is cut so; more than one where dims have been
+            flattened.
+
+    Example:
+        >>> Zigzag(1), Zigzag(0, blocks=(0, 3, 1, 2))
+        (Zigzag(1), Zigzag(0, blocks=(0, 3, 1, 2)))
+    """
+
+    __slots__ = ("blocks", "split_factor")
+    _fields = ("dim", "blocks", "split_factor")
+    blocks: tuple[int, ...] | None
+    split_factor: int
+
+    def __new__(
+        cls, dim: SupportsIndex, blocks: Iterable[SupportsIndex] | None = None, split_factor: SupportsIndex = 1
+    ) -> Zigzag:
+        order = None if blocks is None else tuple([_as_int(block, "Zigzag", "block") for block in blocks])
+        if order is not None and (not order or sorted(order) != list(range(len(order)))):
+            raise LayoutError(
+                f"Zigzag needs each block once, got blocks={order}", hint="a permutation, as in blocks=(0, 3, 1, 2)"
+            )
+        return cls._intern(_as_int(dim, "Zigzag", "dim"), order, _as_rows(split_factor, "Zigzag"))
+
+    def _derive(self) -> None:
+        rows = "" if self.split_factor == 1 else f"/{self.split_factor}"
+        order = "" if self.blocks is None else f"({','.join(map(str, self.blocks))})"
+        object.__setattr__(self, "short", f"Z{self.dim}{rows}{order}")
+
+    def blocks_over(self, ranks: int) -> tuple[int, ...]:
+        """The blocks in the order of so many ranks, equally many for each.
+
+        Example:
+            >>> Zigzag(0).blocks_over(3)
+            (0, 5, 1, 4, 2, 3)
+        """
+        if self.blocks is not None:
+            return self.blocks
+        return tuple([block for rank in range(ranks) for block in (rank, 2 * ranks - 1 - rank)])
+
+    def __repr__(self) -> str:
+        order = "" if self.blocks is None else f", blocks={self.blocks}"
+        rows = "" if self.split_factor == 1 else f", split_factor={self.split_factor}"
+        return f"Zigzag({self.dim}{order}{rows})"
 
 
 @constant_to_compilers
@@ -230,6 +294,16 @@ def _as_int(value: Any, where: str, what: str) -> int:
     raise LayoutError(f"{where} needs an integer {what}, got {value!r}", hint=f"as in {what}=1")
 
 
+def _as_rows(split_factor: Any, where: str) -> int:
+    factor = _as_int(split_factor, where, "split_factor")
+    if factor < 1:
+        raise LayoutError(
+            f"{where} needs a split_factor of at least 1, got {factor}",
+            hint="it counts the rows that the dim consists of; 1 for a dim that is one row",
+        )
+    return factor
+
+
 def as_placement(value: object) -> Placement:
     """Our placement for `value`: itself, or the translation of one of torch's own placement objects.
 
@@ -261,5 +335,6 @@ def as_placement(value: object) -> Placement:
             case _:
                 pass
     raise LayoutError(
-        f"{value!r} is not a placement", hint="use Shard(dim), Replicate(), Partial(reduce_op) or StridedShard(...)"
+        f"{value!r} is not a placement",
+        hint="use Shard(dim), Replicate(), Partial(reduce_op), StridedShard(...) or Zigzag(dim)",
     )

@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, SupportsIndex, TypeGuard
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from shardwise.core.intern import Interned
 from shardwise.core.layout import (
     Block,
     Cut,
+    Division,
     Run,
     block_of,
     dense_strides,
@@ -28,13 +29,12 @@ from shardwise.core.layout import (
 )
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import constant_to_compilers
-from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement
+from shardwise.core.placement import AnyShard, Partial, Placement, Replicate, StridedShard, Zigzag, as_placement
 from shardwise.core.symbolic import has_symbols, hinted, settled, specialized, unrecorded
 from shardwise.errors import LayoutError
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
 
-SHARDS = (Shard, StridedShard)
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -169,10 +169,6 @@ def _rank_names(count: int) -> list[str]:
     return [f"_t{rank}" for rank in range(count)]
 
 
-def _is_strided(placement: Placement) -> TypeGuard[StridedShard]:
-    return isinstance(placement, StridedShard)
-
-
 @constant_to_compilers
 class DTensorSpec(Interned):
     """How one global tensor lies over a mesh: a placement for each axis, and which axis splits a dim first.
@@ -216,7 +212,7 @@ class DTensorSpec(Interned):
     context: Context  # all but the metadata
     # what compilers guard of a tensor: where its local, or each virtual rank's, is; the context
     flattened: tuple[list[str], tuple[Any, ...]]
-    is_strided: bool  # whether some placement is a StridedShard
+    is_strided: bool  # whether some placement may leave a rank several runs of a dim: it is no `Shard`
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
 
@@ -271,7 +267,7 @@ class DTensorSpec(Interned):
         put(self, "is_replicated", not by_dim and not self.partial_axes)
         stride = self.tensor_meta.stride
         put(self, "is_lazy", bool(self.broadcast) and any(_is_stored(stride[dim]) for dim in self.broadcast))
-        put(self, "is_strided", any(isinstance(p, StridedShard) for p in placements))
+        put(self, "is_strided", any(isinstance(p, StridedShard | Zigzag) for p in placements))
         by_rank = self.mesh.fabric == "virtual" and self._is_uneven()
         flattened = (_rank_names(self.mesh.grid_size), ByRank(self.context)) if by_rank else (_LOCAL, self.context)
         put(self, "flattened", flattened)
@@ -281,9 +277,8 @@ class DTensorSpec(Interned):
     def _is_uneven(self) -> bool:
         """Whether some ranks' parts may differ in shape. A symbolic size that is sharded divides evenly."""
         for dim, axes in self.shard_order:
-            size, parts = self.shape[dim], math.prod(self.mesh.shape[axis] for axis in axes)
-            rows = math.prod(p.split_factor for p in map(self.placements.__getitem__, axes) if _is_strided(p))
-            if isinstance(size, int) and size % (parts * rows):
+            pieces = [(d.rows or 1) * (len(d.blocks) if d.blocks else d.parts) for d in map(self.division, axes)]
+            if isinstance(size := self.shape[dim], int) and size % math.prod(pieces):
                 return True
         return False
 
@@ -310,7 +305,8 @@ class DTensorSpec(Interned):
                 return (equal,)
             (size,) = specialized((size,))
         if self.is_strided:
-            return runs_of(size, tuple([Cut(sizes[a], coordinate[a], self.rows(a)) for a in axes]))
+            each = [(self.division(a), coordinate[a]) for a in axes]
+            return runs_of(size, tuple([Cut(d.parts, index, d.rows, d.blocks) for d, index in each]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
     def starts_and_lengths(self, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -353,9 +349,14 @@ class DTensorSpec(Interned):
         return coordinate
 
     def rows(self, axis: int) -> int | None:
-        """The split factor of a `StridedShard` on `axis`, None for any other placement."""
+        """The split factor of a `StridedShard` or `Zigzag` on `axis`, None for any other placement."""
         placement = self.placements[axis]
-        return placement.split_factor if isinstance(placement, StridedShard) else None
+        return placement.split_factor if isinstance(placement, StridedShard | Zigzag) else None
+
+    def division(self, axis: int) -> Division:
+        """How `axis` cuts the dim that it splits."""
+        placement, parts = self.placements[axis], self.mesh.shape[axis]
+        return Division(parts, self.rows(axis), placement.blocks_over(parts) if isinstance(placement, Zigzag) else None)
 
     def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
         """The shape of what the rank at `coordinate` holds."""
@@ -391,8 +392,8 @@ class DTensorSpec(Interned):
         """The most indices of each dim that any rank holds; of symbolic sizes, for the inputs at hand."""
         found = self._largest
         if found is None:
-            splits = [[(self.mesh.shape[a], self.rows(a)) for a in axes] for axes in self.dim_axes]
-            found = tuple(map(longest, self.tensor_meta.hinted().shape, splits))
+            divisions = [[self.division(a) for a in axes] for axes in self.dim_axes]
+            found = tuple(map(longest, self.tensor_meta.hinted().shape, divisions))
             object.__setattr__(self, "_largest", found)
         return found
 
@@ -494,7 +495,7 @@ def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
     """
     by_dim: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
-        if isinstance(placement, SHARDS):
+        if isinstance(placement, AnyShard):
             by_dim[placement.dim] = (*by_dim.get(placement.dim, ()), axis)
     return tuple([ShardOrderEntry(dim, by_dim[dim]) for dim in sorted(by_dim)])
 
@@ -515,8 +516,10 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
             hint="give one placement for each axis of the mesh",
         )
     for axis, placement in enumerate(kept):
-        if isinstance(placement, SHARDS) and not 0 <= placement.dim < ndim:
-            kept[axis] = with_dim_from_front(placement, mesh, axis, ndim)
+        if isinstance(placement, AnyShard) and not 0 <= placement.dim < ndim:
+            kept[axis] = placement = with_dim_from_front(placement, mesh, axis, ndim)
+        if isinstance(placement, Zigzag) and placement.blocks is not None:
+            kept[axis] = _with_blocks_over(placement, mesh, axis)
     reductions = {p.reduce_op for p in kept if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
         raise LayoutError(
@@ -526,7 +529,20 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
     return tuple(kept)
 
 
-def with_dim_from_front(placement: Shard | StridedShard, mesh: DeviceMesh, axis: int, ndim: int) -> Placement:
+def _with_blocks_over(placement: Zigzag, mesh: DeviceMesh, axis: int) -> Placement:
+    """The placement of `axis`, by its short name if its blocks are the usual ones; an error if they do not fit."""
+    assert placement.blocks is not None
+    blocks, ranks = len(placement.blocks), mesh.shape[axis]
+    if blocks % ranks:
+        raise LayoutError(
+            f"{placement!r} on axis {mesh.axis_name(axis)!r}: {blocks} blocks for {ranks} ranks",
+            hint="give every rank equally many blocks",
+        )
+    usual = Zigzag(placement.dim, None, placement.split_factor)
+    return usual if usual.blocks_over(ranks) == placement.blocks else placement
+
+
+def with_dim_from_front(placement: AnyShard, mesh: DeviceMesh, axis: int, ndim: int) -> AnyShard:
     """The placement of `axis` with its dim counted from the front, or an error if a tensor of `ndim` dims lacks it."""
     dim = normalize_dim(placement.dim, ndim)
     if dim is None:
@@ -534,9 +550,7 @@ def with_dim_from_front(placement: Shard | StridedShard, mesh: DeviceMesh, axis:
             f"{placement!r} on axis {mesh.axis_name(axis)!r}: {_dims(ndim)}",
             hint="use Replicate() here" if ndim == 0 else f"shard one of its {ndim} dims, or use Replicate()",
         )
-    if dim == placement.dim:
-        return placement
-    return StridedShard(dim, placement.split_factor) if isinstance(placement, StridedShard) else Shard(dim)
+    return placement.on_dim(dim)
 
 
 def checked_order(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.placement import Partial, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Partial, Replicate, Shard
 from shardwise.tensor import DTensor
 
 __all__ = [
@@ -27,7 +27,7 @@ def split_axes(x: Any, dims: Sequence[int]) -> list[int]:
 
 
 def _axes_on(placements: Sequence[Any], dims: Sequence[int]) -> list[int]:
-    return [a for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in dims]
+    return [a for a, p in enumerate(placements) if isinstance(p, AnyShard) and p.dim in dims]
 
 
 def settled(x: Any, dims: Sequence[int] = ()) -> Any:
@@ -87,5 +87,5 @@ def statistic_of(value: Any, x: Any, dims: Sequence[int]) -> Any:
     """A statistic over `dims` of `x`, laid out as `x` is in the others."""
     if not isinstance(value, DTensor) or not isinstance(x, DTensor):
         return value
-    wanted = [Replicate() if isinstance(p, Shard | StridedShard) and p.dim in dims else p for p in x.placements]
+    wanted = [Replicate() if isinstance(p, AnyShard) and p.dim in dims else p for p in x.placements]
     return moved_to(value, wanted)

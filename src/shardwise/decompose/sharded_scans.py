@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.placement import Replicate, Shard, StridedShard
+from shardwise.core.placement import Replicate, Shard
 from shardwise.decompose.layout_helpers import as_result, moved_to, settled, split_axes, widened
 from shardwise.decompose.sharded_extremes import at_extreme
 from shardwise.rules.dims import wrapped
@@ -41,7 +41,7 @@ def goes_by_parts(x: Any, dim: int, kind: str) -> bool:
     """Whether a dim falls into parts that follow each other, one on a rank, and totals can be told of them."""
     axes = split_axes(x, (dim,))
     totals = kind in ("sum", "product") or not x.is_complex()
-    return bool(axes) and totals and not any(isinstance(x.placements[a], StridedShard) for a in axes)
+    return bool(axes) and totals and all(isinstance(x.placements[a], Shard) for a in axes)
 
 
 def part_by_part(kind: str, x: Any, dim: int) -> Any:

@@ -103,7 +103,7 @@ class _Plan:
         """What a rank computes of a block. In a dry run all of it: one rank stands for the one that computes most."""
         if self.mesh.fabric == dry.name:
             rows, columns = (self.inputs[name].local_shape(coordinate)[SEQUENCE] for name in ("query", "key"))
-            return tiles(rows, columns, None)
+            return [tile.within(0, 0, self.pairs.key_runs[block][0].start) for tile in tiles(rows, columns, None)]
         return self.pairs.tiles(coordinate, block)
 
     def block_at(self, coordinate: Coordinate, turn: int) -> int:
@@ -116,7 +116,7 @@ class _Plan:
         for name in ("key", "value"):
             shape = list(self.inputs[name].local_shape(coordinate))
             if self.mesh.fabric != dry.name:
-                shape[SEQUENCE] = self.pairs.key_lengths[block]
+                shape[SEQUENCE] = self.pairs.length(block)
             size = torch.Size(shape).numel()
             found.append(flat.narrow(0, at, size).view(shape))
             at += size
@@ -218,7 +218,7 @@ def _forward(plan: _Plan, ranks: Ranks) -> list[Any]:
             if block is not None:
                 at = plan.block_at(coordinate, turn)
                 key, value = block
-                state.add(key, value, plan.pairs.key_starts[at], plan.tiles(coordinate, at))
+                state.add(key, value, plan.tiles(coordinate, at))
 
     unused = _circulate(plan, ranks, see)
     pairs = [state.results(given["value"].shape[-1]) for state, (_, given) in zip(states, ranks, strict=True)]
@@ -255,7 +255,7 @@ def _backward(plan: _Plan, ranks: Ranks) -> list[Any]:
                 continue
             at = plan.block_at(coordinate, turn)
             key, value = block
-            grads[coordinate] = list(state.add(key, value, plan.pairs.key_starts[at], plan.tiles(coordinate, at)))
+            grads[coordinate] = list(state.add(key, value, plan.tiles(coordinate, at)))
         if not turn:
             wide = states[0].grad_query.dtype
             sums.extend([grad.to(wide) for grad in pair] for pair in grads.values())

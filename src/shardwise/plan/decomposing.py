@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shardwise.core.placement import Shard, StridedShard
+from shardwise.core.placement import AnyShard
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OutputSharding
@@ -47,7 +47,7 @@ def _split_wrongly(sharding: OutputSharding, operand: int, spec: DTensorSpec) ->
     if factors is None:
         return {}
     allowed = [name is not None and name not in factors.whole | factors.barred for name in factors.operands[operand]]
-    shards = ((axis, p) for axis, p in enumerate(spec.placements) if isinstance(p, Shard | StridedShard))
+    shards = ((axis, p) for axis, p in enumerate(spec.placements) if isinstance(p, AnyShard))
     return {axis: placement.dim for axis, placement in shards if not allowed[placement.dim]}
 
 

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.core.layout import Division, blocks_of_parts
 from shardwise.core.mesh import DeviceMesh
-from shardwise.plan.state import Dims, Problem, Splits, common_beginning
+from shardwise.plan.state import Dims, Problem, Splits, common_beginning, division_of
 
 __all__ = ["missing"]
 
-Cuts = tuple[tuple[int, int], ...]  # (parts, rows) of each split of a dim, major first; 0 rows for a plain one
+Cuts = tuple[Division, ...]  # of each split of a dim, major first
 Places = Sequence[np.ndarray]  # for each cut which part ranks have: arrays that broadcast to all ranks looked at
 ROUNDING = 1e-12
 
@@ -90,7 +91,7 @@ def _cut_on_mesh(sizes: tuple[int, ...], splits: Splits) -> tuple[Cuts, Places]:
 
 def _cuts(sizes: tuple[int, ...], splits: Splits) -> Cuts:
     axes = len(sizes)
-    return tuple([(sizes[split % axes], split // axes) for split in splits])
+    return tuple([division_of(split // axes, sizes[split % axes]) for split in splits])
 
 
 def _missing_between_meshes(problem: Problem, dims: Dims) -> float:
@@ -121,7 +122,7 @@ def _positions_in_both(one: DeviceMesh, other: DeviceMesh) -> tuple[np.ndarray, 
 
 def _shared(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) -> np.ndarray:
     """How many indices of a dim ranks hold both ways of cutting it."""
-    if any(rows for _, rows in have + want):
+    if any(cut.rows for cut in have + want):
         return _shared_by_owners(size, have, having, want, wanting)
     start, stop = _extent(size, have, having)
     goal_start, goal_stop = _extent(size, want, wanting)
@@ -131,8 +132,8 @@ def _shared(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) 
 def _extent(size: int, cuts: Cuts, places: Places) -> tuple[np.ndarray | int, np.ndarray | int]:
     """Where the one run that plain cuts leave begins and ends."""
     start, length = 0, size
-    for (parts, _), place in zip(cuts, places, strict=True):
-        step = -(-length // parts)
+    for cut, place in zip(cuts, places, strict=True):
+        step = -(-length // cut.parts)
         begin = np.minimum(place * step, length)
         start, length = start + begin, np.minimum(step, length - begin)
     return start, start + length
@@ -140,7 +141,7 @@ def _extent(size: int, cuts: Cuts, places: Places) -> tuple[np.ndarray | int, np
 
 def _shared_by_owners(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) -> np.ndarray:
     pairs, lengths = _owner_pairs(size, have, want)
-    wanted = _owner(have, having) * math.prod([parts for parts, _ in want]) + _owner(want, wanting)
+    wanted = _owner(have, having) * math.prod([cut.parts for cut in want]) + _owner(want, wanting)
     at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
     return np.where(pairs[at] == wanted, lengths[at], 0)
 
@@ -148,8 +149,8 @@ def _shared_by_owners(size: int, have: Cuts, having: Places, want: Cuts, wanting
 def _owner(cuts: Cuts, places: Places) -> np.ndarray | int:
     """Which of all the parts ranks have, numbered with the first cut major."""
     number = 0
-    for (parts, _), place in zip(cuts, places, strict=True):
-        number = number * parts + place
+    for cut, place in zip(cuts, places, strict=True):
+        number = number * cut.parts + place
     return number
 
 
@@ -161,7 +162,7 @@ def _owner_pairs(size: int, have: Cuts, want: Cuts) -> tuple[np.ndarray, np.ndar
     bounds = np.union1d(starts, other_starts)
     before = owners[np.searchsorted(starts, bounds, side="right") - 1]
     after = other_owners[np.searchsorted(other_starts, bounds, side="right") - 1]
-    pairs, which = np.unique(before * math.prod([parts for parts, _ in want]) + after, return_inverse=True)
+    pairs, which = np.unique(before * math.prod([cut.parts for cut in want]) + after, return_inverse=True)
     lengths = np.diff(bounds, append=size)
     return pairs, np.bincount(which, lengths).astype(np.int64)
 
@@ -170,29 +171,42 @@ def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     """The dim as runs of indices that one part owns: where they begin, in order, and the owners."""
     start, inside, length = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, size)
     whole, owner = np.full(1, size), np.zeros(1, np.int64)  # the length and the number of the part a run belongs to
-    for parts, rows in cuts:
-        row_length = -(-whole // max(rows, 1))
+    for cut in cuts:
+        mine, owners, before = _blocks(cut)
+        row_length = -(-whole // max(cut.rows or 0, 1))
         at, row, start, inside, length = _split(start, inside, length, 0 * inside, row_length)
         whole, owner, row_length = whole[at], owner[at], row_length[at]
         row_start = row * row_length
-        step = -(-np.minimum(row_length, whole - row_start) // parts)
-        at, part, start, inside, length = _split(start, inside, length, row_start, step)
+        step = -(-np.minimum(row_length, whole - row_start) // len(owners))
+        at, block, start, inside, length = _split(start, inside, length, row_start, step)
         whole, owner, row_length = whole[at], owner[at], row_length[at]
         row, row_start, step = row[at], row_start[at], step[at]
-        # all rows are of one length but the last, which may be shorter
+        part = owners[block]
+        # all rows are of one length but the last, which may be shorter; blocks before this one are full
         full_rows, rest = whole // row_length, whole % row_length
-        of_full = _part_length(row_length, parts, part)
-        inside = inside - row_start - part * step + row * of_full
-        whole = full_rows * of_full + _part_length(rest, parts, part)
-        owner = owner * parts + part
+        of_full = _part_length(row_length, mine, part)
+        inside = inside - row_start - block * step + before[block] * step + row * of_full
+        whole = full_rows * of_full + _part_length(rest, mine, part)
+        owner = owner * cut.parts + part
     order = np.argsort(start)
     return start[order], owner[order]
 
 
-def _part_length(size: np.ndarray, parts: int, part: np.ndarray) -> np.ndarray:
-    """The length of one part of `torch.chunk`."""
-    step = -(-size // parts)
-    return np.clip(size - part * step, 0, step)
+@lru_cache(maxsize=256)
+def _blocks(cut: Division) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The blocks of each part; the part of each block; how many blocks of that part come before it."""
+    plain = cut.blocks is None
+    mine = np.arange(cut.parts)[:, None] if plain else np.array(blocks_of_parts(cut.parts, cut.blocks))
+    owners, before = np.empty(mine.size, np.int64), np.empty(mine.size, np.int64)
+    owners[mine] = np.arange(cut.parts)[:, None]
+    before[mine] = np.arange(mine.shape[1])
+    return mine, owners, before
+
+
+def _part_length(size: np.ndarray, mine: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """The length of one part of a row of this size, whose blocks are those of `torch.chunk`."""
+    step = -(-size // mine.size)
+    return np.clip(size[:, None] - mine[part] * step[:, None], 0, step[:, None]).sum(-1)
 
 
 def _split(

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
+from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.halo import HaloExchange, halo_exchange, halo_rows
@@ -29,7 +29,6 @@ from shardwise.torch_private import OpOverload
 __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
 REPLICATE = Replicate()
-SHARDS = (Shard, StridedShard)
 MAX_FITTING = 4096
 # Operands that lie so that nothing must be moved, of any size: how the results then lie. By mesh, factors and layouts.
 _fitting: BoundedCache[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = BoundedCache(MAX_FITTING)
@@ -317,7 +316,7 @@ class ShardingPropagator:
         """Seconds to exchange the rows of operands that a row of an axis shards along a dim whose indices change."""
         mesh, received = specs[0].mesh, []
         for i, (dims, p, size) in enumerate(zip(factors.operands, row.inputs, held, strict=True)):
-            if isinstance(p, SHARDS) and dims[p.dim] in factors.exchanged:
+            if isinstance(p, AnyShard) and dims[p.dim] in factors.exchanged:
                 longest = max(specs[i].largest_local_shape[p.dim], 1)
                 received.append(size if halo is None else min(halo_rows(halo, dims[p.dim]) / longest, 1.0) * size)
         return self.cost_model.seconds(mesh, (axis,), sum(received)) if received and mesh.shape[axis] > 1 else 0.0
@@ -330,7 +329,7 @@ class ShardingPropagator:
         metas = [results[i].hinted() for i in owned.received]
         returned = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas) / mesh.shape[axis]
         sent = sum(
-            held[i] / (1 if isinstance(specs[i].placements[axis], SHARDS) else mesh.shape[axis]) for i in owned.sent
+            held[i] / (1 if isinstance(specs[i].placements[axis], AnyShard) else mesh.shape[axis]) for i in owned.sent
         )
         return owned.rounds * self.cost_model.seconds(mesh, (axis,), 0) + self.cost_model.seconds(
             mesh, (axis,), sent + returned
@@ -343,7 +342,7 @@ class ShardingPropagator:
         seconds = 0.0
         for i, placement in enumerate(row.outputs):
             if isinstance(placement, Partial):
-                sharding = [mesh.shape[a] for a, other in others.items() if isinstance(other.outputs[i], SHARDS)]
+                sharding = [mesh.shape[a] for a, other in others.items() if isinstance(other.outputs[i], AnyShard)]
                 meta = results[i].hinted()
                 held = math.prod(meta.shape) * meta.dtype.itemsize / math.prod(sharding)
                 received = _received(placement, REPLICATE, mesh.shape[axis], held)
@@ -376,7 +375,7 @@ class ShardingPropagator:
                 received = _received(have, want, spec.mesh.shape[axis], size, want in spec.placements)
                 if received:
                     taken = self.cost_model.seconds(spec.mesh, (axis,), received * _padding(want, spec, axis))
-                    scattered = isinstance(have, Partial) and isinstance(want, SHARDS)
+                    scattered = isinstance(have, Partial) and isinstance(want, AnyShard)
                     seconds += taken * GATHERED_AGAIN if scattered else taken
             if isinstance(want, Replicate | Partial):
                 left += size
@@ -417,12 +416,14 @@ def _without(rows: Mapping[int, Row], axis: int) -> dict[int, Row]:
 
 def _contributes(row: Row) -> bool:
     """Whether a row of one axis takes something of a sharded dim as a mask."""
-    return isinstance(row.inputs[0], SHARDS) and isinstance(row.outputs[0], MaskPartial)
+    return isinstance(row.inputs[0], AnyShard) and isinstance(row.outputs[0], MaskPartial)
 
 
 def _is_little(spec: DTensorSpec, result: TensorMeta, placement: Placement) -> bool:
     """Whether a result that ranks contribute to is at most twice the part of an operand that a rank holds."""
-    parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim]) if isinstance(placement, SHARDS) else 1
+    parts = (
+        math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim]) if isinstance(placement, AnyShard) else 1
+    )
     return math.prod(result.hinted().shape) * parts <= 2 * math.prod(spec.tensor_meta.hinted().shape)
 
 
@@ -485,7 +486,7 @@ def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> b
 
 def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
     """How much the largest part of a dim is more than an equal part, where an axis is to split it further."""
-    if not isinstance(placement, Shard | StridedShard):
+    if not isinstance(placement, AnyShard):
         return 1.0
     n = spec.mesh.shape[axis]
     parts = math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim] if a != axis)
@@ -495,7 +496,7 @@ def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
 
 def _splits_unevenly(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
     """Whether a dim of symbolic size, sharded over an axis too, falls into parts that are not equal."""
-    if not isinstance(placement, Shard | StridedShard) or isinstance(spec.shape[placement.dim], int):
+    if not isinstance(placement, AnyShard) or isinstance(spec.shape[placement.dim], int):
         return False
     axes = {axis, *spec.dim_axes[placement.dim]}
     return spec.tensor_meta.hinted().shape[placement.dim] % math.prod(spec.mesh.shape[a] for a in axes) != 0
@@ -503,7 +504,7 @@ def _splits_unevenly(placement: Placement, spec: DTensorSpec, axis: int) -> bool
 
 def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
     """Whether a dim, sharded over an axis too, is too short for each rank to get a part of it."""
-    if not isinstance(placement, Shard | StridedShard):
+    if not isinstance(placement, AnyShard):
         return False
     axes = {axis, *spec.dim_axes[placement.dim]}
     return spec.tensor_meta.hinted().shape[placement.dim] < math.prod(spec.mesh.shape[a] for a in axes)
@@ -513,7 +514,7 @@ def _received(have: Placement, want: Placement, n: int, held: float, waits: bool
     """Bytes that a rank receives when one axis of an operand changes; `waits`: it is as wanted on another axis."""
     if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want and not waits:
         return math.inf  # a norm has no sign, so that nothing else can be seen as one
-    if isinstance(want, Partial) and isinstance(have, Shard | StridedShard):
+    if isinstance(want, Partial) and isinstance(have, AnyShard):
         return math.inf  # not on an axis of one rank either: nobody asks for that
     if (
         n == 1
@@ -560,7 +561,7 @@ def _spec(
 ) -> DTensorSpec:
     axes: list[list[int]] = [[] for _ in meta.shape]
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | StridedShard):
+        if isinstance(placement, AnyShard):
             axes[placement.dim].append(axis)
     ordered = []
     for dim, found in enumerate(axes):
@@ -583,7 +584,7 @@ def _factor_order(
             *zip(factors.operands, row.inputs, strict=True),
             *zip(factors.results, row.outputs, strict=True),
         ):
-            if isinstance(placement, Shard | StridedShard):
+            if isinstance(placement, AnyShard):
                 name = dims[placement.dim]
                 if name is not None and axis not in sharded.setdefault(name, []):
                     sharded[name].append(axis)

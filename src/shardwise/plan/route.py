@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.core.mesh import DeviceMesh  # noqa: F401  # in the examples
-from shardwise.core.placement import Replicate, Shard, StridedShard, norm_order
+from shardwise.core.placement import AnyShard, Replicate, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta  # noqa: F401  # in the examples
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
 from shardwise.plan.cost import CostModel, current_cost_model
@@ -119,9 +119,7 @@ class DTensorRedistributePlanner:
     def _plan_compact(self, source: DTensorSpec, target: DTensorSpec, max_bytes: int | None) -> Route:
         """Only what is stored is moved; along broadcast dims each rank makes its part of the target by itself."""
         dims, stored = source.broadcast, source.compact()
-        placements = tuple(
-            [Replicate() if isinstance(p, Shard | StridedShard) and p.dim in dims else p for p in target.placements]
-        )
+        placements = tuple([Replicate() if isinstance(p, AnyShard) and p.dim in dims else p for p in target.placements])
         axes = [() if dim in dims else split for dim, split in enumerate(target.dim_axes)]
         goal = DTensorSpec.from_dim_axes(target.mesh, placements, stored.tensor_meta, axes)
         inner = self.plan(stored, goal, max_bytes=max_bytes)
@@ -192,7 +190,7 @@ def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
         old, new = source.placements[axis], target.placements[axis]
         # a norm has no sign, so that only a norm can be seen as one: one that waits on another axis
         norm = norm_order(new.reduce_op) is not None and new not in source.placements  # pyright: ignore[reportAttributeAccessIssue]
-        if norm or isinstance(old, Shard | StridedShard):
+        if norm or isinstance(old, AnyShard):
             raise LayoutError(
                 f"cannot redistribute {source} to {target.layout}: axis {a.axis_name(axis)!r} would go from "
                 f"{old!r} to {new!r}",

@@ -9,21 +9,23 @@ Pure: compares seconds of the cost model, and says which ranks need which blocks
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placement import Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
 from shardwise.plan.step import Rotate
 from shardwise.rules.attention import KERNELS, WAYS
-from shardwise.rules.attention_blocks import SEQUENCE, ScoreTile, tiles
+from shardwise.rules.attention_blocks import SEQUENCE, ScoreTile, joined, tiles
 from shardwise.text import human_bytes, human_seconds
 
 __all__ = ["AttentionChoice", "Pairs", "choose_attention"]
@@ -64,22 +66,27 @@ class Pairs:
     """Blocks of queries and keys along the axes that shard them. Positions count along `over`, the first axis major.
 
     Args:
+        query_spec: where the queries lie.
         over: the axes that the blocks of keys go round along; none where every rank has all keys.
-        query: the first query and the number of queries at each position.
-        key: the same of keys.
+        key_runs: the runs of keys that each block consists of.
         causal: whether query `i` attends to the keys up to `i` alone.
+        masked: whether there is a mask, of which a tile needs neighbouring columns.
     """
 
     query_spec: DTensorSpec
     over: tuple[int, ...]
-    key_starts: tuple[int, ...]
-    key_lengths: tuple[int, ...]
+    key_runs: tuple[tuple[Run, ...], ...]
     causal: bool
+    masked: bool
 
     @property
     def count(self) -> int:
         """How many blocks of keys there are."""
-        return len(self.key_starts)
+        return len(self.key_runs)
+
+    def length(self, block: int) -> int:
+        """How many keys a block has."""
+        return sum(run.length for run in self.key_runs[block])
 
     def position(self, coordinate: Coordinate) -> int:
         """Where a rank stands along the axes."""
@@ -90,9 +97,21 @@ class Pairs:
 
     def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
         """The parts of the scores of a rank's queries with a block of keys that count."""
-        start, rows = self.query_spec.global_offset(coordinate)[SEQUENCE], self.query_spec.local_shape(coordinate)[2]
-        offset = start - self.key_starts[block] if self.causal else None
-        return tiles(rows, self.key_lengths[block], offset)
+        rows = self.query_spec.runs(SEQUENCE, coordinate)
+        if not self.causal:  # then it does not matter which queries they are
+            rows = (Run(0, sum(run.length for run in rows)),)
+        found: list[ScoreTile] = []
+        for row, queries in _placed(rows):
+            for column, keys in _placed(self.key_runs[block]):
+                offset = queries.start - keys.start if self.causal else None
+                inner = tiles(queries.length, keys.length, offset)
+                found += [tile.within(row, column, keys.start) for tile in inner]
+        return joined(found, self.masked)
+
+
+def _placed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
+    """Runs with their places in a local tensor."""
+    return list(zip(itertools.accumulate((run.length for run in runs), initial=0), runs, strict=False))
 
 
 def choose_attention(
@@ -139,7 +158,7 @@ def _returns(schema: OpSchema, sharding: OutputSharding) -> tuple[DTensorSpec, .
     names = ("query", "key", "value") if KERNELS[schema.op][1] else ("query",)
     for i, name in enumerate(names):
         like = given[name]
-        if not like.partial_axes and not like.is_strided:
+        if not like.partial_axes:
             outputs[i] = like.with_meta(outputs[i].tensor_meta)
     return tuple(outputs)
 
@@ -167,7 +186,7 @@ def _heads(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice
         return None
     moved = _named(schema, sharding.inputs)["query"]
     sequence = _sequence_axes(schema)
-    exchanged = all(isinstance(moved.placements[axis], Shard | StridedShard) for axis in sequence)
+    exchanged = all(isinstance(moved.placements[axis], AnyShard) for axis in sequence)
     return _made("heads", schema, sharding) if exchanged else None
 
 
@@ -182,24 +201,23 @@ def _gather(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoic
     given = _named(schema, schema.specs)
     for name in ("key", "value"):
         placements = [
-            Replicate() if isinstance(p, Shard | StridedShard) and p.dim == SEQUENCE else p
-            for p in given[name].placements
+            Replicate() if isinstance(p, AnyShard) and p.dim == SEQUENCE else p for p in given[name].placements
         ]
         order = [entry for entry in given[name].shard_order if entry.dim != SEQUENCE]
         given[name] = given[name].with_placements(placements, order)
     gathered = OpSchema(schema.op, {**schema.arguments, **given}, tuple(given.values()))
     sharding = ShardingPropagator().propagate(gathered, results, way="gather")
-    if sharding is None or any(spec.is_strided for spec in sharding.inputs):
+    if sharding is None:
         return None
     inputs = _named(schema, sharding.inputs)
     length = inputs["key"].shape[SEQUENCE]
-    pairs = Pairs(inputs["query"], (), (0,), (length,), bool(schema.arguments["is_causal"]))
+    pairs = Pairs(inputs["query"], (), ((Run(0, length),),), bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
     return _made("gather", schema, sharding, pairs)
 
 
 def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
     sharding = ShardingPropagator().propagate(schema, results, way="ring")
-    if sharding is None or any(spec.is_strided for spec in sharding.inputs):
+    if sharding is None:
         return None
     inputs = _named(schema, sharding.inputs)
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
@@ -208,8 +226,8 @@ def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice 
         return None
     mesh = key.mesh
     line = mesh.coordinates[mesh.group_through(over, 0)]
-    starts, lengths = (tuple(array.tolist()) for array in key.starts_and_lengths(SEQUENCE, line))
-    pairs = Pairs(query, over, starts, lengths, bool(schema.arguments["is_causal"]))
+    blocks = _runs_along(key, line)
+    pairs = Pairs(query, over, blocks, bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
     needed = _needed(pairs, line)
     rounds = _rotations((key, value), over, needed, forward=True)
     back = _rotations((key, value), over, needed, forward=False) if KERNELS[schema.op][1] else None
@@ -218,11 +236,26 @@ def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice 
 
 def _needed(pairs: Pairs, line: np.ndarray) -> np.ndarray:
     """By position of the rank and of the block, whether the rank needs the block."""
-    starts, rows = pairs.query_spec.starts_and_lengths(SEQUENCE, line)
-    needed = (rows > 0)[:, None] & (np.asarray(pairs.key_lengths) > 0)[None, :]
+    queries, keys = (
+        np.array([_extent(runs) for runs in of]) for of in (_runs_along(pairs.query_spec, line), pairs.key_runs)
+    )
+    needed = (queries[:, 0] < queries[:, 1])[:, None] & (keys[:, 0] < keys[:, 1])[None, :]
     if pairs.causal:
-        needed &= np.asarray(pairs.key_starts)[None, :] < (starts + rows)[:, None]
+        needed &= keys[None, :, 0] < queries[:, None, 1]
     return needed
+
+
+def _runs_along(spec: DTensorSpec, line: np.ndarray) -> tuple[tuple[Run, ...], ...]:
+    """The runs of tokens that the ranks at these coordinates hold."""
+    if not spec.is_strided:
+        starts, lengths = spec.starts_and_lengths(SEQUENCE, line)
+        return tuple([(Run(*run),) for run in zip(starts.tolist(), lengths.tolist(), strict=True)])
+    return tuple([spec.runs(SEQUENCE, tuple(coordinate)) for coordinate in line.tolist()])
+
+
+def _extent(runs: tuple[Run, ...]) -> tuple[int, int]:
+    """The first index of runs, which are in ascending order, and the end of the last."""
+    return runs[0].start, runs[-1].start + runs[-1].length
 
 
 def _rotations(blocks: tuple[DTensorSpec, ...], over: tuple[int, ...], needed: np.ndarray, forward: bool) -> Route:
@@ -231,7 +264,7 @@ def _rotations(blocks: tuple[DTensorSpec, ...], over: tuple[int, ...], needed: n
     mesh = key.mesh
     positions = np.arange(count)
     line = mesh.coordinates[mesh.group_through(over, 0)]
-    _, lengths = key.starts_and_lengths(SEQUENCE, line)
+    lengths = np.array([sum(run.length for run in runs) for runs in _runs_along(key, line)])
     row_bytes = sum(_row_bytes(spec) for spec in blocks)
     steps, costs = [], []
     for turn in range(1, count):

@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from shardwise.core.layout import longest
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.layout import Division, longest
+from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.cost import CostModel, links_of
 
-__all__ = ["Dims", "DistState", "Problem", "Splits", "common_beginning", "dims_of"]
+__all__ = ["Dims", "DistState", "Problem", "Splits", "common_beginning", "dims_of", "division_of"]
 
 REPLICATE = Replicate()
 
-# Who splits a dim, major first: the number of an axis, plus the number of axes times the rows if the split is strided.
-# Plain splits are thus the axes themselves, as in `DTensorSpec.dim_axes`.
+# Who splits a dim, major first: the number of an axis, plus the number of axes times the number of the way to split if
+# that is no plain `Shard`. Plain splits are thus the axes themselves, as in `DTensorSpec.dim_axes`.
 Splits = tuple[int, ...]
 Dims = tuple[Splits, ...]
 
@@ -38,8 +38,46 @@ def dims_of(spec: DTensorSpec) -> Dims:
     sizes = spec.mesh.shape
     if 1 not in sizes and not spec.is_strided:
         return spec.dim_axes
-    axes = len(sizes)
-    return tuple([tuple([a + axes * (spec.rows(a) or 0) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
+    axes, placements = len(sizes), spec.placements
+    return tuple([tuple([a + axes * _way_of(placements[a]) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
+
+
+# Ways to split a dim, by number: even numbers are twice the rows of a `StridedShard`, odd ones are in this list.
+_zigzags: list[Zigzag] = [Zigzag(0)]
+_zigzag_numbers: dict[Zigzag, int] = {Zigzag(0): 0}
+
+
+def _way_of(placement: Placement) -> int:
+    match placement:
+        case StridedShard(split_factor=rows):
+            return 2 * rows
+        case Zigzag():
+            zigzag = placement.on_dim(0)
+            number = _zigzag_numbers.get(zigzag)
+            if number is None:
+                _zigzags.append(zigzag)
+                number = _zigzag_numbers[zigzag] = _zigzags.index(zigzag)
+            return 2 * number + 1
+        case _:
+            return 0
+
+
+def shard_of(way: int, dim: int = 0) -> AnyShard:
+    """The placement that splits a dim in the way of this number."""
+    if way % 2:
+        return _zigzags[way // 2].on_dim(dim)
+    return StridedShard(dim, way // 2) if way else Shard(dim)
+
+
+def division_of(way: int, parts: int) -> Division:
+    """How a dim is cut into `parts` in the way of this number."""
+    match shard_of(way):
+        case StridedShard(split_factor=rows):
+            return Division(parts, rows)
+        case Zigzag(split_factor=rows) as zigzag:
+            return Division(parts, rows, zigzag.blocks_over(parts))
+        case _:
+            return Division(parts)
 
 
 def common_beginning(have: Splits, want: Splits) -> int:
@@ -102,7 +140,7 @@ class Problem:
         left = size
         for split in splits:
             if split >= self.axes:
-                return longest(size, [(self.sizes[s % self.axes], s // self.axes or None) for s in splits])
+                return longest(size, [division_of(s // self.axes, self.sizes[s % self.axes]) for s in splits])
             left = -(-left // self.sizes[split])
         return left
 
@@ -178,8 +216,7 @@ class Problem:
             placements[axis] = self.source.placements[axis]
         for dim, splits in enumerate(state.dims):
             for split in splits:
-                axis, rows = split % self.axes, split // self.axes
-                placements[axis] = StridedShard(dim, rows) if rows else Shard(dim)
+                placements[split % self.axes] = shard_of(split // self.axes, dim)
         dim_axes = [tuple([split % self.axes for split in splits]) for splits in state.dims]
         return DTensorSpec.from_dim_axes(self.mesh, tuple(placements), self.source.tensor_meta, dim_axes)
 

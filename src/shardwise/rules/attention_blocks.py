@@ -6,24 +6,32 @@ Functions on plain tensors. Softmax statistics and sums of gradients are kept in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "tiles"]
+__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "joined", "tiles"]
 
 SEQUENCE = 2  # the dim of queries, keys and values
 
 
 class ScoreTile(NamedTuple):
-    """A rectangle of a block of scores; of a causal one, which is square, the part up to the diagonal counts."""
+    """A rectangle of a block of scores; of a causal one, which is square, the part up to the diagonal counts.
+
+    `first` is the place of its first column among all keys.
+    """
 
     row: int
     rows: int
     column: int
     columns: int
     causal: bool
+    first: int = 0
+
+    def within(self, row: int, column: int, first: int) -> ScoreTile:
+        """The same tile in a larger block, in which its own begins at `row` and `column`, with the key `first`."""
+        return self._replace(row=self.row + row, column=self.column + column, first=self.column + first)
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of this tile in a tensor of queries."""
@@ -44,9 +52,9 @@ def tiles(rows: int, columns: int, offset: int | None) -> list[ScoreTile]:
 
     Example:
         >>> [tuple(tile) for tile in tiles(3, 3, 0)]
-        [(0, 3, 0, 3, True)]
+        [(0, 3, 0, 3, True, 0)]
         >>> [tuple(tile) for tile in tiles(2, 4, 1)]
-        [(0, 2, 0, 1, False), (0, 2, 1, 2, True)]
+        [(0, 2, 0, 1, False, 0), (0, 2, 1, 2, True, 0)]
         >>> tiles(2, 4, -2)
         []
     """
@@ -63,6 +71,32 @@ def tiles(rows: int, columns: int, offset: int | None) -> list[ScoreTile]:
     found.append(ScoreTile(first, size, seen, size, True))
     if left > size:
         found.append(ScoreTile(first + size, left - size, seen, size, False))
+    return found
+
+
+def joined(tiles: Sequence[ScoreTile], masked: bool) -> list[ScoreTile]:
+    """The same tiles, neighbours that are rectangles made one: by rows, and by columns; of those that are masked only
+    if their keys follow each other.
+
+    Example:
+        >>> left, right = ScoreTile(0, 4, 0, 2, False, 0), ScoreTile(0, 4, 2, 2, False, 6)
+        >>> len(joined([left, right], masked=False)), len(joined([left, right], masked=True))
+        (1, 2)
+    """
+    found: list[ScoreTile] = []
+    for tile in tiles:
+        for at, other in enumerate(found):
+            if tile.causal or other.causal:
+                continue
+            if other[2:4] == tile[2:4] and other.row + other.rows == tile.row:
+                found[at] = other._replace(rows=other.rows + tile.rows)
+                break
+            follows = not masked or other.first + other.columns == tile.first
+            if other[:2] == tile[:2] and other.column + other.columns == tile.column and follows:
+                found[at] = other._replace(columns=other.columns + tile.columns)
+                break
+        else:
+            found.append(tile)
     return found
 
 
@@ -95,11 +129,11 @@ class ForwardBlocks:
         self.lse: torch.Tensor | None = None
         self.others: tuple[Any, ...] = ()  # what kernels return besides
 
-    def add(self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[ScoreTile]) -> None:
-        """Take a block of keys into account, which begins at `start` of all keys."""
+    def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> None:
+        """Take a block of keys into account."""
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
-            mask = columns_of(self.mask, start + tile.column, tile.columns)
+            mask = columns_of(self.mask, tile.first, tile.columns)
             query = tile.of_rows(self.query)
             out, lse, *others = self.kernel.forward(query, key_, value_, mask, tile.causal, self.scale)
             self.others = tuple(others)
@@ -146,14 +180,12 @@ class BackwardBlocks:
         wide = torch.float64 if self.query.dtype is torch.float64 else torch.float32
         self.grad_query = self.query.new_zeros(self.query.shape, dtype=wide)
 
-    def add(
-        self, key: torch.Tensor, value: torch.Tensor, start: int, found: list[ScoreTile]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> tuple[torch.Tensor, torch.Tensor]:
         """What this block of queries adds to the gradients of a block of keys and values; its own are kept."""
         grads: list[torch.Tensor] | None = None
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
-            mask = columns_of(self.mask, start + tile.column, tile.columns)
+            mask = columns_of(self.mask, tile.first, tile.columns)
             rows = [tile.of_rows(x) for x in (self.grad_out, self.query, self.out, self.lse)]
             grad_out, query, out, lse = rows
             grad_query, *of_keys = self.kernel.backward(
@@ -164,7 +196,10 @@ class BackwardBlocks:
                 grads = of_keys
                 continue
             if grads is None:
-                grads = [torch.zeros_like(key), torch.zeros_like(value)]
+                wide = self.grad_query.dtype
+                grads = [torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)]
             for total, grad in zip(grads, of_keys, strict=True):
                 tile.of_columns(total).add_(grad)
-        return (torch.zeros_like(key), torch.zeros_like(value)) if grads is None else (grads[0], grads[1])
+        if grads is None:
+            return torch.zeros_like(key), torch.zeros_like(value)
+        return grads[0].to(key.dtype), grads[1].to(value.dtype)

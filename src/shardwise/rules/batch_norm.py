@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.registry import Call, layout_rule
 
@@ -47,9 +47,7 @@ def like_channels(x: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
 
 
 def _to_front(placement: Placement) -> Placement:
-    if isinstance(placement, StridedShard):
-        return StridedShard(0, placement.split_factor)
-    return Shard(0) if isinstance(placement, Shard) else placement
+    return placement.on_dim(0) if isinstance(placement, AnyShard) else placement
 
 
 @layout_rule(

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Partial, Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.engine import Factors
 from shardwise.rules.pointwise import EXTREMA, KINDS, alike, broadcast
@@ -30,7 +30,7 @@ def like(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
         return DTensorSpec.from_dim_axes(spec.mesh, (REPLICATE,) * spec.mesh.ndim, meta, ((),) * len(meta.shape))
     same = [a == b for a, b in zip(meta.shape, spec.shape, strict=True)]
     placements: tuple[Placement, ...] = tuple(
-        p if isinstance(p, Shard | StridedShard) and same[p.dim] else REPLICATE for p in spec.placements
+        p if isinstance(p, AnyShard) and same[p.dim] else REPLICATE for p in spec.placements
     )
     axes = tuple(axes if kept else () for axes, kept in zip(spec.dim_axes, same, strict=True))
     return DTensorSpec.from_dim_axes(spec.mesh, placements, meta, axes)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.errors import NotationError
 
 __all__ = ["Factors", "Owned", "Pattern", "Row", "candidates", "parse"]
@@ -277,7 +277,7 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tu
 
     Args:
         factors: what the rule says.
-        given: how the operands lie on this axis now; strided layouts among them are offered too.
+        given: how the operands lie on this axis now; strided and zigzag layouts among them are offered too.
 
     Example:
         >>> mm = Factors((("m", "k"), ("k", "n")), (("m", "n"),), linear=((0,), (1,)))
@@ -305,7 +305,7 @@ def _candidates(factors: Factors, given: tuple[Placement, ...]) -> tuple[Row, ..
 def _shards_barred(factors: Factors, row: Row) -> bool:
     """Whether a row given by hand shards a factor that does not fit the call."""
     return bool(factors.barred) and any(
-        isinstance(placement, Shard | StridedShard) and dims[placement.dim] in factors.barred
+        isinstance(placement, AnyShard) and dims[placement.dim] in factors.barred
         for dims, placement in zip(factors.operands, row.inputs, strict=True)
     )
 
@@ -313,43 +313,40 @@ def _shards_barred(factors: Factors, row: Row) -> bool:
 def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
     if name in factors.whole or name in factors.barred or not any(name in dims for dims in factors.operands):
         return
-    splits = {0}
+    splits: list[AnyShard] = [Shard(0)]  # ways to split a dim
     if name in factors.even:  # even shards may still be uneven in each row
         given = ()
     for dims, placement in zip(factors.operands, given, strict=False):
-        if isinstance(placement, StridedShard) and placement.dim < len(dims) and dims[placement.dim] == name:
-            splits.add(placement.split_factor)
+        if isinstance(placement, AnyShard) and placement.dim < len(dims) and dims[placement.dim] == name:
+            splits.append(placement.on_dim(0))
     depend = [dims for i, dims in enumerate(factors.results) if (name, i) not in factors.untouched]
     contracted = name in factors.summed or not any(name in dims for dims in depend)
     kind = factors.reduce.get(name, "sum")
     reduction = MaskPartial() if kind == "mask" else Partial(kind)
     if name in factors.exchanged:
         others = reduction if name in factors.summed else REPLICATE
-        outputs = tuple(_shard(dims, name, 0) if name in dims else others for dims in factors.results)
-        yield Row(tuple(_shard(dims, name, 0) for dims in factors.operands), outputs)
+        outputs = tuple(_shard(dims, name, splits[0]) if name in dims else others for dims in factors.results)
+        yield Row(tuple(_shard(dims, name, splits[0]) for dims in factors.operands), outputs)
         if name in factors.reduce:
-            for rows in sorted(splits):
-                inputs = tuple(_shard(dims, name, rows) for dims in factors.operands)
+            for split in dict.fromkeys(splits):
+                inputs = tuple(_shard(dims, name, split) for dims in factors.operands)
                 yield Row(inputs, (reduction,) * len(factors.results))
         return
-    for rows in sorted(splits):
-        inputs = [_shard(dims, name, rows) for dims in factors.operands]
+    for split in dict.fromkeys(splits):
+        inputs = [_shard(dims, name, split) for dims in factors.operands]
         for operand in factors.additive if contracted else ():
             if inputs[operand] is REPLICATE:
                 inputs[operand] = reduction
         outputs = tuple(
-            _shard(dims, name, rows) if name in dims else REPLICATE if (name, i) in factors.untouched else reduction
+            _shard(dims, name, split) if name in dims else REPLICATE if (name, i) in factors.untouched else reduction
             for i, dims in enumerate(factors.results)
         )
         if contracted or all(name in dims for dims in depend):
             yield Row(tuple(inputs), outputs)
 
 
-def _shard(dims: Sequence[Dim], name: str, rows: int) -> Placement:
-    if name not in dims:
-        return REPLICATE
-    dim = dims.index(name)
-    return StridedShard(dim, rows) if rows else Shard(dim)
+def _shard(dims: Sequence[Dim], name: str, split: AnyShard) -> Placement:
+    return split.on_dim(dims.index(name)) if name in dims else REPLICATE
 
 
 def _partial(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.core.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Partial, Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.rules.engine import Dim, Factors
@@ -78,11 +78,11 @@ def _along(
     own, split = dims.index("b") if "b" in dims else None, output.dim_axes[batch]
 
     def placement(axis: int, of_output: Placement) -> Placement:
-        if axis not in split:
+        if axis not in split or not isinstance(of_output, AnyShard):
             return Replicate()
         if own is None:
             return without_batch
-        return StridedShard(own, of_output.split_factor) if isinstance(of_output, StridedShard) else Shard(own)
+        return of_output.on_dim(own)
 
     placements = tuple(placement(axis, p) for axis, p in enumerate(output.placements))
     return DTensorSpec.from_dim_axes(

@@ -2,6 +2,7 @@
 
 A dim's index is a number in mixed radix, and an even split is one of its digits. A view regroups digits: a split
 goes to the dim that its digit falls into, as a `Shard` if the digit leads there and as a `StridedShard` if others do.
+The blocks of a `Zigzag` are a digit too; where they are uneven, its rows must stay what they are.
 What cannot be said this way is gathered first. Pure.
 """
 
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placement import Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Placement, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.registry import Call, layout_rule
 
@@ -22,11 +23,15 @@ aten = torch.ops.aten
 
 
 class Digit(NamedTuple):
-    """One split of a group of dims: `prefix` is how many values all more significant digits take together."""
+    """One split of a group of dims: `prefix` is how many values all more significant digits take together.
+
+    Of a zigzag the radix counts blocks, and `end` is how many values the digits up to the end of its dim take.
+    """
 
     axis: int
     radix: int
     prefix: int
+    end: int | None = None
 
 
 class DimGroup(NamedTuple):
@@ -72,11 +77,13 @@ def _digits(spec: DTensorSpec, dims: Sequence[int], axes: Sequence[Sequence[int]
             if n == 1:
                 yield Digit(axis, 1, prefix)
                 continue
-            if left % (rows * n):
+            blocks = spec.division(axis).blocks
+            if left % (rows * n if blocks is None else rows):
                 yield None
                 return
-            yield Digit(axis, n, prefix * rows)
-            if rows > 1 and axis != axes[dim][-1]:  # what follows a strided split has no digit of its own
+            end = None if blocks is None else outer * spec.shape[dim]
+            yield Digit(axis, n if blocks is None else len(blocks), prefix * rows, end)
+            if (rows > 1 or blocks) and axis != axes[dim][-1]:  # what follows such a split has no digit of its own
                 yield None
                 return
             left, prefix = left // n, prefix * n
@@ -87,6 +94,7 @@ def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int
     """For each output size its splits (axis, rows), major first; or the axis of a digit that fits nowhere."""
     placed: list[list[tuple[int, int]]] = [[] for _ in sizes]
     taken = [1] * len(sizes)
+    zigzags: set[int] = set()
     for digit in sorted(digits, key=lambda d: d.prefix):
         before = 1
         for at, size in enumerate(sizes):
@@ -95,7 +103,9 @@ def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int
             before *= size
         else:
             return digit.axis
-        if digit.prefix % before or (before * size) % (digit.prefix * digit.radix):
+        through = digit.prefix * digit.radix
+        even = (before * size) % through == 0 and (digit.end is None or digit.end % through == 0)
+        if digit.prefix % before or at in zigzags or not (even or digit.end == before * size):
             return digit.axis
         within = digit.prefix // before
         if within % taken[at]:
@@ -103,6 +113,8 @@ def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int
         rows = within // taken[at]
         placed[at].append((digit.axis, 0 if rows == 1 else rows))
         taken[at] *= digit.radix
+        if digit.end is not None:
+            zigzags.add(at)
     return placed
 
 
@@ -182,12 +194,18 @@ def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[list[list[int]], l
     return axes, placed
 
 
+def _with_rows(placement: Placement, dim: int, rows: int) -> Placement:
+    """The split of an axis on a dim of the result."""
+    if isinstance(placement, Zigzag):
+        return Zigzag(dim, placement.blocks, rows or 1)
+    return StridedShard(dim, rows) if rows else Shard(dim)
+
+
 def _with_axes(spec: DTensorSpec, axes: Sequence[Sequence[int]]) -> DTensorSpec:
     """`spec` with only these axes splitting its dims."""
     kept = {axis for dim_axes in axes for axis in dim_axes}
     placements: list[Placement] = [
-        p if not isinstance(p, Shard | StridedShard) or a in kept else Replicate()
-        for a, p in enumerate(spec.placements)
+        p if not isinstance(p, AnyShard) or a in kept else Replicate() for a, p in enumerate(spec.placements)
     ]
     return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), spec.tensor_meta, [tuple(a) for a in axes])
 
@@ -220,9 +238,9 @@ def view(call: Call, specs: Sequence[DTensorSpec]) -> tuple[tuple[DTensorSpec, .
     spec, result = specs[0], call.results[0]
     axes, placed = regroup(spec, result.shape)
     wanted = spec if [list(a) for a in spec.dim_axes] == axes else _with_axes(spec, axes)
-    placements: list[Placement] = [Replicate() if isinstance(p, Shard | StridedShard) else p for p in wanted.placements]
+    placements: list[Placement] = [Replicate() if isinstance(p, AnyShard) else p for p in wanted.placements]
     for dim, splits in enumerate(placed):
         for axis, rows in splits:
-            placements[axis] = StridedShard(dim, rows) if rows else Shard(dim)
+            placements[axis] = _with_rows(spec.placements[axis], dim, rows)
     order = [tuple(axis for axis, _ in splits) for splits in placed]
     return (wanted,), (DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), result, order),)

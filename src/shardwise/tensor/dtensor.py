@@ -20,7 +20,7 @@ from shardwise.compilers import (
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
 from shardwise.core.symbolic import is_tracing
 from shardwise.core.tangents import made_from_plain, plain_tangent
@@ -596,9 +596,8 @@ def _check_holder(spec: DTensorSpec, held_by: int) -> None:
 
 
 # What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
-torch.serialization.add_safe_globals(
-    [_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, Shard, StridedShard, Replicate, Partial, MaskPartial]
-)
+_PLACEMENTS = [Shard, StridedShard, Zigzag, Replicate, Partial, MaskPartial]
+torch.serialization.add_safe_globals([_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, *_PLACEMENTS])
 
 
 @taken_whole

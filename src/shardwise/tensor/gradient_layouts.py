@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, norm_order
+from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.routes import bound_route
@@ -39,6 +39,7 @@ __all__ = [
 GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
     Shard: lambda placement: placement,
     StridedShard: lambda placement: placement,
+    Zigzag: lambda placement: placement,
     Replicate: lambda placement: placement,
     Partial: lambda placement: Replicate(),
     MaskPartial: lambda placement: Replicate(),

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Placement, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
@@ -304,5 +304,5 @@ def _treats_alike(module: nn.Module, recipe: LayerLayouts, ndim: int) -> bool:
 
 def _is_even(spec: DTensorSpec) -> bool:
     """Whether all ranks hold as much."""
-    sharded = [p for p in spec.placements if isinstance(p, Shard | StridedShard)]
-    return all(spec.shape[p.dim] % spec.mesh.shape[0] == 0 for p in sharded)
+    sharded = [p for p in spec.placements if isinstance(p, AnyShard)]
+    return all(isinstance(p, Shard) and spec.shape[p.dim] % spec.mesh.shape[0] == 0 for p in sharded)

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.compilers import traceable
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Shard, StridedShard
+from shardwise.core.placement import AnyShard, Placement
 from shardwise.core.spec import DTensorSpec, checked_placements
 from shardwise.errors import MeshError
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor
@@ -91,7 +91,7 @@ def _replaced(spec: DTensorSpec, axis: int, wanted: Placement) -> DTensorSpec:
     if kept == spec.placements:
         return spec
     dim_axes = [tuple(a for a in axes if a != axis) for axes in spec.dim_axes]
-    if isinstance(own := kept[axis], Shard | StridedShard):
+    if isinstance(own := kept[axis], AnyShard):
         dim_axes[own.dim] += (axis,)
     return DTensorSpec.from_dim_axes(spec.mesh, kept, spec.tensor_meta, dim_axes)
 
