@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.debug import CommDebugMode
 
-S0, S1, S2, R = sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Replicate()
+S0, S1, S2, Z2, R = sw.Shard(0), sw.Shard(1), sw.Shard(2), sw.Zigzag(2), sw.Replicate()
 LAYOUTS: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (
     ((4,), (S2,)), ((3,), (S2,)), ((2, 2), (S2, S2)), ((2, 2), (S0, S2)), ((2, 2, 2), (S0, S1, S2)),
 )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise import DeviceMesh, DTensor, MaskPartial, Partial, Replicate, Shard, StridedShard
+from shardwise import DeviceMesh, DTensor, MaskPartial, Partial, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import default_shard_order
 from shardwise.events import route_started
 from shardwise.fabric import routes
@@ -48,7 +48,7 @@ def random_placements(rng: random.Random, axes: int, ndim: int, dtype: torch.dty
         choices: list[Any] = [Replicate()]
         if ndim:
             choices += [Shard(rng.randrange(ndim)), Shard(rng.randrange(-ndim, 0))]
-            choices += [StridedShard(rng.randrange(ndim), rng.randint(1, 3))]
+            choices += [StridedShard(rng.randrange(ndim), rng.randint(1, 3)), Zigzag(rng.randrange(ndim))]
         if partial:
             choices += [Partial(op)]
         if partial and op in ("sum", "avg"):

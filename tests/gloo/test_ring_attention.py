@@ -7,16 +7,17 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from tests.gloo.processes import ProcessPool
-from tests.sequence_attention import LENGTHS, S0, S2, R, assert_close, attend, case, on_mesh, on_one_device
+from tests.sequence_attention import LENGTHS, S0, S2, Z2, R, assert_close, attend, case, on_mesh, on_one_device
 
 MESHES: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (((4,), (S2,)), ((2, 2), (S0, S2)), ((2, 2), (S2, S2)))
+ZIGZAGS: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (((4,), (Z2,)), ((2, 2), (S0, Z2)), ((2, 2), (Z2, S2)))
 
 
-def _table(way: str) -> None:
+def _table(way: str, meshes: Any) -> None:
     for mask in ("none", "causal", "boolean", "causal groups"):
         for i, lengths in enumerate(LENGTHS):
             given = case(mask, lengths)
-            shape, placements = MESHES[i % len(MESHES)]
+            shape, placements = meshes[i % len(meshes)]
             assert_close(on_mesh(given, sw.init_device_mesh("cpu", shape), placements, way), on_one_device(given))
     half = case("causal", (13, 13), torch.bfloat16)
     got = on_mesh(half, sw.init_device_mesh("cpu", (4,)), [S2], way)
@@ -26,7 +27,8 @@ def _table(way: str) -> None:
 
 def test_every_way(gloo4: ProcessPool) -> None:
     for way in ("ring", "gather", "heads"):
-        gloo4.run(_table, way, timeout=120)
+        gloo4.run(_table, way, MESHES, timeout=120)
+    gloo4.run(_table, "ring", ZIGZAGS, timeout=120)
 
 
 def _checked() -> None:
@@ -41,7 +43,7 @@ def test_under_a_check_of_ranks(gloo4: ProcessPool) -> None:
 
 def _compiled() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
-    for mask in ("causal", "none"):
+    for mask, placement in (("causal", S2), ("none", S2), ("causal", Z2)):
         given = case(mask, (13, 13))
 
         def step(q: Any, k: Any, v: Any, causal: bool = given.options["is_causal"]) -> Any:
@@ -49,7 +51,7 @@ def _compiled() -> None:
 
         plain = [x.clone().requires_grad_() for x in given.tensors[:3]]
         wanted = torch.autograd.grad(step(*plain), plain)
-        laid = [sw.distribute_tensor(x, mesh, [S2]).requires_grad_() for x in given.tensors[:3]]
+        laid = [sw.distribute_tensor(x, mesh, [placement]).requires_grad_() for x in given.tensors[:3]]
         torch._dynamo.reset()
         with sw.attention(prefer="ring"):
             total = torch.compile(step, backend="aot_eager", fullgraph=True)(*laid)

@@ -45,7 +45,7 @@ def random_layout(rng: random.Random, mesh: sw.DeviceMesh, ndim: int) -> tuple[l
         choices: list[Any] = [sw.Replicate()]
         if ndim:
             choices += [sw.Shard(rng.randrange(ndim)), sw.Shard(rng.randrange(ndim))]
-            choices += [sw.StridedShard(rng.randrange(ndim), rng.randint(1, 3))]
+            choices += [sw.StridedShard(rng.randrange(ndim), rng.randint(1, 3)), sw.Zigzag(rng.randrange(ndim))]
         placements.append(rng.choice(choices))
     order = [(dim, tuple(rng.sample(axes, len(axes)))) for dim, axes in default_shard_order(placements)]
     return placements, order

@@ -23,11 +23,19 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
 import shardwise as sw
-from shardwise import DTensor, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise import DTensor, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
 
 MESHES = ((4,), (2, 2), (3,))
 SHAPE = (3, 5)  # uneven on each mesh, and empty on some ranks of four
-KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), StridedShard(1, 2), Replicate(), Partial(), Partial("avg"))
+KINDS: tuple[Placement, ...] = (
+    Shard(0),
+    Shard(1),
+    StridedShard(1, 2),
+    Zigzag(0),
+    Replicate(),
+    Partial(),
+    Partial("avg"),
+)
 REDUCED: tuple[Placement, ...] = (
     Partial("max"), Partial("min"), Partial("product"), Partial("norm2"), Partial("norm3"), MaskPartial(),
 )  # fmt: skip

@@ -35,6 +35,7 @@ import shardwise as sw
 # formula, which does not depend on x.
 SECOND = ("second gradient of", "Hessian product of")
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2))
+ZIGZAGS = 0.15  # how many of the inputs lie in zigzags where they would be sharded
 SIZES = (1, 2, 3, 4, 4, 5, 6, 6, 8)
 Variables = dict[str, Any]
 
@@ -80,12 +81,14 @@ class Program:
 def layout_of(
     mesh: sw.DeviceMesh, shape: Sequence[int], placements: Sequence[str], order: Any = None
 ) -> dict[str, Any]:
-    """Placements written as S0, R, P, Pmax, or S0:2 for a strided one."""
+    """Placements written as S0, R, P, Pmax, Z0 for a zigzag, or S0:2 for a strided one."""
     made: list[Any] = []
     for text in placements:
         if text.startswith("S"):
             dim, _, rows = text[1:].partition(":")
             made.append(sw.StridedShard(int(dim), int(rows)) if rows else sw.Shard(int(dim)))
+        elif text.startswith("Z"):
+            made.append(sw.Zigzag(int(text[1:])))
         else:
             made.append(sw.Replicate() if text == "R" else sw.Partial(text[1:] or "sum"))
     layout: dict[str, Any] = {"placements": made}
@@ -568,6 +571,8 @@ def _input(rng: random.Random, mesh: tuple[int, ...], name: str) -> Input:
     if rng.random() < 0.1:
         placements = (f"S0:{rng.choice((2, 3))}", *("R" for _ in mesh[1:]))
     order = tuple(rng.sample(range(len(mesh)), len(mesh))) if rng.random() < 0.2 else None
+    if rng.random() < ZIGZAGS:
+        placements = tuple(p.replace("S", "Z") if ":" not in p else p for p in placements)
     return Input(name, shape, placements, order)
 
 

@@ -129,6 +129,8 @@ def test_replicas_are_written_once_and_spread_evenly(tmp_path: Path) -> None:
         ([sw.Shard(1), sw.Shard(1)], [sw.Shard(0), sw.Shard(0)]),
         ([sw.Shard(1), sw.Shard(0)], [sw.Shard(0), sw.Replicate()]),
         ([sw.Replicate(), sw.StridedShard(0, 3)], [sw.StridedShard(1, 2), sw.Shard(0)]),
+        ([sw.Shard(1), sw.Zigzag(0)], [sw.Zigzag(1), sw.Shard(0)]),
+        ([sw.Zigzag(0, blocks=(2, 1, 0, 3)), sw.Replicate()], [sw.Shard(0), sw.Zigzag(0)]),
     ],
 )
 def test_a_rank_reads_what_it_needs_and_no_more(before: list[Any], after: list[Any], tmp_path: Path) -> None:

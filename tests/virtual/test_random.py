@@ -34,6 +34,7 @@ def layouts(mesh: sw.DeviceMesh, ndim: int) -> Iterator[dict[str, Any]]:
         yield {"placements": [S0, S0], "shard_order": (sw.ShardOrderEntry(0, (1, 0)),)}
     if ndim:
         yield {"placements": [sw.StridedShard(0, 2), *[R] * (mesh.ndim - 1)]}
+        yield {"placements": [sw.Zigzag(0), *[R] * (mesh.ndim - 1)]}
 
 
 def same_as_one_device(

@@ -12,7 +12,18 @@ import torch
 from hypothesis import given, settings
 
 import shardwise as sw
-from shardwise import DeviceMesh, DTensor, DTensorSpec, MaskPartial, Partial, RankTensor, Replicate, Shard, StridedShard
+from shardwise import (
+    DeviceMesh,
+    DTensor,
+    DTensorSpec,
+    MaskPartial,
+    Partial,
+    RankTensor,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+)
 from shardwise.events import route_started
 from shardwise.fabric.exchange_plan import traffic
 from tests.pure.layouts import held, spec_pairs
@@ -164,8 +175,8 @@ def test_dtypes_on_the_way() -> None:
 
 # ---------------------------------------------------------------- the table of gradients, against one device
 
-SOURCES = (Shard(0), Shard(1), StridedShard(0, 2), Replicate(), MaskPartial(), *map(Partial, REDUCTIONS))
-TARGETS = (Shard(0), Shard(1), StridedShard(1, 2), Replicate(), Partial(), Partial("avg"), MaskPartial())
+SOURCES = (Shard(0), Shard(1), StridedShard(0, 2), Zigzag(0), Replicate(), MaskPartial(), *map(Partial, REDUCTIONS))
+TARGETS = (Shard(0), Shard(1), StridedShard(1, 2), Zigzag(1), Replicate(), Partial(), Partial("avg"), MaskPartial())
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stack: stack.sum(0),
     "avg": lambda stack: stack.mean(0),
@@ -194,7 +205,7 @@ def gradients_by_hand(spec: DTensorSpec, parts: Sequence[torch.Tensor], weight: 
     """
     leaves = [part.clone().requires_grad_() for part in parts]
     coordinates = spec.mesh.coordinates.tolist()
-    sharding = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard | StridedShard)]
+    sharding = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Shard | StridedShard | Zigzag)]
     replicated = [axis for axis, p in enumerate(spec.placements) if p.is_replicate()]
     loss = torch.zeros((), dtype=torch.float64)
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -261,7 +272,7 @@ def test_gradient_of_parts_on_one_axis(source: Any) -> None:
     meta = sw.TensorMeta((5, 4), dtype=torch.float64)
     before = DTensorSpec(mesh_of(3), [source], meta)
     for target in (*TARGETS, Partial("min"), Partial("max"), Partial("product")):
-        if not (target.is_partial() and isinstance(source, Shard | StridedShard)):
+        if not (target.is_partial() and isinstance(source, Shard | StridedShard | Zigzag)):
             check_gradient_of_parts(before, before.with_placements([target]))
 
 
