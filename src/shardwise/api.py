@@ -17,8 +17,8 @@ from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.events import tensor_entered
+from shardwise.fabric.base import fabric_of
 from shardwise.fabric.block_copies import slicer
-from shardwise.fabric.c10d import c10d
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
@@ -83,7 +83,7 @@ def _distribute(
     spec = DTensorSpec(mesh, placements, TensorMeta.of(tensor).dense(), shard_order)
     whole = spec.reduced()
     source = tensor.detach().resolve_conj().resolve_neg()
-    if mesh.fabric != "dry" and source.device.type != mesh.device_type and source.device.type != "meta":
+    if fabric_of(mesh).has_values and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
     sender = None if source.is_meta else src_data_rank  # there are no values to send
     local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), sender)
@@ -105,7 +105,7 @@ def _distribute_transformed(
     shard_order: Sequence[Any] | None,
 ) -> AnyDTensor:
     """Inside a function that torch.func transforms: with derivatives, each rank from its own tensor."""
-    if src_data_rank is not None and mesh.fabric == c10d.name:
+    if src_data_rank is not None and fabric_of(mesh).one_rank:
         raise UnsupportedError(
             "distribute_tensor inside a function that torch.func transforms cannot send the values of one rank",
             hint="pass src_data_rank=None, so that every rank takes its own; or make the DTensor outside",

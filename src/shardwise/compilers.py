@@ -23,6 +23,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import why_not_constant
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
+from shardwise.fabric.base import fabric_of
 from shardwise.plan.cost import current_cost_model
 from shardwise.rules.registry import USERS_RULES
 from shardwise.torch_private import DispatchModeKey, dispatch_mode_of, dynamo_frames
@@ -169,7 +170,7 @@ def refuse_dry(mesh: DeviceMesh) -> None:
     Example:
         >>> refuse_dry(DeviceMesh("cpu", [0, 1]))
     """
-    if mesh.fabric == "dry":
+    if not fabric_of(mesh).has_values:
         raise UnsupportedError(
             f"torch.compile of a program on {mesh}: a dry run has no values, and counts what operators do as they run",
             hint="run the program without torch.compile; compiled, it communicates the same",

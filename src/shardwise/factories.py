@@ -65,7 +65,7 @@ def _blocks(make: Callable[..., torch.Tensor], *numbers: Any) -> Callable[[DTens
     """Every rank calls `make` with the size of its block."""
 
     def build(spec: DTensorSpec) -> torch.Tensor:
-        device = "meta" if spec.mesh.fabric == "dry" else spec.mesh.device_type
+        device = "meta" if not fabric_of(spec.mesh).has_values else spec.mesh.device_type
         kind = spec.tensor_meta.dtype
         return fabric_of(spec.mesh).build(
             spec.mesh, lambda c: make(spec.local_shape(c), *numbers, dtype=kind, device=device)
@@ -285,7 +285,7 @@ def randperm(
     spec = Layout(device_mesh, placements, shard_order, layout).spec((n,), dtype or torch.int64)
 
     def permuted(spec: DTensorSpec) -> torch.Tensor:
-        if spec.mesh.fabric == "dry":
+        if not fabric_of(spec.mesh).has_values:
             return _blocks(torch.empty)(spec)
         device = spec.mesh.device_type
         whole = torch.randperm(n, generator=generator, dtype=spec.tensor_meta.dtype, device=device)

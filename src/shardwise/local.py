@@ -17,7 +17,7 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.dry import dry
 from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.shared_writes import written_arguments
-from shardwise.fabric.virtual import RankTensor, parts_of, run_rows, together, virtual
+from shardwise.fabric.virtual import RankTensor, map_parts, parts_of, run_rows, together
 from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import DispatchKey, is_key_excluded, set_key_excluded, tree_leaves, tree_map
 
@@ -102,10 +102,11 @@ def like(results: Any, items: Iterator[Any]) -> Any:
 
 def laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A copy of a local with its dims in memory in the order of these strides."""
-    if isinstance(local, RankTensor):
-        return RankTensor([laid_out_like(tensor, stride) for tensor in local.tensors])
-    made = local.new_empty_strided(local.shape, dense_strides(local.shape, like=stride))
-    return made.copy_(local)
+
+    def copied(part: torch.Tensor) -> torch.Tensor:
+        return part.new_empty_strided(part.shape, dense_strides(part.shape, like=stride)).copy_(part)
+
+    return map_parts(copied, local)
 
 
 def in_order_of(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
@@ -137,9 +138,10 @@ def local_runner(
         draws: whether it draws random numbers, once for all ranks.
     """
     runner = _Runner(info, slots, patches, coordinates_here(mesh))
-    if mesh.fabric == virtual.name:
+    fabric = fabric_of(mesh)
+    if fabric.many_ranks:
         return runner.run_once if draws else runner.run_on_each
-    return runner.run_dry if mesh.fabric == dry.name else runner.run_here
+    return runner.run_here if fabric.has_values else runner.run_dry
 
 
 class _Runner:

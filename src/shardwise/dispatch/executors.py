@@ -21,10 +21,10 @@ from shardwise.dispatch.owner_exchanges import exchanging_by_owner
 from shardwise.dispatch.row_exchanges import exchanging_halos, exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
-from shardwise.fabric.dry import dry
+from shardwise.fabric.base import fabric_of
 from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.routes import BoundRoute
-from shardwise.fabric.virtual import RankTensor, parts_of, virtual
+from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates, sparing_empty
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.step import OwnerExchange, RowExchange
@@ -63,7 +63,7 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     patches = _patches(runs_as, signature.mesh)
     if any_complex(specs, sharding.outputs):
         local_op = seeing_conjugates(local_op or info.op)
-    lockstep = signature.mesh.fabric == virtual.name
+    lockstep = fabric_of(signature.mesh).many_ranks
     rank_by_rank = lockstep and is_nondeterministic(info.op)  # so that equal operands share a result
     if _may_be_refused_when_empty(signature, sharding):
         local_op, rank_by_rank = sparing_empty(info, local_op or info.op), lockstep
@@ -140,11 +140,11 @@ def _simple_executor(
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
     here = coordinates_here(mesh)
-    if not front or not here or mesh.fabric == dry.name:
+    if not front or not here or not fabric_of(mesh).has_values:
         return None
     if signature.pinned not in ((), (0,)) or info.outs or (info.op in MAY_COPY and patches is None):
         return None
-    op, wrap, lockstep = local_op or kernel_of(info.op), wrapping.wrapper(spec), mesh.fabric == virtual.name
+    op, wrap, lockstep = local_op or kernel_of(info.op), wrapping.wrapper(spec), fabric_of(mesh).many_ranks
     if patches is not None:
         return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
@@ -174,9 +174,9 @@ def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DT
     short = all(slot.item is None and slot.index == i for i, slot in enumerate(signature.slots))
     if not short or info.is_view or info.writes or not info.pointwise or rule.localize is not None:
         return None
-    if mesh.fabric == dry.name or not coordinates_here(mesh) or any_complex(signature.specs, sharding.outputs):
+    if not fabric_of(mesh).has_values or not coordinates_here(mesh) or any_complex(signature.specs, sharding.outputs):
         return None
-    wrapper, form = signature.wrapping.wrapper, _form(signature, mesh.fabric == virtual.name)
+    wrapper, form = signature.wrapping.wrapper, _form(signature, fabric_of(mesh).many_ranks)
     if form is None or sharding.inputs != signature.specs or info.returns != ("Tensor",):
         return None
     if rule.local_op is None and info.op in PHYSICAL:
@@ -315,7 +315,7 @@ def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Seque
 
 def _takes_lists(signature: Signature) -> bool:
     """Whether a call is one on lists, whose results are lists too or nothing, and runs once here."""
-    if signature.mesh.fabric in (virtual.name, dry.name) or not coordinates_here(signature.mesh):
+    if not fabric_of(signature.mesh).one_rank or not coordinates_here(signature.mesh):
         return False
     return signature.info.returns in ((), ("List[Tensor]",)) and all(slot.index is not None for slot in signature.slots)
 
@@ -354,7 +354,7 @@ def _moving(
     front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
     if not front or info.is_view or info.outs or signature.pinned not in ((), (0,)) or not coordinates_here(mesh):
         return None
-    if mesh.fabric in (virtual.name, dry.name) or any(reduces(route) for route in routes):
+    if not fabric_of(mesh).one_rank or any(reduces(route) for route in routes):
         return None
     tensor_class, moves = signature.wrapping.tensor_class, [None if route is None else route.read for route in routes]
     moving = [route.route for route in routes if route is not None and route.communicates]

@@ -19,7 +19,7 @@ from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.events import user_line
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.collective_log import argument_name
-from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.fabric.virtual import RankTensor
 from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot
 
@@ -42,7 +42,7 @@ def with_plain_operands(
         _refuse_traced(info, found, tensor_class)
     verified = modes.plain_policy() != "replicate"
     check = fabric_of(mesh).plain_check(mesh) if verified else None
-    lockstep = verified and mesh.fabric == virtual.name
+    lockstep = verified and fabric_of(mesh).many_ranks
     names = [slot.name if slot.item is None else f"{slot.name}[{slot.item}]" for slot in plain]
 
     def run_with_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

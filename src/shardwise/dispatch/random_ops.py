@@ -26,8 +26,6 @@ from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.traced_random import fill_in_graph, mask_in_graph
 from shardwise.errors import AgreementError
 from shardwise.fabric.base import device_of, fabric_of, nothing_of, of_one_rank, on_new_world
-from shardwise.fabric.c10d import c10d
-from shardwise.fabric.dry import dry
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
@@ -91,7 +89,7 @@ class _Parts:
     def draw(self, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None) -> torch.Tensor:
         """The local of a tensor that `op` fills."""
         spec, mesh = self.spec, self.spec.mesh
-        if mesh.fabric == dry.name:
+        if not fabric_of(mesh).has_values:
             dtype = spec.tensor_meta.dtype
             return fabric_of(mesh).build(mesh, lambda c: torch.empty(spec.local_shape(c), dtype=dtype, device="meta"))
         _note_state(mesh, op, generator)
@@ -117,7 +115,12 @@ class _Parts:
     def _parts_in_place(self, local: torch.Tensor, wanted: Draw) -> list[tuple[Coordinate, torch.Tensor]] | None:
         """The tensors of the ranks here, if they can be drawn into as they lie; else None."""
         mesh = self.spec.mesh
-        if mesh.fabric == dry.name or modes.draws_by_index() or not self.contiguous or not philox.reproduces(wanted):
+        if (
+            not fabric_of(mesh).has_values
+            or modes.draws_by_index()
+            or not self.contiguous
+            or not philox.reproduces(wanted)
+        ):
             return None
         parts = fabric_of(mesh).parts(mesh, local)
         return parts if all(tensor.is_contiguous() for _, tensor in parts) else None
@@ -194,7 +197,7 @@ def agree_once(mesh: DeviceMesh) -> None:
 
 def _check_agreement(mesh: DeviceMesh) -> None:
     """While a program is traced states cannot be changed: a compiler takes them back afterwards."""
-    if not coordinates_here(mesh) or mesh.fabric != c10d.name:
+    if not coordinates_here(mesh) or not fabric_of(mesh).one_rank:
         return
     state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
     # In a thread of its own: in one that traces, torch calls collectives with Python's lock held, and the threads of
@@ -211,7 +214,7 @@ def _check_agreement(mesh: DeviceMesh) -> None:
 
 def agree_on_state(mesh: DeviceMesh) -> None:
     """Ranks whose generators differ take the state of the first, with a word: replicas would differ otherwise."""
-    if not coordinates_here(mesh) or mesh.fabric != c10d.name:
+    if not coordinates_here(mesh) or not fabric_of(mesh).one_rank:
         return
     generator, nothing = default_generator(device_of(mesh)), torch.empty(0)
     state = generator.get_state().numpy().tobytes()

@@ -19,7 +19,6 @@ from shardwise.dispatch.executors import executor
 from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import BoundRoute, Rotation, bound_rotations
 from shardwise.fabric.traced_collectives import is_recorded
 from shardwise.local import in_order_of
@@ -101,7 +100,7 @@ class _Plan:
 
     def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
         """What a rank computes of a block. In a dry run all of it: one rank stands for the one that computes most."""
-        if self.mesh.fabric == dry.name:
+        if not fabric_of(self.mesh).has_values:
             rows, columns = (self.inputs[name].local_shape(coordinate)[SEQUENCE] for name in ("query", "key"))
             return [tile.within(0, 0, self.pairs.key_runs[block][0].start) for tile in tiles(rows, columns, None)]
         return self.pairs.tiles(coordinate, block)
@@ -115,7 +114,7 @@ class _Plan:
         found, at = [], 0
         for name in ("key", "value"):
             shape = list(self.inputs[name].local_shape(coordinate))
-            if self.mesh.fabric != dry.name:
+            if fabric_of(self.mesh).has_values:
                 shape[SEQUENCE] = self.pairs.length(block)
             size = torch.Size(shape).numel()
             found.append(flat.narrow(0, at, size).view(shape))

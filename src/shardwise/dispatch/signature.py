@@ -16,7 +16,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, bound_route
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import part_at
 from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
 from shardwise.schema import OpInfo, Slot
@@ -72,9 +72,7 @@ class Wrapping:
         """The local of an operand; a plain tensor is every rank's."""
         if isinstance(tensor, self.tensor_class):
             return tensor._local_tensor
-        if isinstance(tensor, RankTensor):
-            return tensor
-        return fabric_of(mesh).build(mesh, lambda coordinate: tensor)
+        return fabric_of(mesh).spread(mesh, tensor)
 
     def wrap_plain(self, results: Any, mesh: DeviceMesh) -> Any:
         """Results of a decomposition, of which the plain ones were made on the way, alike on every rank."""
@@ -106,8 +104,7 @@ class Wrapping:
             return like(results, (self.wrap_replicated(info, result, mesh) for result in results))
         if not isinstance(results, torch.Tensor):
             return results
-        one = results.tensors[0] if isinstance(results, RankTensor) else results
-        if one.layout is not torch.strided:
+        if part_at(results, 0).layout is not torch.strided:
             raise sparse_result(info)
         return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(results)
 

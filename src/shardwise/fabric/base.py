@@ -54,6 +54,9 @@ class Fabric(ABC):
 
     name: str
     asynchronous: bool = False  # whether a collective can be left in flight
+    has_values: bool = True  # whether locals hold numbers; without, operators run on meta tensors
+    many_ranks: bool = False  # whether a local holds the tensors of many ranks, as a `RankTensor`
+    one_rank: bool = False  # whether a local is one tensor with values, that of one rank
 
     @abstractmethod
     def rank(self) -> int:
@@ -85,6 +88,10 @@ class Fabric(ABC):
     @abstractmethod
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         """The local made of `make(coordinate)` for each rank here; an empty one on ranks outside the mesh."""
+
+    def spread(self, mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain tensor that every rank has, as a local of the mesh. Shares its memory where it has values."""
+        return self.build(mesh, lambda coordinate: tensor)
 
     @abstractmethod
     def map(self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,7 @@ class C10dFabric(Fabric):
 
     name = "c10d"
     asynchronous = True
+    one_rank = True
 
     def __init__(self) -> None:
         self._world: Any = None

@@ -200,6 +200,7 @@ class DryFabric(Fabric):
     """No rank runs; the one at coordinate zero, which holds the most, stands for all."""
 
     name = "dry"
+    has_values = False
 
     def __init__(self) -> None:
         self.runs = ModeStack[DryRun]("dry run")

@@ -227,6 +227,16 @@ def parts_of(local: Any) -> Sequence[torch.Tensor]:
     return local.tensors if isinstance(local, RankTensor) else (local,)
 
 
+def part_at(local: Any, position: int) -> torch.Tensor:
+    """The tensor of the rank at a position among those here; one that is not by rank is every rank's."""
+    return local.tensors[position] if isinstance(local, RankTensor) else local
+
+
+def map_parts(fn: Callable[[torch.Tensor], torch.Tensor], local: torch.Tensor) -> torch.Tensor:
+    """The local made of `fn(part)` for each tensor that a local is."""
+    return RankTensor([fn(part) for part in local.tensors]) if isinstance(local, RankTensor) else fn(local)
+
+
 def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` on each rank's tensors; results that are tensors become a `RankTensor`, others must agree."""
     leaves, tree = tree_flatten((args, kwargs))
@@ -387,6 +397,10 @@ class VirtualFabric(Fabric):
     """All ranks in this process, in the order of the mesh's grid."""
 
     name = "virtual"
+    many_ranks = True
+
+    def spread(self, mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:  # a local as it is
+        return tensor if isinstance(tensor, RankTensor) else RankTensor([tensor] * mesh.grid_size)
 
     def rank(self) -> int:
         raise UnsupportedError(

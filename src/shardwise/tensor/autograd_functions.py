@@ -95,7 +95,7 @@ def _gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
         )
     whole = replicated_spec(spec.mesh, TensorMeta.of(grad))
     if is_wrapped(grad):
-        is_virtual = spec.mesh.fabric == "virtual"
+        is_virtual = fabric_of(spec.mesh).many_ranks
         return as_dtensor(on_every_rank(grad, spec.mesh.grid_size) if is_virtual else grad, whole, whole)
     zeros = stored_zeros(grad)
     return dtensor_of(whole, fabric_of(spec.mesh).build(spec.mesh, lambda coordinate: zeros.clone()))
@@ -173,7 +173,7 @@ class ToLocal(torch.autograd.Function):
             return None, None, None
         refuse_parts(ctx.spec)
         own: Any = grad
-        if ctx.spec.mesh.fabric == "virtual" and not isinstance(innermost(own), RankTensor):
+        if fabric_of(ctx.spec.mesh).many_ranks and not isinstance(innermost(own), RankTensor):
             own = on_every_rank(own, ctx.spec.mesh.grid_size)  # of a plain tensor that the ranks' values were added to
         for axis in ctx.spec.partial_axes:
             if ctx.spec.placements[axis].is_partial("avg") and not ctx.gradient.placements[axis].is_partial("avg"):

@@ -29,7 +29,7 @@ from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.dispatch.signature import GradientHooks
 from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
 from shardwise.events import Interception, tensor_entered, user_line
-from shardwise.fabric.base import fabric_of, nothing_of
+from shardwise.fabric.base import fabric_of, fabrics, nothing_of
 from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import laid_out, moves, plain_refusals
@@ -270,10 +270,11 @@ class DTensor(CompileProtocol):
         local_tensor = given = alive(local_tensor)
         if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
             local_tensor = resolved(local_tensor)
-        if mesh.fabric == "virtual" and not isinstance(innermost(local_tensor), RankTensor):
+        fabric = fabric_of(mesh)
+        if fabric.many_ranks and not isinstance(innermost(local_tensor), RankTensor):
             local_tensor = on_every_rank(local_tensor, mesh.grid_size)
         spec = spec_given(local_tensor, mesh, placements, run_check, shape, stride, shard_order)
-        if fabric_of(mesh).is_outside(mesh):
+        if fabric.is_outside(mesh):
             local_tensor = nothing_of(spec).requires_grad_(local_tensor.requires_grad)
         if wants_derivatives(local_tensor):
             made = apply_function(FromLocal, local_tensor, spec, gradient_spec_as(spec, grad_placements))
@@ -503,7 +504,7 @@ def _gradient_of_loss(loss: DTensor) -> DTensor | None:
     """The gradient that `backward` begins with: `ones_like`, without dispatch. None where torch is to make it."""
     spec = loss._spec
     is_number = spec.tensor_meta.dtype.is_floating_point and not spec.is_lazy and loss.numel() == 1
-    if not is_number or spec.mesh.fabric != "c10d" or not loss.requires_grad or dispatch_mode_count():
+    if not is_number or not fabrics[spec.mesh.fabric].one_rank or not loss.requires_grad or dispatch_mode_count():
         return None
     return dtensor_of(gradient_spec(spec), torch.ones_like(loss._local_tensor))
 

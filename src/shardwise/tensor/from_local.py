@@ -19,7 +19,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.rank_sizes import of_rank
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import map_parts, parts_of
 from shardwise.transforms import innermost, inside_transform, is_wrapped, transforming, visible_dims
 
 __all__ = ["resolved", "spec_given"]
@@ -50,7 +50,7 @@ def spec_given(
         spec = None
     if spec is None:
         spec = _spec_from_local(local, mesh, placements, shape, stride, shard_order)
-        if by_local_alone and mesh.fabric != "virtual" and not spec.tensor_meta.is_symbolic:
+        if by_local_alone and not fabric_of(mesh).many_ranks and not spec.tensor_meta.is_symbolic:
             _specs.keep(key, spec)
     return spec
 
@@ -140,6 +140,7 @@ def _fingerprints(local: torch.Tensor, spec: DTensorSpec) -> list[tuple[Any, str
 
 
 def resolved(local: torch.Tensor) -> torch.Tensor:
-    if isinstance(local, RankTensor) and any(t.is_conj() or t.is_neg() for t in local.tensors):
-        return RankTensor([t.resolve_conj().resolve_neg() for t in local.tensors])
-    return local.resolve_conj().resolve_neg()
+    """The local without the conjugate and negative bits."""
+    if any(part.is_conj() or part.is_neg() for part in parts_of(local)):
+        return map_parts(lambda part: part.resolve_conj().resolve_neg(), local)
+    return local

@@ -33,6 +33,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.fabric.base import fabric_of
 from shardwise.fabric.world import as_mesh
 
 __all__ = ["Difference", "Summary", "TensorSummary", "diff", "inspect", "reshard", "verify"]
@@ -240,9 +241,9 @@ def reshard(
         (3, [])
     """
     grid = as_mesh(mesh)
-    if grid.fabric == "dry":
+    if not fabric_of(grid).has_values:
         raise UnsupportedError("a dry run has no files", hint="use a virtual mesh, or processes")
-    processes = Processes() if grid.fabric == "virtual" else processes_of(Outcome(), [], process_group)
+    processes = Processes() if fabric_of(grid).many_ranks else processes_of(Outcome(), [], process_group)
     retry_replaced(lambda: _reshard(path, out, grid, placements or _by_rows(grid), processes))
 
 

@@ -43,7 +43,7 @@ def gather_for_check(tensor: DTensor) -> GatheredTensor:
     """The global tensor, assembled from all local tensors. On a slice of a virtual mesh, one for each slice."""
     spec, parts = tensor._spec, local_parts(tensor)
     mesh = spec.mesh
-    if mesh.fabric == "virtual":
+    if fabric_of(mesh).many_ranks:
         rows = mesh.groups(tuple(range(mesh.ndim))).tolist()
         gathered = [_assembled(spec, [parts[position] for position in row]) for row in rows]
         if len(gathered) == 1:

@@ -12,7 +12,7 @@ import torch
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.parity_check.gather_for_check import Coordinate, gather_for_check, local_block, local_parts
 from shardwise.debug.parity_check.rounding import Gap, gap_between, same
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import part_at, parts_of
 from shardwise.schema import OpInfo
 from shardwise.tensor import DTensor
 from shardwise.torch_private import tree_leaves
@@ -39,8 +39,7 @@ class Output:
         if not tensor._spec.partial_axes:
             return cls(tensor, tuple((coordinate, part.detach()) for coordinate, part in local_parts(tensor)))
         full, _, largest = gather_for_check(tensor)
-        parts = full.tensors if isinstance(full, RankTensor) else [full]
-        return cls(tensor, tuple((None, part) for part in parts), largest)
+        return cls(tensor, tuple((None, part) for part in parts_of(full)), largest)
 
     @property
     def spec(self) -> DTensorSpec | None:
@@ -56,7 +55,7 @@ class Output:
     def beside(self, reference: torch.Tensor) -> Iterator[tuple[Coordinate | None, torch.Tensor, torch.Tensor]]:
         """Each part with the corresponding block of a global tensor."""
         for position, (coordinate, part) in enumerate(self.parts):
-            full = reference.tensors[position] if isinstance(reference, RankTensor) else reference
+            full = part_at(reference, position)
             spec = self.spec
             fits = coordinate is not None and spec is not None and full.shape == spec.shape
             yield coordinate, part, local_block(full, spec, coordinate) if fits else full  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import alike
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.base import fabric_of
 from shardwise.parallel.tensor_parallel.redistribute_many import redistributed_together
 from shardwise.tensor import DTensor
 
@@ -29,18 +29,15 @@ def parts_of_sums(
 
     Gradients of plain leaves, which have no spec, are such locals. Those of DTensors may have any layout on their mesh.
     """
-    if data_mesh.fabric != "virtual" and True not in [isinstance(grad, DTensor) for grad in grads]:
+    fabric = fabric_of(data_mesh)
+    if not fabric.many_ranks and True not in [isinstance(grad, DTensor) for grad in grads]:
         return list(grads)
     grads = _added_up_together(grads, specs, data_mesh)
     locals_ = []
     for grad, spec in zip(grads, specs, strict=True):
         if isinstance(grad, DTensor):
-            local = _part_of_sum(grad, spec, data_mesh)
-        elif data_mesh.fabric == "virtual" and not isinstance(grad, RankTensor):
-            local = RankTensor([grad] * data_mesh.grid_size)
-        else:
-            local = grad
-        locals_.append(local)
+            grad = _part_of_sum(grad, spec, data_mesh)
+        locals_.append(fabric.spread(data_mesh, grad) if fabric.many_ranks else grad)
     return locals_
 
 

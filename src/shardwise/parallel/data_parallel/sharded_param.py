@@ -115,12 +115,11 @@ class ShardedParameter:
         """The stored parameter: every rank keeps its block of what it holds."""
         mesh, fabric = self.spec.mesh, fabric_of(self.spec.mesh)
         local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-        if mesh.fabric != "dry" and local.device.type not in (mesh.device_type, "meta"):
+        if fabric.has_values and local.device.type not in (mesh.device_type, "meta"):
             local = local.to(mesh.device_type)
-        if mesh.fabric == "virtual" and not isinstance(local, RankTensor):
-            kept = fabric.build(mesh, lambda coordinate: self.slot.cut(local, coordinate))
-        elif isinstance(parameter, DTensor) or mesh.fabric == "virtual":
-            kept = fabric.map(mesh, lambda coordinate, tensor: self.slot.cut(tensor, coordinate), local)
+        if isinstance(parameter, DTensor) or fabric.many_ranks:
+            spread = fabric.spread(mesh, local) if fabric.many_ranks else local
+            kept = fabric.map(mesh, lambda coordinate, tensor: self.slot.cut(tensor, coordinate), spread)
         else:
             kept = fabric.build(mesh, lambda coordinate: self.slot.cut(local, coordinate))
         stored = nn.Parameter(dtensor_of(self.spec, kept), requires_grad=parameter.requires_grad)

@@ -18,8 +18,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Placement, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.dry import dry
-from shardwise.fabric.virtual import RankTensor, is_even, virtual
+from shardwise.fabric.virtual import RankTensor, is_even
 from shardwise.parallel.tensor_parallel.local_region import from_layer, to_layer
 from shardwise.parallel.tensor_parallel.module_parameters import see_on, unsee
 from shardwise.parallel.tensor_parallel.table_lookup import is_plain_table, rows_here, zero_elsewhere
@@ -142,7 +141,7 @@ class Layer:
         recipe = self.recipe
         if self.given is not recipe.input or recipe.input_gradient is not None or not recipe.exact:
             return False
-        return self.mesh.fabric != virtual.name or isinstance(innermost(value), RankTensor)
+        return not fabric_of(self.mesh).many_ranks or isinstance(innermost(value), RankTensor)
 
     def _annotated(self, module: nn.Module, value: torch.Tensor) -> AnyDTensor:
         """A plain input as a DTensor; the module knows its number of features, however they are split."""
@@ -182,7 +181,7 @@ class Layer:
             if module._parameters[name] is not None
         }
         fits = (
-            mesh.fabric != dry.name
+            fabric_of(mesh).has_values
             and not fabric_of(mesh).is_outside(mesh)
             and all(
                 spec is not None and spec.mesh is mesh and spec.placements == (recipe.parameters[name],)
@@ -202,7 +201,7 @@ class Layer:
             targets.append(target_of(entered, mesh, recipe.input))
             gradients.append(target_of(entered, mesh, recipe.input_gradient or recipe.input))
         # a composite operator on a RankTensor takes the sizes of the first rank for those of all
-        if mesh.fabric == virtual.name and not all(map(_is_even, (*given.values(), *targets, *gradients))):
+        if fabric_of(mesh).many_ranks and not all(map(_is_even, (*given.values(), *targets, *gradients))):
             return None
         return Program(names, tuple(targets), tuple(gradients), self._size(given, entered))
 

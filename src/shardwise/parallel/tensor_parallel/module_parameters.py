@@ -16,8 +16,9 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.errors import AgreementError, LayoutError, MeshError
+from shardwise.fabric.base import fabric_of
 from shardwise.fabric.shared_writes import check_agreement
-from shardwise.fabric.virtual import RankTensor, virtual
+from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor, is_dtensor
 
 __all__ = ["check_parameters", "keep_one_gradient", "lay_out", "see_on", "unsee", "update_ties"]
@@ -150,7 +151,7 @@ def update_ties(module: nn.Module) -> None:
 
 def keep_one_gradient(parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Plain parameters beside a plan, on a virtual mesh: they stand for every rank's, whose gradients are one."""
-    if mesh.fabric != virtual.name:
+    if not fabric_of(mesh).many_ranks:
         return
     for name, parameter in parameters:
         if parameter.requires_grad and not isinstance(parameter, DTensor | RankTensor) and not hasattr(parameter, _ONE):
