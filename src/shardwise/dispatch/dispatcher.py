@@ -94,7 +94,7 @@ class OpDispatcher:
         self.cache: BoundedCache[Key, Executor] = BoundedCache(MAX_ENTRIES)
         self.misses = 0
         self._metas = ResultMetas()
-        self._recipes = KnownCalls()
+        self._known_calls = KnownCalls()
         on_new_world.append(self.forget)  # executors know which ranks are here
         on_found.append(self.cache.clear)  # a known call would not raise what was found
         on_new_model.append(self.forget)  # and move what it is cheapest to move
@@ -120,7 +120,7 @@ class OpDispatcher:
         raise_found()
         if is_symbolic(key):
             return self._resolve_symbolic(named(key), func, args, kwargs)
-        run = self._recipes.find(key)
+        run = self._known_calls.find(key)
         return self._keep(key, self.resolve(key, func, args, kwargs) if run is None else run)
 
     def _keep(self, key: Key, run: Executor) -> Executor:
@@ -250,7 +250,7 @@ class OpDispatcher:
         """A call that runs as its rule has laid it out; those that differ from it in their sizes alone will too."""
         make = for_any_size(signature, sharding)
         if make is not None and not sharding.outputs[0].tensor_meta.is_symbolic:
-            self._recipes.keep(key, sharding.outputs[0], make)
+            self._known_calls.keep(key, sharding.outputs[0], make)
         return executor(signature, sharding)
 
     def _resolve_write(
@@ -293,7 +293,7 @@ class OpDispatcher:
     def forget(self) -> None:
         """Drop every executor and what was read from schemas and rules."""
         self.cache.clear()
-        self._recipes.forget()
+        self._known_calls.forget()
         forget_infos()
 
     def info(self) -> CacheInfo:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwise import modes
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mode_stack import ModeStack
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import is_tracing
@@ -44,6 +45,7 @@ from shardwise.torch_private import autograd_sequence_number, current_autograd_n
 __all__ = ["Listener", "listening"]
 
 MAX_KNOWN = 16384
+MAX_NODES = 2**20
 EXPLICIT = ("redistribute", "full_tensor", "to_local", "from_local")
 _LEAF = 2**63  # nodes that accumulate gradients have a number larger than all others
 
@@ -66,9 +68,14 @@ class _State:
 
     def __init__(self) -> None:
         self.count = 0
-        self.decisions: dict[Any, Decision] = {}  # by key and cost model
-        self.by_node: dict[int, Record] = {}  # by the sequence number of the forward operator's autograd node
-        self.made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensors, and the record that made them
+        self.decisions: BoundedCache[Any, Decision] = BoundedCache(MAX_KNOWN)  # by key and cost model
+        self.by_node: BoundedCache[int, Record] = BoundedCache(
+            MAX_NODES
+        )  # by the sequence number of the forward operator's autograd node
+        # by id
+        self.made: BoundedCache[int, tuple[weakref.ref[torch.Tensor], int]] = BoundedCache(
+            MAX_KNOWN
+        )  # tensors, and the record that made them
         self.thread = threading.local()
 
     @property
@@ -203,9 +210,7 @@ def _execute_recorded(state: _State, record: Record, call: Callable[[], Any]) ->
 def _note_results(state: _State, record: Record, result: Any) -> Iterator[DTensorSpec]:
     for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
         if isinstance(tensor, DTensor):
-            if len(state.made) >= MAX_KNOWN:
-                state.made.clear()
-            state.made[id(tensor)] = (weakref.ref(tensor), record.index)
+            state.made.keep(id(tensor), (weakref.ref(tensor), record.index))
             yield tensor._spec
 
 
@@ -255,9 +260,7 @@ def _describe_call(
     key = dispatcher.key(func, args, kwargs), current_cost_model()
     decision = state.decisions.get(key)
     if decision is None:
-        if len(state.decisions) >= MAX_KNOWN:
-            state.decisions.clear()
-        decision = state.decisions[key] = dispatcher.explain(key[0], func, args, kwargs)
+        decision = state.decisions.keep(key, dispatcher.explain(key[0], func, args, kwargs))
     found = tensor_slots(op_info(func), args, kwargs)
     operands = [_operand(state, _slot_name(slot), tensor) for slot, tensor in found if isinstance(tensor, DTensor)]
     return tuple(operands), decision
@@ -277,11 +280,8 @@ def _operand(state: _State, name: str, tensor: Any) -> Operand:
 def _remember_node(state: _State, record: Record) -> None:
     """Map the autograd node of this operator to its record: autograd creates the node just before it dispatches."""
     nodes = autograd_sequence_number()
-    if record.parent is None and nodes > state.thread.nodes:
-        state.by_node.setdefault(nodes - 1, record)
-        if len(state.by_node) > 2**20:  # bounds memory: drop the oldest
-            for old in list(state.by_node)[: 2**18]:
-                del state.by_node[old]
+    if record.parent is None and nodes > state.thread.nodes and nodes - 1 not in state.by_node:
+        state.by_node.keep(nodes - 1, record)
     state.thread.nodes = nodes
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.core.cache import BoundedCache
 from shardwise.debug.recording.records import NO_LINE, SourceLine
 from shardwise.events import user_frame, user_line
 from shardwise.torch_private import autograd_sequence_number, current_autograd_node
@@ -57,7 +58,7 @@ class BackwardLines:
     """Maps the autograd sequence number of each forward operator to the user's line that called it."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, str] = {}
+        self._lines: BoundedCache[int, str] = BoundedCache(MOST_LINES)
 
     def note(self) -> None:
         """Store the line of the forward operator that just ran: autograd numbered its node last."""
@@ -65,9 +66,7 @@ class BackwardLines:
             return
         number = autograd_sequence_number() - 1
         if number not in self._lines:  # operators without a gradient repeat the last number: keep the first line
-            if len(self._lines) >= MOST_LINES:
-                del self._lines[next(iter(self._lines))]
-            self._lines[number] = user_line()
+            self._lines.keep(number, user_line())
 
     def here(self) -> tuple[str, bool]:
         """The current user line, in backward the line of the forward operator; and whether this is backward."""

@@ -15,7 +15,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import alike
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabrics
 from shardwise.parallel.tensor_parallel.redistribute_many import redistributed_together
 from shardwise.tensor import DTensor
 
@@ -29,7 +29,7 @@ def parts_of_sums(
 
     Gradients of plain leaves, which have no spec, are such locals. Those of DTensors may have any layout on their mesh.
     """
-    fabric = fabric_of(data_mesh)
+    fabric = fabrics[data_mesh.fabric]
     if not fabric.many_ranks and True not in [isinstance(grad, DTensor) for grad in grads]:
         return list(grads)
     grads = _added_up_together(grads, specs, data_mesh)

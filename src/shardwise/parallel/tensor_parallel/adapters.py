@@ -16,7 +16,15 @@ from dataclasses import replace
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from shardwise.parallel.tensor_parallel.layer import Layer, LayerLayouts, features_of, layer_of, reinstall, uninstall
+from shardwise.parallel.tensor_parallel.layer import (
+    Layer,
+    LayerLayouts,
+    features_of,
+    layer_of,
+    new_cache,
+    reinstall,
+    uninstall,
+)
 from shardwise.parallel.tensor_parallel.style import STYLES
 
 __all__ = ["BASE", "convert_around_adapters"]
@@ -48,13 +56,18 @@ def _settle(adapter: nn.Module, base: nn.Module) -> None:
 
 
 def _move_out(adapter: nn.Module, base: nn.Module, layer: Layer) -> None:
-    features = layer.recipe.features
+    features = layer.layouts.features
     size = None if features is None else features_of(base, features)
     around = Layer(
-        layer.mesh, LayerLayouts({}, layer.recipe.input, features=size), layer.given, layer.output, layer.to_local
+        layer.mesh, LayerLayouts({}, layer.layouts.input, features=size), layer.given, layer.output, layer.to_local
     )
     around.install(adapter)
-    reinstall(base, replace(layer, given=layer.recipe.input, output=None, to_local=False, programs={}, results={}))
+    reinstall(
+        base,
+        replace(
+            layer, given=layer.layouts.input, output=None, to_local=False, programs=new_cache(), results=new_cache()
+        ),
+    )
     adapter.__dict__[_AROUND] = layer
 
 

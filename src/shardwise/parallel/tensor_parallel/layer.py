@@ -6,6 +6,7 @@ its many small operators need not be dispatched one by one. What lies otherwise,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Placement, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.virtual import RankTensor, is_even
 from shardwise.parallel.tensor_parallel.local_region import from_layer, to_layer
 from shardwise.parallel.tensor_parallel.module_parameters import see_on, unsee
@@ -29,6 +31,7 @@ from shardwise.transforms import innermost
 __all__ = ["Layer", "LayerLayouts", "features_of", "layer_of", "reinstall", "uninstall"]
 
 MAX_KEPT = 256
+new_cache = functools.partial(BoundedCache[Any, Any], MAX_KEPT)
 _INSTALLED = "_shardwise_layers"  # on a module: the layers whose hooks it has, and the keys of the hooks
 _RUNNING = "_shardwise_running"  # on a module that runs on locals: how, its own parameters, what is looked up elsewhere
 
@@ -79,13 +82,15 @@ class Layer:
     """The hooks of one module."""
 
     mesh: DeviceMesh
-    recipe: LayerLayouts
+    layouts: LayerLayouts
     given: Placement
     output: Placement | None
     to_local: bool
     # by the specs of what goes in; and of results, by the shapes of locals
-    programs: dict[Any, Program | None] = field(default_factory=dict, compare=False, repr=False)
-    results: dict[Any, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict, compare=False, repr=False)
+    programs: BoundedCache[Any, Program | None] = field(default_factory=new_cache, compare=False, repr=False)
+    results: BoundedCache[Any, tuple[DTensorSpec, DTensorSpec]] = field(
+        default_factory=new_cache, compare=False, repr=False
+    )
 
     def install(self, module: nn.Module) -> nn.Module:
         """Put the hooks around the forward of a module."""
@@ -131,21 +136,21 @@ class Layer:
         if program is not None:
             return self._run(module, program, value)
         given = value if is_dtensor(value) else self._annotated(module, value)
-        found = in_layout(given, self.mesh, self.given, self.recipe.input, async_op=True)
+        found = in_layout(given, self.mesh, self.given, self.layouts.input, async_op=True)
         if found._spec.mesh != self.mesh:  # not "is not", see local_of
             see_on(module, self.mesh, found._spec.mesh)
         return found
 
     def _is_local_already(self, value: torch.Tensor) -> bool:
         """Whether a plain input is what the layer computes with, and its gradient what each rank has of it."""
-        recipe = self.recipe
-        if self.given is not recipe.input or recipe.input_gradient is not None or not recipe.exact:
+        layouts = self.layouts
+        if self.given is not layouts.input or layouts.input_gradient is not None or not layouts.exact:
             return False
-        return not fabric_of(self.mesh).many_ranks or isinstance(innermost(value), RankTensor)
+        return not fabrics[self.mesh.fabric].many_ranks or isinstance(innermost(value), RankTensor)
 
     def _annotated(self, module: nn.Module, value: torch.Tensor) -> AnyDTensor:
         """A plain input as a DTensor; the module knows its number of features, however they are split."""
-        shape, features = None, self.recipe.features
+        shape, features = None, self.layouts.features
         if features is not None and isinstance(self.given, Shard) and self.given.dim in (-1, value.dim() - 1):
             shape = (*value.shape[:-1], features_of(module, features))
         return DTensor.from_local(value, self.mesh, (self.given,), shape=shape)
@@ -154,52 +159,50 @@ class Layer:
 
     def _program(self, module: nn.Module, value: torch.Tensor) -> Program | None:
         """How to run on locals; None where that is not what DTensors would do."""
-        recipe = self.recipe
-        if type(module).forward not in recipe.exact or torch.compiler.is_compiling() or is_forward_or_transformed():
+        layouts = self.layouts
+        if type(module).forward not in layouts.exact or torch.compiler.is_compiling() or is_forward_or_transformed():
             return None
         parameters = module._parameters
         key = (
             value._spec if isinstance(value, DTensor) else value.dim(),
-            *[getattr(parameters.get(name), "_spec", None) for name in recipe.parameters],
+            *[getattr(parameters.get(name), "_spec", None) for name in layouts.parameters],
         )
         if key not in self.programs:
-            if len(self.programs) >= MAX_KEPT:
-                self.programs.clear()
-            self.programs[key] = self._made_program(module, key)
+            self.programs.keep(key, self._made_program(module, key))
         program = self.programs[key]
         if isinstance(value, RankTensor) and program is not None:
             return program if is_even(value) else None
         return program
 
     def _made_program(self, module: nn.Module, key: tuple[Any, ...]) -> Program | None:
-        recipe, mesh = self.recipe, self.mesh
-        if not recipe.parameters.keys() <= module._parameters.keys():  # a parametrization computes some of them
+        layouts, mesh = self.layouts, self.mesh
+        if not layouts.parameters.keys() <= module._parameters.keys():  # a parametrization computes some of them
             return None
         given = {
             name: spec
-            for name, spec in zip(recipe.parameters, key[1:], strict=True)
+            for name, spec in zip(layouts.parameters, key[1:], strict=True)
             if module._parameters[name] is not None
         }
         fits = (
             fabric_of(mesh).has_values
             and not fabric_of(mesh).is_outside(mesh)
             and all(
-                spec is not None and spec.mesh is mesh and spec.placements == (recipe.parameters[name],)
+                spec is not None and spec.mesh is mesh and spec.placements == (layouts.parameters[name],)
                 for name, spec in given.items()
             )
         )
         entered = key[0] if isinstance(key[0], DTensorSpec) else None
         ndim: int = key[0] if entered is None else entered.ndim  # pyright: ignore[reportAssignmentType]
-        if not fits or (entered is not None and entered.mesh is not mesh) or not _treats_alike(module, recipe, ndim):
+        if not fits or (entered is not None and entered.mesh is not mesh) or not _treats_alike(module, layouts, ndim):
             return None
-        if recipe.looks_up and not is_plain_table(module, given["weight"]):
+        if layouts.looks_up and not is_plain_table(module, given["weight"]):
             return None
         names = tuple(given)
-        targets = [target_of(given[n], mesh, recipe.inside.get(n, recipe.parameters[n])) for n in names]
-        gradients = [target_of(given[n], mesh, recipe.gradients.get(n, recipe.parameters[n])) for n in names]
+        targets = [target_of(given[n], mesh, layouts.inside.get(n, layouts.parameters[n])) for n in names]
+        gradients = [target_of(given[n], mesh, layouts.gradients.get(n, layouts.parameters[n])) for n in names]
         if entered is not None:
-            targets.append(target_of(entered, mesh, recipe.input))
-            gradients.append(target_of(entered, mesh, recipe.input_gradient or recipe.input))
+            targets.append(target_of(entered, mesh, layouts.input))
+            gradients.append(target_of(entered, mesh, layouts.input_gradient or layouts.input))
         # a composite operator on a RankTensor takes the sizes of the first rank for those of all
         if fabric_of(mesh).many_ranks and not all(map(_is_even, (*given.values(), *targets, *gradients))):
             return None
@@ -207,22 +210,22 @@ class Layer:
 
     def _size(self, given: Mapping[str, DTensorSpec], entered: DTensorSpec | None) -> int | None:
         """The global size of the dim in which the result is sharded; None if only the result itself tells."""
-        recipe = self.recipe
-        if not isinstance(recipe.result, Shard):
+        layouts = self.layouts
+        if not isinstance(layouts.result, Shard):
             return None
-        if recipe.result is recipe.input:  # the result is sharded as the input is
-            return None if entered is None else entered.shape[recipe.result.dim]
+        if layouts.result is layouts.input:  # the result is sharded as the input is
+            return None if entered is None else entered.shape[layouts.result.dim]
         weight = given["weight"]
         return weight.shape[next(dim for dim, axes in enumerate(weight.dim_axes) if axes)]
 
     def _run(self, module: nn.Module, program: Program, value: torch.Tensor) -> torch.Tensor:
         """The local of the input. The module has locals for parameters until its forward has ended."""
         parameters, entered = module._parameters, isinstance(value, DTensor)
-        own = {name: parameters[name] for name in self.recipe.parameters if name in parameters}
+        own = {name: parameters[name] for name in self.layouts.parameters if name in parameters}
         tensors = [own[name] for name in program.names]
         found = to_layer(program.targets, program.gradients, [*tensors, value] if entered else tensors)
         inside, elsewhere = found[-1] if entered else value, None
-        if self.recipe.looks_up:
+        if self.layouts.looks_up:
             inside, elsewhere = rows_here(program.targets[0], inside)
         module.__dict__[_RUNNING] = (program, own, elsewhere)
         for name, local in zip(program.names, found, strict=False):
@@ -234,14 +237,12 @@ class Layer:
         key = (program.size, result.shape, result.stride(), result.dtype)
         specs = self.results.get(key)
         if specs is None:
-            if len(self.results) >= MAX_KEPT:
-                self.results.clear()
-            specs = self.results[key] = self._specs_of_result(result, program.size)
+            specs = self.results.keep(key, self._specs_of_result(result, program.size))
         return from_layer(result, *specs, to_local=self.to_local)
 
     def _specs_of_result(self, result: torch.Tensor, size: int | None) -> tuple[DTensorSpec, DTensorSpec]:
         """How a result lies as it is computed, and as it was asked for."""
-        placement, shape = self.recipe.result, list(result.shape)
+        placement, shape = self.layouts.result, list(result.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = shape[placement.dim] * self.mesh.shape[0] if size is None else size
         meta = TensorMeta(shape, dense_strides(shape, like=result.stride()), result.dtype)
@@ -273,7 +274,7 @@ def uninstall(module: nn.Module) -> None:
 
 
 def features_of(module: nn.Module, features: tuple[str, int] | int) -> Any:
-    """How long the last dim of a layer's input is, as the recipe says it."""
+    """How long the last dim of a layer's input is, as the layouts says it."""
     if isinstance(features, int):
         return features
     own = module._parameters.get(features[0])
@@ -293,12 +294,12 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
     return key
 
 
-def _treats_alike(module: nn.Module, recipe: LayerLayouts, ndim: int) -> bool:
+def _treats_alike(module: nn.Module, layouts: LayerLayouts, ndim: int) -> bool:
     """Whether a norm leaves the dim alone that its input is sharded in."""
     normalized = getattr(module, "normalized_shape", None)
-    if normalized is None or not isinstance(recipe.input, Shard):
+    if normalized is None or not isinstance(layouts.input, Shard):
         return True
-    return -ndim <= recipe.input.dim < ndim and recipe.input.dim % ndim < ndim - len(normalized)
+    return -ndim <= layouts.input.dim < ndim and layouts.input.dim % ndim < ndim - len(normalized)
 
 
 def _is_even(spec: DTensorSpec) -> bool:

@@ -37,10 +37,10 @@ class _LayerStyle(ParallelStyle):
         self.output_layouts = (placement_of(output_layouts, self, "output_layouts"),)
         self.use_local_output = use_local_output
 
-    def _recipe(self, module: nn.Module, who: str) -> LayerLayouts:
-        for kind, recipe in self.layers.items():
+    def _layouts(self, module: nn.Module, who: str) -> LayerLayouts:
+        for kind, layouts in self.layers.items():
             if isinstance(module, kind):
-                return recipe
+                return layouts
         fitting = " and ".join(f"nn.{kind.__name__}" for kind in self.layers)
         raise LayoutError(
             f"{who}: it fits {fitting}, not this module",
@@ -55,7 +55,7 @@ class _LayerStyle(ParallelStyle):
         return path, module
 
     def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
-        placements = self._recipe(module, who).parameters
+        placements = self._layouts(module, who).parameters
         if "weight" not in module._parameters and not parametrize.is_parametrized(module, "weight"):
             raise LayoutError(
                 f"{who}: a hook computes its weight from other parameters",
@@ -64,9 +64,9 @@ class _LayerStyle(ParallelStyle):
         return placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        recipe = self._recipe(module, type(module).__name__)
-        lay_out(module, recipe.parameters, device_mesh, self.src_data_rank)
-        layer = Layer(device_mesh, recipe, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
+        layouts = self._layouts(module, type(module).__name__)
+        lay_out(module, layouts.parameters, device_mesh, self.src_data_rank)
+        layer = Layer(device_mesh, layouts, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
         return layer.install(module)
 
     def __repr__(self) -> str:
@@ -199,14 +199,14 @@ class SequenceParallel(_LayerStyle):
         add_up_after_backward(module.parameters())
         (sharding,) = self.sequence_sharding
         names = list(module._parameters)
-        recipe = LayerLayouts(
+        layouts = LayerLayouts(
             dict.fromkeys(names, Replicate()),
             input=sharding,
             result=sharding,
             gradients=dict.fromkeys(names, Partial()),
             exact=(nn.LayerNorm.forward, nn.RMSNorm.forward),
         )
-        return Layer(device_mesh, recipe, sharding, None, self.use_local_output).install(module)
+        return Layer(device_mesh, layouts, sharding, None, self.use_local_output).install(module)
 
     def __repr__(self) -> str:
         return f"SequenceParallel(sequence_dim={self.input_layouts[0].dim}, use_local_output={self.use_local_output})"  # pyright: ignore[reportAttributeAccessIssue]

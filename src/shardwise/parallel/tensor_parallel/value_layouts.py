@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.compilers import traceable
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Placement
 from shardwise.core.spec import DTensorSpec, checked_placements
@@ -21,7 +22,7 @@ from shardwise.torch_private import tree_map_only
 __all__ = ["in_layout", "in_layouts", "local_of"]
 
 MAX_TARGETS = 4096
-_targets: dict[tuple[DTensorSpec, DeviceMesh, Placement], DTensorSpec] = {}
+_targets: BoundedCache[tuple[DTensorSpec, DeviceMesh, Placement], DTensorSpec] = BoundedCache(MAX_TARGETS)
 
 
 def in_layout(value: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, *, async_op: bool = False) -> Any:
@@ -77,9 +78,7 @@ def target_of(spec: DTensorSpec, mesh: DeviceMesh, wanted: Placement) -> DTensor
                 f"the batch is on {spec.mesh} as {spec}, and the model's plan is on {mesh}, which is no axis of it",
                 hint="put the batch on the mesh of the plan, or on a larger one that this was cut from",
             )
-        if len(_targets) >= MAX_TARGETS:
-            _targets.clear()
-        found = _targets[key] = _replaced(spec, axis, wanted)
+        found = _targets.keep(key, _replaced(spec, axis, wanted))
     return found
 
 

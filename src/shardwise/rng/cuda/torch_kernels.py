@@ -92,8 +92,8 @@ def fill_kernel_of(draw: Draw) -> FillKernel | None:
 
     Example:
         >>> device = torch.device("cuda", 0)
-        >>> recipe = fill_kernel_of(Draw(aten.normal_.default, (0.0, 1.0), (8,), torch.float64, device))
-        >>> recipe.distribution, recipe.values
+        >>> kernel = fill_kernel_of(Draw(aten.normal_.default, (0.0, 1.0), (8,), torch.float64, device))
+        >>> kernel.distribution, kernel.values
         ('normal', 2)
         >>> fill_kernel_of(Draw(aten.normal_.default, (0.0, 1.0), (8,), torch.complex64, device)) is None
         True
@@ -204,8 +204,8 @@ def torch_launches(
     """The launches by which torch fills `numel` elements, and the increment of the generator's offset.
 
     Example:
-        >>> recipe = FillKernel("uniform", torch.float32, "float", 4)
-        >>> torch_launches(3_000_001, 4, recipe, threads=270_336)
+        >>> kernel = FillKernel("uniform", torch.float32, "float", 4)
+        >>> torch_launches(3_000_001, 4, kernel, threads=270_336)
         ((TorchLaunch(start=0, stop=3000001, calls=0),), 12)
     """
     if kernel_model.distribution == "keep":
