@@ -18,7 +18,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.views import materialize
 from shardwise.errors import PlainTensorError
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.routes import bound_route
 from shardwise.fabric.shared_writes import is_traced
 from shardwise.fabric.virtual import RankTensor
@@ -173,7 +173,7 @@ class ToLocal(torch.autograd.Function):
             return None, None, None
         refuse_parts(ctx.spec)
         own: Any = grad
-        if fabric_of(ctx.spec.mesh).many_ranks and not isinstance(innermost(own), RankTensor):
+        if fabrics[ctx.spec.mesh.fabric].many_ranks and not isinstance(innermost(own), RankTensor):
             own = on_every_rank(own, ctx.spec.mesh.grid_size)  # of a plain tensor that the ranks' values were added to
         for axis in ctx.spec.partial_axes:
             if ctx.spec.placements[axis].is_partial("avg") and not ctx.gradient.placements[axis].is_partial("avg"):

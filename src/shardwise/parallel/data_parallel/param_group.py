@@ -21,7 +21,7 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import RankTensor, part_at
+from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.data_parallel.flat_params import FlatLayout
 from shardwise.parallel.data_parallel.gathered_params import Gathered, Leaves, Source, at_once, completion_token
 from shardwise.parallel.data_parallel.grad_reduction import parts_of_sums
@@ -526,7 +526,7 @@ def rank_by_rank(data_mesh: DeviceMesh, layout: FlatLayout, *locals_: torch.Tens
         if mesh not in here:
             here[mesh] = fabric_of(mesh).coordinates(mesh)
     for rank in range(len(here[data_mesh])):
-        flat, *others = [part_at(local, rank) for local in locals_]
+        flat, *others = [local.tensors[rank] if isinstance(local, RankTensor) else local for local in locals_]
         yield flat, [here[mesh][rank] for mesh in layout.meshes], *others
 
 
