@@ -17,7 +17,7 @@ import torch
 from shardwise.core.layout import dense_strides
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import unrecorded
-from shardwise.dispatch.origins import current_node, origin_of
+from shardwise.dispatch.origins import origin_of
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.block_copies import compacted, local_step
@@ -34,6 +34,7 @@ from shardwise.rules.slicing import local_input_sizes, where_put_back
 from shardwise.rules.view import NOT_A_VIEW, groups_of
 from shardwise.rules.windows import local_image
 from shardwise.schema import Slot
+from shardwise.torch_private import current_autograd_node
 
 __all__ = ["FILLED", "INTO_LEAVES", "SCANNING", "filled_once", "into_leaf", "keeping_broadcast", "scanned_as_origin"]
 
@@ -370,7 +371,7 @@ def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Exe
     beside_a_replica = dense and not result.tensor_meta.is_symbolic and _numel(result) <= 2 * _numel(spec)
 
     def run_or_fill(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if current_node() is None:
+        if current_autograd_node() is None:
             return run(args, kwargs)
         bound = info.bind(args, kwargs)
         value = bound["fill_value"] if "fill_value" in bound else 1 if "ones" in info.op.name() else 0
@@ -412,6 +413,8 @@ def scanned_as_origin(signature: Signature, run: Executor) -> Executor:
     stays so while that is small, because then nothing is moved.
     """
     info, spec, wrapping = signature.info, signature.specs[0], signature.wrapping
+    if not spec.broadcast:
+        return run
     dim = signature.arguments["dim"] % max(spec.ndim, 1)
     if dim not in spec.broadcast or spec.tensor_meta.is_symbolic:
         return run
@@ -446,10 +449,12 @@ def into_leaf(signature: Signature, run: Executor) -> Executor:
     layout of the tensor.
     """
     tensor_class, spec = signature.wrapping.tensor_class, signature.specs[0]
+    if not spec.broadcast:
+        return run
     known: dict[DTensorSpec, Executor] = {}  # by the layout of the leaf
 
     def run_or_lay_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        node: Any = current_node()
+        node: Any = current_autograd_node()
         leaf: Any = getattr(node, "variable", None)
         if isinstance(leaf, tensor_class):
             target = leaf._spec

@@ -78,6 +78,17 @@ class CacheInfo:
     routes: int
 
 
+# What is put around the executor of an operator: for layouts that its gradient needs, or that autograd leaves open.
+AROUND = (
+    dict.fromkeys(SCANNING, scanned_as_origin)
+    | dict.fromkeys(INTO_LEAVES, into_leaf)
+    | dict.fromkeys(TAKING, noting_origin)
+    | {GROUPED: noting_experts}
+)
+# What decides, at each call, in which layout an operator of backward runs.
+LAID_OUT_BY = dict.fromkeys(PUTTING_BACK, putting_back) | {TABLE_BACKWARD: sent_to_owners}
+
+
 class OpDispatcher:
     """Carries out operators on a tensor class that has `_local_tensor` and `_spec`.
 
@@ -182,14 +193,8 @@ class OpDispatcher:
             run = noting_base(signature, self._resolve_write(signature, key, args, kwargs, into_plain))
         else:
             run = self._resolve_new(signature, key, args, kwargs)
-            if info.op in SCANNING and signature.specs[0].broadcast:
-                run = scanned_as_origin(signature, run)
-            if info.op in INTO_LEAVES and signature.specs[0].broadcast:
-                run = into_leaf(signature, run)
-            if info.op in TAKING:
-                run = noting_origin(signature, run)
-            if info.op is GROUPED:
-                run = noting_experts(signature, run)
+            if info.op in AROUND:
+                run = AROUND[info.op](signature, run)
             run = counted_as_base(run) if info.is_view else run
         if len(laid_out) == len(found):
             return run
@@ -217,10 +222,8 @@ class OpDispatcher:
                 return run
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
             decided("rule", signature, sharding)
-            if info.op is TABLE_BACKWARD:
-                return sent_to_owners(signature, sharding, lambda laid_out: executor(signature, laid_out))
-            if info.op in PUTTING_BACK:
-                return putting_back(signature, sharding, lambda laid_out: executor(signature, laid_out))
+            if info.op in LAID_OUT_BY:
+                return LAID_OUT_BY[info.op](signature, sharding, lambda laid_out: executor(signature, laid_out))
             run = self._laid_out(signature, key, sharding)
             return filled_once(signature, sharding.outputs[0], run) if info.op in FILLED else run
 

@@ -26,7 +26,7 @@ from shardwise.schema import OpInfo
 from shardwise.torch_private import current_autograd_node
 
 __all__ = [
-    "GROUPED", "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "current_node", "noting_base", "noting_experts",
+    "GROUPED", "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "noting_base", "noting_experts",
     "noting_origin", "origin_of", "putting_back", "sent_to_owners", "with_zeros_of_unused",
 ]  # fmt: skip
 
@@ -41,7 +41,6 @@ SPLITTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}  # 
 GROUPED = aten._grouped_mm.default
 TABLE_BACKWARD = aten.embedding_dense_backward.default
 PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
-current_node = current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 ACCUMULATING = "AccumulateGrad"  # the node of a leaf
 NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 
@@ -107,7 +106,7 @@ def _note(tensor: Any, spec: DTensorSpec) -> None:
 
 def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
     """The layout of the forward's operand whose gradient is being computed, where it is known."""
-    node: Any = current_node()
+    node: Any = current_autograd_node()
     follows = node.next_functions if node is not None else ()
     if operand >= len(follows) or follows[operand][0] is None:
         return None
@@ -123,7 +122,7 @@ def with_zeros_of_unused(tensor_class: Any, info: OpInfo, run: Executor) -> Exec
     """
 
     def run_or_replace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if type(current_node()).__name__ not in SPLITTING:
+        if type(current_autograd_node()).__name__ not in SPLITTING:
             return run(args, kwargs)
         given = next(part for part in args[0] if isinstance(part, tensor_class))
         if any(not isinstance(part, tensor_class) and not _is_zeros(part) for part in args[0]):

@@ -19,6 +19,7 @@ from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.events import user_line
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.collective_log import argument_name
+from shardwise.fabric.shared_writes import agree
 from shardwise.fabric.virtual import RankTensor
 from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot
@@ -98,19 +99,13 @@ def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]
     for name, operand in zip(names, operands, strict=True):
         if isinstance(operand, RankTensor):
             first = operand.tensors[0]
-            differs = [i for i, other in enumerate(operand.tensors) if not _same(first, other)]
+            differs = [i for i, other in enumerate(operand.tensors) if not agree(first, other)]
             if differs:
                 raise AgreementError(
                     f"{op} at {user_line()}: argument {argument_name(name, operand)} is a plain torch.Tensor on "
                     f"each rank among DTensors, and ranks 0 and {differs[0]} do not have the same",
                     hint="DTensor.from_local(tensor, mesh, placements) if each rank holds a part of a tensor",
                 )
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype is not b.dtype:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 # ---------------------------------------------------------------- gradients
