@@ -414,19 +414,21 @@ class DTensorSpec(Interned):
         """The same tensor laid out otherwise."""
         return DTensorSpec(mesh or self.mesh, placements, self.tensor_meta, shard_order)
 
-    def seen_on(self, larger: DeviceMesh) -> DTensorSpec:
-        """The layout on a mesh of one axis as one on a larger mesh with that axis: replicated along the others.
+    def remapped(self, mesh: DeviceMesh, tensor_meta: TensorMeta | None = None) -> DTensorSpec:
+        """The layout on another mesh of the same grid: on the axes that both have, replicated along the others.
 
         Example:
             >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-            >>> DTensorSpec(mesh["tp"], [Shard(0)], TensorMeta((8,))).seen_on(mesh)
+            >>> DTensorSpec(mesh["tp"], [Shard(0)], TensorMeta((8,))).remapped(mesh)
             f32[8] dp:R tp:S0
         """
-        axis = larger.axis_of(self.mesh)
-        assert axis is not None, f"{larger} does not have the axis of {self.mesh}"
-        placements: list[Placement] = [Replicate()] * larger.ndim
-        placements[axis] = self.placements[0]
-        return DTensorSpec(larger, placements, self.tensor_meta)
+        there = {grid_axes: axis for axis, grid_axes in enumerate(mesh.axes)}
+        to = {axis: there[grid_axes] for axis, grid_axes in enumerate(self.mesh.axes) if grid_axes in there}
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        for axis, new in to.items():
+            placements[new] = self.placements[axis]
+        dim_axes = [tuple(to[axis] for axis in axes if axis in to) for axes in self.dim_axes]
+        return DTensorSpec.from_dim_axes(mesh, tuple(placements), tensor_meta or self.tensor_meta, dim_axes)
 
     def reduced(self) -> DTensorSpec:
         """The same layout once every Partial is reduced: those axes are replicated."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Placement, Replicate
+from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.signature import Executor, Wrapping
@@ -26,20 +26,13 @@ def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
     """How a tensor lies on another mesh of the same grid, if it surely is one tensor there."""
     if spec.mesh.root is not mesh.root:
         return None
-    there = {grid_axes: axis for axis, grid_axes in enumerate(mesh.axes)}
-    to = {axis: there[grid_axes] for axis, grid_axes in enumerate(spec.mesh.axes) if grid_axes in there}
-    lost = [axis for axis in range(spec.mesh.ndim) if axis not in to and spec.mesh.shape[axis] > 1]
+    own, there = spec.mesh.axes, mesh.axes
+    lost = [axis for axis, size in enumerate(spec.mesh.shape) if size > 1 and own[axis] not in there]
     if not all(isinstance(spec.placements[axis], Replicate) for axis in lost):
         return None
-    gained = [axis for axis, size in enumerate(mesh.shape) if size > 1 and axis not in to.values()]
+    gained = [axis for axis, size in enumerate(mesh.shape) if size > 1 and there[axis] not in own]
     constant = math.prod(spec.shape) == 1 and spec.is_replicated
-    if gained and not constant:
-        return None
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    for axis, new in to.items():
-        placements[new] = spec.placements[axis]
-    dim_axes = [tuple(to[axis] for axis in axes if axis in to) for axes in spec.dim_axes]
-    return DTensorSpec.from_dim_axes(mesh, tuple(placements), spec.tensor_meta, dim_axes)
+    return spec.remapped(mesh) if constant or not gained else None
 
 
 def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, Any]]) -> Executor:

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from shardwise.core.mesh import DeviceMesh, on_one_grid
-from shardwise.core.placement import Partial, Placement, Replicate, Shard
+from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor
 from shardwise.parallel.data_parallel.flat_params import ParamSlot
 from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
+from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.torch_private import current_graph_task, make_subclass
 
@@ -225,21 +226,15 @@ class ShardedParameter:
 
     def _remapped(self, mesh: DeviceMesh) -> DTensorSpec:
         """How the gathered parameter lies on the mesh of the inputs."""
-        placements: list[Placement] = [Replicate()] * mesh.ndim
-        dim_axes: list[tuple[int, ...]] = [()] * self.spec.ndim
-        if self.origin is not None:
-            there = {grid: axis for axis, grid in enumerate(mesh.axes)}
-            missing = [a for a, grid in enumerate(self.origin.mesh.axes) if grid not in there]
-            if missing or mesh.root is not self.origin.mesh.root:
-                raise MeshError(
-                    f"{self.name} lies on {self.origin.mesh}, which is no part of the inputs' {mesh}",
-                    hint="give inputs on the mesh that the parameters were distributed on",
-                )
-            to = [there[grid] for grid in self.origin.mesh.axes]
-            for axis, placement in enumerate(self.origin.placements):
-                placements[to[axis]] = placement
-            dim_axes = [tuple(to[axis] for axis in axes) for axes in self.origin.dim_axes]
-        return DTensorSpec.from_dim_axes(mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
+        meta = self.spec.tensor_meta
+        if self.origin is None:
+            return replicated_spec(mesh, meta)
+        if not set(self.origin.mesh.axes) <= set(mesh.axes) or mesh.root is not self.origin.mesh.root:
+            raise MeshError(
+                f"{self.name} lies on {self.origin.mesh}, which is no part of the inputs' {mesh}",
+                hint="give inputs on the mesh that the parameters were distributed on",
+            )
+        return self.origin.remapped(mesh, meta)
 
 
 def _origin(
@@ -294,17 +289,12 @@ def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, d
         raise MeshError(f"{name} lies on axes that are part of the data axes {data_mesh}", hint="use other axes")
     axes = sorted([*own, *ours])
     mesh = data_mesh._select(tuple(grid for grid, _ in axes), tuple(axis_name for _, axis_name in axes))
-    at = {grid: axis for axis, (grid, _) in enumerate(axes)}
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    dim_axes: list[tuple[int, ...]] = [()] * len(meta.shape)
-    if origin is not None:
-        for grid, placement in zip(origin.mesh.axes, origin.placements, strict=True):
-            placements[at[grid]] = placement
-        dim_axes = [tuple(at[origin.mesh.axes[axis]] for axis in of_dim) for of_dim in origin.dim_axes]
+    spec = replicated_spec(mesh, meta) if origin is None else origin.remapped(mesh, meta)
     if dim is None:
-        return ParamSlot(DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, dim_axes), None, 0)
+        return ParamSlot(spec, None, 0)
     dim %= len(meta.shape)
-    sharding = at[data_mesh.axes[-1]]
+    sharding = mesh.axes.index(data_mesh.axes[-1])
+    placements, dim_axes = list(spec.placements), list(spec.dim_axes)
     placements[sharding] = Shard(dim)
     dim_axes[dim] = (*dim_axes[dim], sharding)
     return ParamSlot(DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, dim_axes), sharding, dim)

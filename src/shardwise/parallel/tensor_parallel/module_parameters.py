@@ -188,7 +188,7 @@ def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
             if is_dtensor(parameter) and parameter._spec.mesh == mesh:
                 own.append((owner, name, parameter))
     for owner, name, parameter in own:
-        spec = parameter._spec.seen_on(larger)
+        spec = parameter._spec.remapped(larger)
         owner._parameters[name] = DTensor.from_local(  # pyright: ignore[reportArgumentType]
             parameter.to_local(), larger, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride
         )
