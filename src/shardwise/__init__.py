@@ -139,6 +139,7 @@ __all__ = [
 _PACKAGES = ("checkpoint", "debug", "parallel")
 _DCP = "shardwise.checkpoint.dcp"
 _STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
+_FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"
 _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
@@ -170,6 +171,10 @@ def _wrap_torch_state_dict(module: Any) -> None:
     importlib.import_module(_STATE_DICT).wrap(module)
 
 
+def _register_flex_attention(module: Any) -> None:
+    importlib.import_module(_FLEX_ATTENTION).register()
+
+
 RULE_MODULES.append("shardwise.decompose.all_decompositions")
 # There are no DTensors before there is a mesh, and until then torch is left as it is.
 on_first_mesh.append(loading.wrap_load_state_dict)
@@ -177,3 +182,4 @@ on_first_mesh.append(dlpack.wrap_to_dlpack)
 on_first_mesh.append(jiterator.wrap_jiterator)
 on_first_mesh.append(optimizer_hook.install)
 on_first_mesh.append(lambda: when_imported("torch.distributed.checkpoint.state_dict", _wrap_torch_state_dict))
+on_first_mesh.append(lambda: when_imported("torch.nn.attention.flex_attention", _register_flex_attention))

@@ -14,6 +14,7 @@ import torch._library as _library
 from torch import overrides as _overrides
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -56,6 +57,8 @@ __all__ = [
     "dispatch_mode_of",
     "dispatch_mode_stack",
     "dynamo_frames",
+    "flex_attention",
+    "flex_attention_backward",
     "foreach_copy_",
     "forward_ad",
     "function_mode_count",
@@ -75,6 +78,7 @@ __all__ = [
     "push_raw_dispatch_mode",
     "queue_callback",
     "saved_tensor_hooks",
+    "scalar_lookups",
     "set_key_excluded",
     "temporarily_clear_interpreter_stack",
     "thread_object",
@@ -147,6 +151,13 @@ def current_raw_stream(device: int) -> int:
 def dynamo_frames() -> Any:
     """Dynamo's frame evaluation, which marks functions that are never compiled. AttributeError where torch moved it."""
     return _C._dynamo.eval_frame
+
+
+def scalar_lookups() -> Any:
+    """A mode in which `table[i]` with a tensor `i` is an operator, as `flex_attention` promises its functions."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 def decomposition_of(op: OpOverload) -> Any:

@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 
 import shardwise as sw
+from shardwise.torch_private import flex_attention
 from tests.gloo.processes import ProcessPool
 from tests.sequence_attention import LENGTHS, S0, S2, Z2, R, assert_close, attend, case, on_mesh, on_one_device
 
@@ -60,6 +62,25 @@ def _compiled() -> None:
 
 def test_compiled(gloo4: ProcessPool) -> None:
     gloo4.run(_compiled, timeout=120)
+
+
+def _flex() -> None:
+    def identity(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score
+
+    def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() < 4
+
+    given = case("none", (13, 13))
+    blocks = create_block_mask(window, None, None, 13, 13, device="cpu").as_tuple()
+    wanted = flex_attention(*given.tensors[:3], identity, blocks, 0.3, {})[0]
+    for placement in (S2, Z2, sw.Shard(1)):
+        laid = [sw.distribute_tensor(x, sw.init_device_mesh("cpu", (4,)), [placement]) for x in given.tensors[:3]]
+        assert_close([flex_attention(*laid, identity, blocks, 0.3, {})[0]], [wanted])
+
+
+def test_flex_attention(gloo4: ProcessPool) -> None:
+    gloo4.run(_flex, timeout=120)
 
 
 def _masks() -> None:
