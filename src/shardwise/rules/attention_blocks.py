@@ -100,6 +100,11 @@ def joined(tiles: Sequence[ScoreTile], masked: bool) -> list[ScoreTile]:
     return found
 
 
+def _wide(query: torch.Tensor) -> torch.dtype:
+    """What statistics and sums are kept in."""
+    return torch.float64 if query.dtype is torch.float64 else torch.float32
+
+
 class BlockKernel(NamedTuple):
     """A fused kernel on one block.
 
@@ -137,6 +142,7 @@ class ForwardBlocks:
             query = tile.of_rows(self.query)
             out, lse, *others = self.kernel.forward(query, key_, value_, mask, tile.causal, self.scale)
             self.others = tuple(others)
+            lse = lse.to(_wide(query))  # torch 2.11 traces the statistics of float64 as float32
             if mask is not None:
                 lse, out = _without_dead_rows(mask, lse, out)
             self._merge(tile, out, lse)
@@ -155,7 +161,7 @@ class ForwardBlocks:
 
     def results(self, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the logarithm of the sum of exponentials; rows that attend to nothing are zero in both."""
-        wide = torch.float64 if self.query.dtype is torch.float64 else torch.float32
+        wide = _wide(self.query)
         if self.out is None or self.lse is None:
             shape = self.query.shape[:3]
             return self.query.new_zeros((*shape, value_size)), self.query.new_zeros(shape, dtype=wide)
@@ -177,7 +183,7 @@ class BackwardBlocks:
         names = ("grad_out", "query", "out", "logsumexp")
         self.grad_out, self.query, self.out, self.lse = (arguments[name] for name in names)
         self.mask = arguments.get("attn_mask")
-        wide = torch.float64 if self.query.dtype is torch.float64 else torch.float32
+        wide = _wide(self.query)
         self.grad_query = self.query.new_zeros(self.query.shape, dtype=wide)
 
     def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
+import importlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +15,9 @@ from shardwise import modes
 from shardwise.compilers import decided_by, mixes_strides, refuse_dry
 from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
+from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
-from shardwise.core.symbolic import has_symbols, hinted, is_tracing, specialized
+from shardwise.core.symbolic import hinted, is_tracing, settled, specialized
 from shardwise.core.tangents import accept_plain_tangents
 from shardwise.dispatch.views import OUTSIDE
 from shardwise.fabric.base import fabric_of
@@ -26,7 +27,7 @@ from shardwise.tensor.gradient_layouts import gradient_spec
 from shardwise.tensor.input_aliasing import first_sharing
 from shardwise.tensor.laid_out import LaidOutTensor, classes, dtensor_of
 from shardwise.tensor.moves import redistributed
-from shardwise.torch_private import FakeTensor, dispatch_mode_count
+from shardwise.torch_private import DispatchModeKey, FakeTensor, TracingContext, dispatch_mode_count, dispatch_mode_of
 
 __all__ = ["CompileProtocol", "plain_tangent_of"]
 
@@ -66,6 +67,8 @@ class CompileProtocol(LaidOutTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         flattened, changed = self._spec.flattened, modes.changed_modes()
+        if self._spec.tensor_meta.is_symbolic:
+            _trace_again_where_fixed(self._spec)
         if changed is None and flattened[1].__class__ is tuple:
             return flattened
         names, context = flattened
@@ -98,7 +101,6 @@ class CompileProtocol(LaidOutTensor):
             spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
             if _fix_sizes(spec):
                 spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
-            _relate_sizes(spec, local)
             if key is not None:
                 _unflattened.keep(key, spec)
         made = dtensor_of(spec, local)
@@ -170,36 +172,40 @@ def _put_part(tensor: LaidOutTensor, part: torch.Tensor, rank: int) -> None:
 
 
 def _fix_sizes(spec: DTensorSpec) -> bool:
-    """Fix the symbolic sizes of a compiler that it will not keep; whether there are.
+    """Fix the symbolic sizes of a compiler that it would not keep; whether there are.
 
-    Those that do not divide evenly over the axes that shard them, and those of which ranks would hold one row each in
-    some layout: a size of one is always fixed. It is done before anything is traced. A compiler traces forward alone
-    first, and counts the symbolic sizes of its results; only backward may need the parts of the ranks, which fixes
-    them.
+    It is done before anything is traced. A compiler traces forward alone first, and counts the symbolic sizes of its
+    results. Fixed are sizes that do not divide evenly over the axes that shard them, and those that backward has fixed
+    before.
     """
-    fixed, mesh = False, spec.mesh.shape
+    fixed = False
     if spec.tensor_meta.is_symbolic:
-        shares = {math.prod(some) for count in range(1, len(mesh) + 1) for some in itertools.combinations(mesh, count)}
         for size, axes in zip(spec.shape, spec.dim_axes, strict=True):
             if isinstance(size, torch.SymInt):
                 (hint,) = hinted([size])
-                if hint in shares or hint % math.prod(mesh[a] for a in axes):
+                if hint % math.prod(spec.mesh.shape[a] for a in axes) or (spec.mesh, hint) in _fixed_by_backward:
                     specialized([size])
                     fixed = True
     return fixed
 
 
-def _relate_sizes(spec: DTensorSpec, local: torch.Tensor) -> None:
-    """Tell a compiler what the symbolic sizes of locals are, in terms of the global ones.
+_fixed_by_backward: set[tuple[DeviceMesh, int]] = set()
 
-    It knows them as numbers of their own, which happen to be equal. Compared in backward, they would be fixed there.
+
+def _trace_again_where_fixed(spec: DTensorSpec) -> None:
+    """Have Dynamo trace anew if a size has been fixed since a tensor was made: by backward, in the graph of both.
+
+    The compiler has counted the sizes of results by then, and would not find all of them. The second time the size is
+    fixed from the start.
     """
-    if spec.is_lazy:
+    if dispatch_mode_of(DispatchModeKey.PROXY) is None or TracingContext.try_get() is None:
         return
-    for coordinate, part in fabric_of(spec.mesh).parts(spec.mesh, local):
-        if has_symbols(part.shape):
-            for size, held in zip(spec.local_shape(coordinate), part.shape, strict=True):
-                bool(size == held)  # which the compiler remembers
+    sizes = [size for size in spec.shape if isinstance(size, torch.SymInt)]
+    found = {(spec.mesh, value) for value in map(settled, sizes) if not isinstance(value, torch.SymInt)}
+    if found - _fixed_by_backward:
+        _fixed_by_backward.update(found)
+        restart = importlib.import_module("torch._dynamo.exc").TensorifyScalarRestartAnalysis  # what backends may raise
+        raise restart(restart_reason="backward fixes a symbolic size of a DTensor")
 
 
 def plain_tangent_of(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.Tensor:
