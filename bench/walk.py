@@ -47,8 +47,8 @@ def walk(call: Callable[[], object]) -> Walk:
     return Walk(tuple(dict.fromkeys(seen)), len(seen))
 
 
-def calls(mesh: sw.DeviceMesh, size: int) -> dict[str, Callable[[], object]]:
-    """Each call, on tensors of a size of its own."""
+def calls(mesh: sw.DeviceMesh, size: int, warming: bool = False) -> dict[str, Callable[[], object]]:
+    """Each call, on tensors of a size of its own; while warming, without those whose layouts are to be new."""
     local = torch.ones(size, 8)
     sharded = sw.DTensor.from_local(local, mesh, [sw.Shard(0), sw.Replicate()])
     other = sw.DTensor.from_local(local, mesh, [sw.Shard(0), sw.Replicate()])
@@ -59,7 +59,10 @@ def calls(mesh: sw.DeviceMesh, size: int) -> dict[str, Callable[[], object]]:
     def linear() -> None:
         F.linear(made, weight).sum().backward()
 
+    mixed = [sw.DTensor.from_local(local, mesh, [sw.Replicate(), sw.Shard(0)]) for _ in range(2)]
+    first = {} if warming else {"a + b, the first in these layouts": lambda: mixed[0] + mixed[1]}
     return {
+        **first,
         "a + b": lambda: sharded + other,
         "redistribute S0 R -> R R": lambda: sharded.redistribute(placements=[sw.Replicate(), sw.Replicate()]),
         "F.linear, forward and backward": linear,
@@ -75,7 +78,7 @@ def main() -> None:
     }
     for fabric, make in fabrics.items():
         mesh = make()
-        for call in calls(mesh, 3).values():  # what is done once in a process
+        for call in calls(mesh, 3, warming=True).values():  # what is done once in a process
             call()
         for name, call in calls(mesh, 5).items():
             for heat in ("cold", "warm"):

@@ -11,7 +11,6 @@ import gc
 import hashlib
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -29,7 +28,7 @@ from shardwise.rules.registry import USERS_RULES
 from shardwise.torch_private import DispatchModeKey, dispatch_mode_of, dynamo_frames
 
 __all__ = [
-    "compiler_is_loaded",
+    "COMPILER",
     "decided_by",
     "mixes_strides",
     "never_traced",
@@ -42,6 +41,7 @@ __all__ = [
     "traceable",
 ]
 
+COMPILER = "torch._dynamo"  # which some of torch's Python functions import when they first run
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -97,11 +97,6 @@ def tell_compiler() -> bool:
 
 # what torch.compiler.assume_constant_result sets; calling that would import the compiler
 tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def compiler_is_loaded() -> bool:
-    """Whether Dynamo has been imported. Some of torch's Python functions import it when they first run."""
-    return "torch._dynamo" in sys.modules
 
 
 @functools.cache

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.compilers import compiler_is_loaded, release_importing_frames
+from shardwise.compilers import COMPILER, release_importing_frames
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -119,11 +120,11 @@ class OpDispatcher:
             run = None
         if run is not None:
             return run(args, kwargs)
-        was_loaded = compiler_is_loaded()
+        was_loaded = COMPILER in sys.modules
         try:
             return self.miss(key, func, args, kwargs)(args, kwargs)
         finally:
-            if not was_loaded and compiler_is_loaded():
+            if not was_loaded and COMPILER in sys.modules:
                 release_importing_frames()
 
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
@@ -177,7 +178,7 @@ class OpDispatcher:
         if any(other is not mesh for other in laid_out):
             decided("mesh by mesh")
             return on_one_mesh(self.wrapping, info, found)
-        if _is_elsewhere(kwargs.get("device"), mesh):
+        if "device" in kwargs and _is_elsewhere(kwargs["device"], mesh):
             if info.op not in LIKE:
                 raise _other_device(info, kwargs["device"], mesh)
             decided("on another device")
@@ -221,7 +222,8 @@ class OpDispatcher:
             if run is not None:
                 return run
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
-            decided("rule", signature, sharding)
+            if decision_made:
+                decided("rule", signature, sharding)
             if info.op in LAID_OUT_BY:
                 return LAID_OUT_BY[info.op](signature, sharding, lambda laid_out: executor(signature, laid_out))
             run = self._laid_out(signature, key, sharding)
@@ -254,6 +256,8 @@ class OpDispatcher:
         make = for_any_size(signature, sharding)
         if make is not None and not sharding.outputs[0].tensor_meta.is_symbolic:
             self._known_calls.keep(key, sharding.outputs[0], make)
+            if not any(spec.broadcast for spec in signature.specs):
+                return make(sharding.outputs[0])
         return executor(signature, sharding)
 
     def _resolve_write(
@@ -287,7 +291,8 @@ class OpDispatcher:
             decided("decomposed", signature, sharding)
             return watched(self.wrapping, info, decomposed(signature, compute, directly))
         if sharding is not None:
-            decided("rule", signature, sharding)
+            if decision_made:
+                decided("rule", signature, sharding)
             return executor(signature, sharding)
         decided("by copies" if functional is None else "by a new tensor", signature)
         run = through_copies(signature) if functional is None else through_functional(signature, functional)

@@ -174,9 +174,11 @@ def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DT
     short = all(slot.item is None and slot.index == i for i, slot in enumerate(signature.slots))
     if not short or info.is_view or info.writes or not info.pointwise or rule.localize is not None:
         return None
-    if not fabric_of(mesh).has_values or not coordinates_here(mesh) or any_complex(signature.specs, sharding.outputs):
+    fabric = fabric_of(mesh)
+    dtypes = [spec.tensor_meta.dtype for spec in (*signature.specs, *sharding.outputs)]
+    if not fabric.has_values or any(dtype.is_complex for dtype in dtypes):
         return None
-    wrapper, form = signature.wrapping.wrapper, _form(signature, fabric_of(mesh).many_ranks)
+    wrapper, form = signature.wrapping.wrapper, _form(signature, fabric.many_ranks)
     if form is None or sharding.inputs != signature.specs or info.returns != ("Tensor",):
         return None
     if rule.local_op is None and info.op in PHYSICAL:

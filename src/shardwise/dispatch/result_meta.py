@@ -102,11 +102,13 @@ def _on_meta(info: OpInfo) -> Callable[..., Any]:
 
 def _without_shapes(key: Key) -> Key:
     """A key with only what the dtype of a result depends on."""
-    return tuple([_without_shape(part) for part in key])
-
-
-def _without_shape(part: Any) -> Any:
-    kind = part.__class__
-    if kind is DTensorSpec:
-        return part.tensor_meta.dtype, part.ndim == 0
-    return _without_shapes(part) if kind is tuple else part
+    return tuple(
+        [
+            (part.tensor_meta.dtype, part.ndim == 0)
+            if part.__class__ is DTensorSpec
+            else _without_shapes(part)
+            if part.__class__ is tuple
+            else part
+            for part in key
+        ]
+    )

@@ -130,13 +130,18 @@ class Signature:
         wrapping: Wrapping,
     ) -> Signature:
         """The signature of a call whose tensors stand at `found`."""
-        new_args, new_kwargs, specs = list(args), dict(kwargs), []
-        for slot, tensor in found:
-            spec = wrapping.spec_of(tensor, mesh)
-            slot.put(new_args, new_kwargs, spec)
-            specs.append(spec)
         slots = tuple([slot for slot, _ in found])
-        return cls(info, slots, tuple(specs), info.bind(tuple(new_args), new_kwargs), wrapping)
+        specs = tuple([wrapping.spec_of(tensor, mesh) for _, tensor in found])
+        arguments = info.bind(args, kwargs)
+        lists: dict[str, list[Any]] = {}
+        for slot, spec in zip(slots, specs, strict=True):
+            if slot.item is None:
+                arguments[slot.name] = spec
+                continue
+            if slot.name not in lists:
+                lists[slot.name] = arguments[slot.name] = list(arguments[slot.name])
+            lists[slot.name][slot.item] = spec
+        return cls(info, slots, specs, arguments, wrapping)
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -6,6 +6,7 @@ of axes. Pure: decides, runs nothing but the operator's shape function on meta t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -102,8 +103,13 @@ class ShardingPropagator:
     """
 
     def __init__(self, cost_model: CostModel | None = None, by_owner: bool = True) -> None:
-        self.cost_model = cost_model or current_cost_model()
+        self._cost_model = cost_model
         self.by_owner = by_owner
+
+    @functools.cached_property
+    def cost_model(self) -> CostModel:
+        """What moving costs; asked only where something would have to be moved."""
+        return self._cost_model or current_cost_model()
 
     def propagate(
         self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = (), way: str = ""
@@ -125,7 +131,7 @@ class ShardingPropagator:
             if laid_out is None or any(laid_out[0][i] is not schema.specs[i] for i in pinned):
                 return None
             return OutputSharding(*laid_out, call, rule)
-        factors = rule.factors_by(way, call)
+        factors = rule.factors_by(way, call) if way else rule.factors(call)
         if factors is None:
             return None
         found = self._by_factors(schema, call, rule, factors, pinned)
@@ -148,7 +154,7 @@ class ShardingPropagator:
             factors = _not_exchanged(factors, factors.exchanged)  # who lacks what is worked out in numbers
         if factors.owned and (not self.by_owner or any(spec.tensor_meta.is_symbolic for spec in specs)):
             factors = replace(factors, owned=())
-        sharded = _splits_exchanged(factors, specs)
+        sharded = bool(factors.exchanged) and _splits_exchanged(factors, specs)
         halo = rule.halo(call) if rule.halo is not None and sharded else None
         if halo is not None:
             return self._with_halos_or_without(schema, call, rule, factors, pinned, halo)
@@ -200,7 +206,7 @@ class ShardingPropagator:
                 whole_axes |= {clashing}
                 continue
             inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
-            unfit = _unfit(factors, inputs, order)
+            unfit = _unfit(factors, inputs, order) if factors.even or factors.nonempty else None
             if unfit:
                 factors = replace(factors, barred=factors.barred | unfit)
                 continue
@@ -211,7 +217,7 @@ class ShardingPropagator:
                     factors = replace(factors, owned=())
                     continue
                 return OutputSharding(inputs, outputs, call, rule, by_owner), rows
-            names = _exchanged(factors, inputs, outputs, halo)
+            names = _exchanged(factors, inputs, outputs, halo) if factors.exchanged else []
             if len(names) > 1 and halo is None:  # one dim at a time
                 factors = _not_exchanged(factors, frozenset(names[1:]))
                 continue
