@@ -197,7 +197,7 @@ def test_pads_windows_and_resizing(name: str) -> None:
         got = compare(name, case, shape, placements)
         # columns follow each other in one dim, which is sharded where each rank has as many; others join parts, and
         # small ones are gathered
-        elsewhere = name.startswith(("columns", "circular", "repeated", "slope"))
+        elsewhere = name.startswith(("columns", "circular", "repeated", "tiled", "slope"))
         assert elsewhere or Shard(2) in got.placements
     if name in RESIZED:
         compare(name, case, (4,), [Shard(2)], torch.float32)
