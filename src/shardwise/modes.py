@@ -38,7 +38,7 @@ implicit_mode = ModeStack[frozenset[str] | None]("implicit communication")
 plain_mode = ModeStack[str]("plain tensors")
 rng_mode = ModeStack[str]("random numbers")
 attention_mode = ModeStack[str]("attention")
-ATTENTION_WAYS = ("ring", "gather", "heads")
+ATTENTION_WAYS = ("ring", "gather", "heads", "halo")
 _ALL = frozenset({"*"})
 PLAIN_POLICIES = ("verify", "refuse", "replicate")
 _plain_default = "verify"
@@ -206,7 +206,8 @@ def attention(*, prefer: str) -> Iterator[None]:
     Args:
         prefer: "ring": queries stay, and blocks of keys and values go round; memory does not grow with the number of
             ranks. "gather": queries stay, and every rank gathers all keys and values. "heads": sequence shards become
-            shards of heads and back.
+            shards of heads and back. "halo": where a replicated mask lets queries see near keys alone, ranks exchange
+            these; the mask is read for it at each call.
 
     Example:
         >>> import shardwise as sw

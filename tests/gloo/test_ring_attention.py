@@ -93,5 +93,19 @@ def _masks() -> None:
             assert_close(attend(given, laid[:3], mask, laid[3]), on_one_device(given))
 
 
+def _windows() -> None:
+    for length, shape, placements in ((13, (4,), [S2]), (16, (2, 2), [S0, S2]), (5, (4,), [S2]), (3, (4,), [S2])):
+        near = torch.ones(length, length, dtype=torch.bool).tril(1).triu(-2 if length > 3 else 0)
+        given = case("none", (length, length))._replace(mask=near)
+        with sw.explain() as report:
+            got = on_mesh(given, sw.init_device_mesh("cpu", shape), placements, "halo")
+        assert "halo" in {record.way for record in report.records}
+        assert_close(got, on_one_device(given))
+
+
+def test_windows(gloo4: ProcessPool) -> None:
+    gloo4.run(_windows, timeout=120)
+
+
 def test_masks(gloo4: ProcessPool) -> None:
     gloo4.run(_masks, timeout=60)

@@ -218,7 +218,7 @@ class OpDispatcher:
             decided("random", signature)
             return drawing(signature, drawn)
         if sharding is not None and metas is not None and sharding.rule.ways:
-            run = attending(signature, sharding, metas)
+            run = attending(signature, sharding, metas, args, kwargs)
             if run is not None:
                 return run
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):

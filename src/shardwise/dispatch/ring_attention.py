@@ -12,32 +12,52 @@ from typing import Any
 import torch
 
 from shardwise import modes
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.decision import decided
 from shardwise.dispatch.executors import executor
 from shardwise.dispatch.operands import bringing
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.routes import BoundRoute, Rotation, bound_rotations
+from shardwise.fabric.routes import BoundRoute, Rotation, bound_rotations, bound_rows
 from shardwise.fabric.traced_collectives import is_recorded
 from shardwise.local import in_order_of
 from shardwise.plan.propagate import OpSchema, OutputSharding
 from shardwise.plan.route import Route
 from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention
 from shardwise.rules.attention import KERNELS
-from shardwise.rules.attention_blocks import SEQUENCE, BackwardBlocks, ForwardBlocks, ScoreTile, tiles
+from shardwise.rules.attention_blocks import (
+    SEQUENCE,
+    BackwardBlocks,
+    ForwardBlocks,
+    ScoreTile,
+    band_of,
+    band_tiles,
+    tiles,
+)
 
 __all__ = ["attending"]
 
+MOST_BANDS = 16  # executors of one signature that are kept: one for each way, and for each band of masks
 
-def attending(signature: Signature, sharding: OutputSharding, metas: tuple[TensorMeta, ...]) -> Executor | None:
+
+def attending(
+    signature: Signature,
+    sharding: OutputSharding,
+    metas: tuple[TensorMeta, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Executor | None:
     """What runs a call of attention over a sharded sequence, as the user prefers; None where the rule should.
 
     Args:
         signature: the call.
         sharding: where everything lies by the operator's own rule.
         metas: shape, stride and dtype of each result.
+        args: the arguments of the call at hand; only a mask is read, and only where halos are preferred.
+        kwargs: those given by name.
     """
     routes = routes_between(signature.specs, sharding.inputs)
     if not any(route is not None and route.communicates for route in routes):
@@ -45,25 +65,45 @@ def attending(signature: Signature, sharding: OutputSharding, metas: tuple[Tenso
     if KERNELS[signature.info.op][1] and not any(slot.name.startswith("grad_out") for slot in signature.slots):
         return None  # a backward without a gradient, of which kernels make none
     schema = OpSchema(signature.info.op, signature.arguments, signature.specs)
-    choice = choose_attention(schema, metas, modes.preferred_attention())
+    prefer = modes.preferred_attention()
+    band = _band(signature, args, kwargs) if prefer == "halo" else None
+    choice = choose_attention(schema, metas, prefer, band)
     if choice is None:
         return None
     decided(choice.way, signature, choice.sharding, choice.why)
-    made: dict[str | None, Executor] = {modes.preferred_attention(): _executor(signature, choice)}
+    made: BoundedCache[Any, Executor] = BoundedCache(MOST_BANDS)
+    made.keep((prefer, band), _executor(signature, choice))
 
     def run_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         prefer = modes.preferred_attention()
-        known = made.get(prefer)
+        band = _band(signature, args, kwargs) if prefer == "halo" else None
+        known = made.get((prefer, band))
         if known is None:
-            chosen = choose_attention(schema, metas, prefer)
+            chosen = choose_attention(schema, metas, prefer, band)
             assert chosen is not None, "what is possible does not depend on what is preferred"
-            known = made[prefer] = _executor(signature, chosen)
+            known = made.keep((prefer, band), _executor(signature, chosen))
         return known(args, kwargs)
 
     return run_attention
 
 
+def _band(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How far queries see by a mask that is the same on all ranks, so that all decide alike; None: far, or unknown."""
+    spec, mask = signature.arguments.get("attn_mask"), signature.info.bind(args, kwargs).get("attn_mask")
+    if not isinstance(spec, DTensorSpec) or not isinstance(mask, torch.Tensor) or not spec.is_replicated:
+        return None
+    fabric = fabric_of(signature.mesh)
+    if is_tracing() or not fabric.has_values:
+        return None
+    if type(mask) is torch.Tensor:  # which is replicated
+        return band_of(mask)
+    local: Any = getattr(mask, "_local_tensor", None)
+    return None if local is None else band_of(fabric.parts(signature.mesh, local)[0][1])
+
+
 def _executor(signature: Signature, choice: AttentionChoice) -> Executor:
+    if choice.halo:
+        return _returning(signature, choice, _by_halos(signature, choice))
     run = executor(signature, choice.sharding) if choice.pairs is None else _by_blocks(signature, choice, choice.pairs)
     return _returning(signature, choice, run)
 
@@ -159,6 +199,58 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
         return tuple(_wrapped(result, fresh) for result in results)
 
     return attend_by_blocks
+
+
+def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
+    """Each rank computes its queries with the keys near them, which it has received."""
+    info, mesh, fabric = signature.info, signature.mesh, fabric_of(signature.mesh)
+    inputs, outputs = choice.sharding.inputs, choice.sharding.outputs
+    kernel, is_backward = KERNELS[info.op]
+    names = [slot.name for slot in signature.slots]
+    specs = dict(zip(names, inputs, strict=True))
+    length, left = specs["key"].shape[SEQUENCE], choice.band[0]
+    routes = routes_between(signature.specs, inputs)
+    bring, exchanges = bringing(signature, routes), [bound_rows(step) for step in choice.halo]
+    moving = [route.route for route in routes if route is not None and route.communicates]
+    moving += [route for route, _ in exchanges if route.collectives]
+    wraps = [signature.wrapping.wrapper(spec) for spec in outputs]
+    at = [names.index(name) for name in ("key", "value")]
+
+    def near(coordinate: Coordinate) -> list[ScoreTile]:
+        ((start, rows),) = specs["query"].runs(SEQUENCE, coordinate)
+        return band_tiles(start, rows, start - left, length, choice.band)
+
+    def compute(coordinate: Coordinate, given: Mapping[str, Any]) -> list[Any]:
+        key, value = given["key"], given["value"]
+        if is_backward:
+            state = BackwardBlocks(kernel, given)
+            grads = state.add(key, value, near(coordinate))
+            return [state.grad_query.to(given["query"].dtype), *grads]
+        blocks = ForwardBlocks(kernel, given)
+        blocks.add(key, value, near(coordinate))
+        return [*blocks.results(value.shape[-1]), *blocks.others]
+
+    def attend_by_halos(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if moving:
+            modes.check_strict(info.op, moving)
+        plain = info.bind(args, kwargs)
+        locals_ = [_stored(local, spec) for local, spec in zip(bring(args, kwargs), inputs, strict=True)]
+        for i, local in zip(at, exchanges[0][1]([locals_[i] for i in at], 0), strict=True):
+            locals_[i] = local
+        by_rank: dict[Coordinate, list[Any]] = {}
+        for row in zip(*(fabric.parts(mesh, local) for local in locals_), strict=True):
+            named = {name: part for name, (_, part) in zip(names, row, strict=True)}
+            by_rank[row[0][0]] = compute(row[0][0], {**plain, **named})
+        results: list[Any] = []
+        for i, first in enumerate(next(iter(by_rank.values()))):
+            kept = {coordinate: made[i] for coordinate, made in by_rank.items()}
+            results.append(fabric.build(mesh, kept.__getitem__) if isinstance(first, torch.Tensor) else first)
+        if is_backward:
+            results[1:] = exchanges[1][1](results[1:], 0)
+        fresh = iter(zip(wraps, outputs, strict=True))
+        return tuple(_wrapped(result, fresh) for result in results)
+
+    return attend_by_halos
 
 
 def _stored(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

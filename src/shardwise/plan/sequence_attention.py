@@ -5,6 +5,7 @@ Pure: compares seconds of the cost model, and says which ranks need which blocks
 - "ring": every rank keeps its queries, and blocks of keys and values go round. A rank holds one block besides its own.
 - "gather": every rank keeps its queries and gathers all keys and values.
 - "heads": sequence shards become shards of heads (or of the batch) and back.
+- "halo": every rank keeps its queries, and receives the keys and values near them that a mask lets them see.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.core.layout import Run
+from shardwise.core.layout import Run, Segment, Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import AnyShard, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
-from shardwise.plan.step import Rotate
+from shardwise.plan.row_exchange import row_exchange_route
+from shardwise.plan.step import Rotate, RowExchange, Windowed
 from shardwise.rules.attention import KERNELS, WAYS
 from shardwise.rules.attention_blocks import SEQUENCE, ScoreTile, joined, tiles
 from shardwise.text import human_bytes, human_seconds
@@ -39,7 +41,7 @@ class AttentionChoice:
     """One way to run a call of attention.
 
     Args:
-        way: "ring", "gather" or "heads".
+        way: "ring", "gather", "heads" or "halo".
         sharding: where operands lie when it runs, and where its results then lie.
         returns: the specs that results are brought to.
         pairs: which queries see which keys on which rank; None where a kernel sees whole sequences.
@@ -48,6 +50,8 @@ class AttentionChoice:
         seconds: of all that is communicated, by the cost model.
         received: bytes that a rank receives.
         why: the comparison in words.
+        halo: the exchange that gives ranks the keys and values near their queries, and, of gradients, the one back.
+        band: how many keys before and after its own place a query sees.
     """
 
     way: str
@@ -59,6 +63,8 @@ class AttentionChoice:
     seconds: float
     received: float
     why: str = ""
+    halo: tuple[RowExchange, ...] = ()
+    band: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ def _placed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
 
 
 def choose_attention(
-    schema: OpSchema, results: tuple[TensorMeta, ...], prefer: str | None = None
+    schema: OpSchema, results: tuple[TensorMeta, ...], prefer: str | None = None, band: tuple[int, int] | None = None
 ) -> AttentionChoice | None:
     """The way to run a call whose sequence is sharded; None where no way applies.
 
@@ -123,6 +129,7 @@ def choose_attention(
         schema: the call.
         results: shape, stride and dtype of each result.
         prefer: the way to take if it is possible; None for the cheapest.
+        band: how many keys before and after its own place a query sees by the mask, if that has been read.
     """
     specs = schema.specs
     if any(spec.tensor_meta.is_symbolic or 0 in spec.shape for spec in specs):
@@ -134,16 +141,15 @@ def choose_attention(
     found = {way: made for way in WAYS if (made := makers[way](schema, results)) is not None}
     if not found:
         return None
+    if band is not None and (near := _halo(schema, results, band)) is not None:
+        found["halo"] = near
     weights = {way: HELD if way == "gather" else 1.0 for way in found}
     best = min(found, key=lambda way: found[way].seconds * weights[way])
     taken = prefer if prefer in found else best
     asked = "" if prefer is None else f"{prefer} was asked for; " if prefer in found else f"{prefer} is not possible; "
     costs = ", ".join(f"{way} {human_seconds(c.seconds)} and {human_bytes(c.received)}" for way, c in found.items())
     chosen = found[taken]
-    return AttentionChoice(
-        taken, chosen.sharding, chosen.returns, chosen.pairs, chosen.rounds, chosen.back, chosen.seconds,
-        chosen.received, f"{taken} ({asked}{costs})",
-    )  # fmt: skip
+    return replace(chosen, why=f"{taken} ({asked}{costs})")
 
 
 def _named(schema: OpSchema, specs: Sequence[DTensorSpec]) -> dict[str, DTensorSpec]:
@@ -232,6 +238,33 @@ def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice 
     rounds = _rotations((key, value), over, needed, forward=True)
     back = _rotations((key, value), over, needed, forward=False) if KERNELS[schema.op][1] else None
     return _made("ring", schema, sharding, pairs, rounds, back)
+
+
+def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int]) -> AttentionChoice | None:
+    """Queries, keys and values stay, and a rank receives the keys and values that its queries see besides."""
+    sharding = ShardingPropagator().propagate(schema, results, way="ring")
+    if sharding is None or schema.arguments["is_causal"]:
+        return None
+    inputs = _named(schema, sharding.inputs)
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    over = key.dim_axes[SEQUENCE]
+    alike = (
+        query.dim_axes[SEQUENCE] == over == value.dim_axes[SEQUENCE] and query.shape[SEQUENCE] == key.shape[SEQUENCE]
+    )
+    if not over or not alike or any(spec.is_strided for spec in (query, key, value)):
+        return None
+    windows = ((SEQUENCE, Window(-band[0], band[1]), query),)
+    near = tuple([Windowed(spec, windows) for spec in (key, value)])
+    whole = tuple([Segment(i, 0, i, 0, key.shape[SEQUENCE]) for i in range(2)])
+    steps = [RowExchange(key, key, (key, value), near, SEQUENCE, whole, over)]
+    if KERNELS[schema.op][1]:
+        steps.append(RowExchange(key, key, near, (key, value), SEQUENCE, whole, over, adds=True))
+    made = _made("halo", schema, sharding)
+    routes = [row_exchange_route(step) for step in steps]
+    seconds, received = (sum(getattr(route, name) for route in routes) for name in ("seconds", "received"))
+    return replace(
+        made, seconds=made.seconds + seconds, received=made.received + received, halo=tuple(steps), band=band
+    )
 
 
 def _needed(pairs: Pairs, line: np.ndarray) -> np.ndarray:

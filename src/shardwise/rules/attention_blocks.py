@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "joined", "tiles"]
+__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "band_of", "band_tiles", "joined", "tiles"]
 
 SEQUENCE = 2  # the dim of queries, keys and values
 
@@ -119,9 +119,52 @@ class BlockKernel(NamedTuple):
     backward: Callable[..., Any]
 
 
-def columns_of(mask: torch.Tensor | None, start: int, length: int) -> torch.Tensor | None:
-    """The columns of a mask that belong to a block of keys. One column stands for all."""
-    return mask if mask is None or mask.shape[-1] == 1 else mask.narrow(-1, start, length)
+def part_of(mask: torch.Tensor | None, tile: ScoreTile) -> torch.Tensor | None:
+    """The part of a mask that belongs to a tile. One row or column stands for all."""
+    if mask is None:
+        return None
+    if mask.shape[-1] > 1:
+        mask = mask.narrow(-1, tile.first, tile.columns)
+    return mask.narrow(-2, tile.row, tile.rows) if mask.dim() > 1 and mask.shape[-2] > 1 else mask
+
+
+def band_of(mask: torch.Tensor) -> tuple[int, int] | None:
+    """How many keys before and after its own place a query sees at most; None where nothing bounds it.
+
+    Example:
+        >>> near = torch.ones(8, 8).tril(1).triu(-2).bool()
+        >>> band_of(torch.zeros(8, 8).masked_fill(~near, -math.inf))
+        (2, 1)
+    """
+    if mask.dim() < 2 or mask.shape[-2] < 2 or mask.shape[-1] < 2:
+        return None
+    seen = (mask != -math.inf).reshape(-1, *mask.shape[-2:]).any(0)
+    rows, columns = torch.arange(seen.shape[0], device=seen.device), torch.arange(seen.shape[1], device=seen.device)
+    before = torch.where(seen, rows[:, None] - columns, 0).amax()
+    after = torch.where(seen, columns - rows[:, None], 0).amax()
+    left, right = torch.stack([before, after]).tolist()
+    return (left, right) if left < seen.shape[0] - 1 and right < seen.shape[1] - 1 else None
+
+
+def band_tiles(start: int, rows: int, first: int, keys: int, band: tuple[int, int]) -> list[ScoreTile]:
+    """The rectangles of a band of scores.
+
+    Args:
+        start: the place of the first query.
+        rows: how many queries there are.
+        first: the place of the first key at hand; it may be negative, for keys that there are not.
+        keys: how many keys there are in all.
+        band: how many keys before and after its own place a query sees.
+    """
+    left, right = band
+    size = max(left + right, 128)
+    found = []
+    for row in range(0, rows, size):
+        count = min(size, rows - row)
+        low, high = max(start + row - left, 0), min(start + row + count + right, keys)
+        if low < high:
+            found.append(ScoreTile(row, count, low - first, high - low, False, low))
+    return found
 
 
 class ForwardBlocks:
@@ -138,7 +181,7 @@ class ForwardBlocks:
         """Take a block of keys into account."""
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
-            mask = columns_of(self.mask, tile.first, tile.columns)
+            mask = part_of(self.mask, tile)
             query = tile.of_rows(self.query)
             out, lse, *others = self.kernel.forward(query, key_, value_, mask, tile.causal, self.scale)
             self.others = tuple(others)
@@ -191,7 +234,7 @@ class BackwardBlocks:
         grads: list[torch.Tensor] | None = None
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
-            mask = columns_of(self.mask, tile.first, tile.columns)
+            mask = part_of(self.mask, tile)
             rows = [tile.of_rows(x) for x in (self.grad_out, self.query, self.out, self.lse)]
             grad_out, query, out, lse = rows
             grad_query, *of_keys = self.kernel.backward(
