@@ -1,10 +1,12 @@
 """Weak scaling of every operator of torch's test database: dry runs with constant locals on up to 512 ranks.
 
 A sample of an operator is laid out with one dim of its first tensor sharded; tensors of the same size in that dim are
-sharded with it, the others replicated. The dim grows with the ranks. Forward and backward, peak and received bytes, on
-4, 16 and 64 ranks. Where these are not constant the call is looked at again on 64 and 512 ranks, with longer locals: to
-grow means to cost more with every rank. A change from one algorithm to another between two numbers of ranks is no
-growth, nor are a few numbers for each rank, which an exchange takes.
+sharded with it, the others replicated; kernels and tables, which have equal sizes by accident, stay as they are. The
+dim grows with the ranks. Forward and backward, peak and received bytes, on 4, 16 and 64 ranks. Where these are not
+constant the call is looked at again on 64, 512 and 4,096 ranks, with longer locals: to grow means to cost more with
+every rank. No growth are a change from one algorithm to another between two numbers of ranks, a few numbers for each
+rank, which an exchange takes, and rows that move because shards of a slightly longer dim begin elsewhere, at most a
+rank's part.
 
     python -m tests.virtual.scaling [--only name ...] [--jobs 2] [--json FILE] [--write docs/operators.md]
 
@@ -34,12 +36,26 @@ import shardwise as sw
 from tests.virtual.conformance import Budget, Hung, Sample, database, samples_of, time_limit
 from tests.virtual.growing_operators import GROWING, REASONS
 
-RANKS, MORE_RANKS = (4, 16, 64), (64, 512)
+RANKS, MORE_RANKS = (4, 16, 64), (64, 512, 4096)
 # Times that the sharded dim of a rank is longer than the sample's: samples are too small to be worth moving.
 LONGER, STILL_LONGER = 32, 256
 NUMBERS = 256  # bytes for each rank that exchanges may take: counts, and one element from a rank to itself
+HELD = 64  # bytes for each rank that may be held at the peak: counts and offsets
 PATIENCE = 20  # seconds of processor time for the calls on more ranks
 BUDGET = Budget(samples=6, cases=0, seconds=0.0)
+# Operators with a kernel or a table behind the first tensor: the dim of it that goes with the channels, if any does.
+CHANNELS = {
+    **{f"nn.functional.conv{space}d": 1 for space in (1, 2, 3)},
+    **{f"nn.functional.conv_transpose{space}d": 0 for space in (1, 2, 3)},
+    "nn.functional.embedding": None,
+    "nn.functional.embedding_bag": None,
+}
+# Losses: the position of the labels, which have no dim of classes.
+LABELS = {
+    "nn.functional.cross_entropy": 1,
+    "nn.functional.nll_loss": 1,
+    "nn.functional.multi_margin_loss": 1,
+}
 HEADING = "## Operators that grow"
 
 
@@ -64,15 +80,17 @@ class Layout:
     @property
     def grows(self) -> bool:
         """Whether the call costs more with every rank."""
-        if not rises(self.costs, RANKS[0], 64):
+        if not rises(self.costs, RANKS):
             return False
-        return not self.more or rises(self.more, MORE_RANKS[0], NUMBERS * MORE_RANKS[-1])
+        steps = zip(itertools.pairwise(self.more), itertools.pairwise(MORE_RANKS), strict=False)
+        return all(rises(costs, ranks, NUMBERS * ranks[-1], HELD * ranks[-1]) for costs, ranks in steps)
 
 
-def rises(costs: Sequence[Cost], fewest: int, slack: int) -> bool:
+def rises(costs: Sequence[Cost], ranks: Sequence[int], received: int = 64, peak: int = 64) -> bool:
     """Whether more ranks cost more than a tenth more than the fewest; (n-1)/n of a reduction and some bytes aside."""
-    first, share = costs[0], fewest / (fewest - 1)
-    return any(c.peak > 1.1 * first.peak + 64 or c.received > 1.1 * share * first.received + slack for c in costs[1:])
+    first, share = costs[0], ranks[0] / (ranks[0] - 1)
+    most = Cost(int(1.1 * first.peak) + peak, int(1.1 * share * first.received) + received)
+    return any(cost.peak > most.peak or cost.received > most.received for cost in costs[1:])
 
 
 @dataclasses.dataclass
@@ -117,7 +135,10 @@ def audit(name: str) -> Scaling:
             ]
         except Exception:
             return found
-        for sample in list({tuple(t.shape for t in s.tensors): s for s in samples}.values())[:3]:
+        by_shapes: dict[Any, Sample] = {}
+        for sample in samples:  # those of floats come first
+            by_shapes.setdefault(tuple(t.shape for t in sample.tensors), sample)
+        for sample in list(by_shapes.values())[:3]:
             for dim in range(sample.tensors[0].dim()):
                 layout = _layout(sample, dim)
                 if layout is not None:
@@ -130,24 +151,46 @@ def _layout(sample: Sample, dim: int) -> Layout | None:
     try:
         costs = tuple(_cost(sample, dim, ranks, LONGER) for ranks in RANKS)
         more = ()
-        if rises(costs, RANKS[0], 64) and costs[-1].calls < 2 * costs[0].calls:  # else it goes step by step
+        if rises(costs, RANKS) and costs[-1].calls < 2 * costs[0].calls:  # else it goes step by step
             with contextlib.suppress(Hung), time_limit(PATIENCE, of_processor=True):  # else window by window
-                more = tuple(_cost(sample, dim, ranks, STILL_LONGER) for ranks in MORE_RANKS)
+                more = _more_costs(sample, dim)
     except Exception:
         return None
     return Layout(sample.index, dim, costs, more)
 
 
+def _more_costs(sample: Sample, dim: int) -> tuple[Cost, ...]:
+    """What the call costs on MORE_RANKS, as long as it costs more each time."""
+    found = [_cost(sample, dim, MORE_RANKS[0], STILL_LONGER)]
+    for ranks in MORE_RANKS[1:]:
+        found.append(_cost(sample, dim, ranks, STILL_LONGER))
+        if not Layout(0, 0, (Cost(1, 0), Cost(1000, 0)), tuple(found[-2:])).grows:
+            break
+    return tuple(found)
+
+
+def _goes_with(sample: Sample, position: int, dim: int) -> int | None:
+    """The dim of another tensor that gets longer with `dim` of the first, if one does."""
+    first, tensor = sample.tensors[0], sample.tensors[position]
+    if sample.op.name in CHANNELS and position:
+        channels = first.dim() - (tensor.dim() - 1)
+        return CHANNELS[sample.op.name] if position == 1 and dim == channels else None
+    if LABELS.get(sample.op.name) == position and tensor.dim() == first.dim() - 1 and first.dim() > 1:
+        return None if dim == 1 else max(dim - 1, 0)
+    same = tensor.dim() == first.dim() and tensor.shape[dim] == first.shape[dim] and tensor.shape[dim] > 1
+    return dim if same else None
+
+
 def _cost(sample: Sample, dim: int, ranks: int, longer: int) -> Cost:
-    first = sample.tensors[0]
     with sw.dry_run() as run, _Calls() as calls:
         mesh = sw.init_device_mesh("cpu", (ranks,))
         given: list[Any] = []
-        for tensor in sample.tensors:
+        for position, tensor in enumerate(sample.tensors):
             shape, placement = list(tensor.shape), sw.Replicate()
-            if tensor.dim() == first.dim() and shape[dim] == first.shape[dim] and shape[dim] > 1:
-                shape[dim] *= longer * ranks
-                placement = sw.Shard(dim)
+            at = _goes_with(sample, position, dim)
+            if at is not None:
+                shape[at] *= longer * ranks
+                placement = sw.Shard(at)
             made = sw.zeros(shape, dtype=tensor.dtype, device_mesh=mesh, placements=[placement])
             given.append(made.requires_grad_(tensor.requires_grad))
         if not isinstance(given[0].placements[0], sw.Shard):
