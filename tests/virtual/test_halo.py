@@ -115,6 +115,7 @@ RESIZED: dict[str, Case] = {
     "nearest": (resized(scale_factor=2), (image(9, 4),)),
     "nearest by 1.7": (resized(scale_factor=1.7), (image(11, 4),)),
     "nearest, fewer": (resized(size=(5, 3)), (image(13, 4),)),
+    "nearest, far fewer": (resized(scale_factor=(0.2, 1)), (image(40, 4),)),
     "nearest exact": (resized(size=(17, 3), mode="nearest-exact"), (image(7, 4),)),
     "nearest 3d": (resized(scale_factor=2), (image(5, 3, 4),)),
     "linear": (resized(size=23, mode="linear"), (image(9),)),

@@ -47,7 +47,8 @@ def window_of_rows(how: Resampling) -> Window:
     if how.smooths:
         before = after = int((1 if how.kind == "linear" else 2) * max(how.scale, 1.0)) + 3
     num, per = 2 * ratio.numerator, 2 * ratio.denominator
-    middle = 0 if how.corners else ratio.numerator - ratio.denominator  # nearest rows are within reach of it
+    # where a row is taken from: from its first place, or from its middle
+    middle = 0 if how.corners or how.kind == "nearest" else ratio.numerator - ratio.denominator
     return Window(middle - before * per, middle + after * per, num, per)
 
 

@@ -205,18 +205,30 @@ def adaptive_maximum_halo(call: Call, space: int) -> Halo:
         values, indices = call.op(local, kept_along(made, places, space))
         for dim, place in reversed(list(places.items())):
             first, count = bins(place, image[dim], made[dim])
-            steps = [(first - place.window + np.minimum(count - 1, step)).tolist() for step in range(int(count.max()))]
-            rows = [torch.tensor(step, device=local.device) for step in steps]
-            best, where = values.index_select(dim, rows[0]), indices.index_select(dim, rows[0])
-            for step in rows[1:]:
-                value, index = values.index_select(dim, step), indices.index_select(dim, step)
-                better = (value > best) | value.isnan()  # as the kernel: of several the first, of NaN the last
-                best, where = torch.where(better, value, best), torch.where(better, index, where)
-            values, indices = in_memory_of(best, local), in_memory_of(where, local)
+            steps = first[:, None] - place.window + np.minimum(count[:, None] - 1, np.arange(int(count.max())))
+            rows = torch.tensor(steps.ravel().tolist(), device=local.device)
+            values, indices = (t.index_select(dim, rows).unflatten(dim, steps.shape) for t in (values, indices))
+            values, indices = (in_memory_of(t, local) for t in maxima(values, indices, dim + 1))
         offsets = offsets_of(places, local.dim(), space)
         return values, renumbered(indices, local.shape[-space:], image[-space:], offsets, [1] * space)
 
     return Halo(bin_windows(call, space), pool, reads=(0,))
+
+
+def maxima(values: torch.Tensor, indices: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest values along a dim and their indices, as the kernel has them: of several the first, of NaN the last.
+
+    Neighbours are compared until one is left, which keeps their order.
+    """
+    while values.shape[dim] > 1:
+        pairs = values.shape[dim] // 2
+        (a, b), (at_a, at_b) = (t.narrow(dim, 0, 2 * pairs).unflatten(dim, (pairs, 2)).unbind(dim + 1) for t in
+                                (values, indices))  # fmt: skip
+        better = (b > a) | b.isnan()
+        rest = values.shape[dim] - 2 * pairs
+        values = torch.cat([torch.where(better, b, a), values.narrow(dim, 2 * pairs, rest)], dim)
+        indices = torch.cat([torch.where(better, at_b, at_a), indices.narrow(dim, 2 * pairs, rest)], dim)
+    return values.squeeze(dim), indices.squeeze(dim)
 
 
 def adaptive_maximum_backward_halo(call: Call, space: int) -> Halo:

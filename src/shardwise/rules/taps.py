@@ -17,6 +17,9 @@ from shardwise.rules.registry import WindowPart
 __all__ = ["Resampling", "Taps", "averaging", "bins", "in_memory_of"]
 
 
+FEW = 16  # taps that are added one by one, in the order of torch's kernels
+
+
 class Taps(NamedTuple):
     """For each row of a result the rows of a window that it is made of: `rows[:, k]` with `weights[:, k]`."""
 
@@ -29,6 +32,10 @@ class Taps(NamedTuple):
 
     def apply(self, local: torch.Tensor, dim: int) -> torch.Tensor:
         """The weighted sums along a dim."""
+        if self.rows.shape[1] > FEW:
+            taken = local.index_select(dim, _tensor(self.rows.ravel().tolist(), local))
+            weighted = taken * _along(self.weights.ravel().tolist(), local, dim)
+            return in_memory_of(weighted.unflatten(dim, self.rows.shape).sum(dim + 1), local)
         result = None
         for rows, weights in self.each():
             part = local.index_select(dim, _tensor(rows, local)) * _along(weights, local, dim)
@@ -39,6 +46,9 @@ class Taps(NamedTuple):
     def spread(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """The gradient of `apply`: each row is added to the `size` rows of the window that it was made of."""
         result = local.new_zeros([size if d == dim else n for d, n in enumerate(local.shape)])
+        if self.rows.shape[1] > FEW:
+            each = local.repeat_interleave(self.rows.shape[1], dim) * _along(self.weights.ravel().tolist(), local, dim)
+            return result.index_add(dim, _tensor(self.rows.ravel().tolist(), local), each)
         for rows, weights in self.each():
             result = result.index_add(dim, _tensor(rows, local), local * _along(weights, local, dim))
         return result
