@@ -53,6 +53,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "bags with weights": (
         lambda w, i, o, p: F.embedding_bag(i, w, o, mode="sum", per_sample_weights=p), TABLE, FLAT, OFFSETS, t(11),
     ),
+    "bags with padding": (lambda w, i, o: F.embedding_bag(i, w, o, mode="mean", padding_idx=2), TABLE, FLAT, OFFSETS),
+    "bags with their end": (
+        lambda w, i, o: F.embedding_bag(i, w, o, mode="sum", include_last_offset=True), TABLE, FLAT,
+        torch.tensor([0, 3, 8, 11]),
+    ),
+    "bags of rows of indices": (lambda w, i: F.embedding_bag(i, w, mode="mean"), TABLE, WORDS),
     "one hot": (lambda i: F.one_hot(i, 7), WORDS),
     "one hot, classes counted": (F.one_hot, WORDS),
     "one hot, empty shards": (lambda i: F.one_hot(i, 7), WORDS[:2]),

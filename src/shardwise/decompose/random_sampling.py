@@ -28,16 +28,29 @@ def _new_like(tensor: Any, dtype: torch.dtype | None = None) -> Any:
 
 @decomposition(aten.bernoulli.default)
 def _bernoulli(p: Any, *, generator: torch.Generator | None = None) -> Any:
-    if p.device.type != "cpu":  # drawn by a kernel with a mapping of its own
+    if not _is_on_cpu(p):  # drawn by a kernel with a mapping of its own
         return NotImplemented
     return (_new_like(p, _unit_dtype(p)).uniform_(0, 1, generator=generator) < p).to(p.dtype)
 
 
 @decomposition(aten.bernoulli_.Tensor)
 def _bernoulli_into(target: Any, p: Any, generator: torch.Generator | None = None) -> Any:
-    if p.device.type != "cpu":
+    if not _is_on_cpu(target):
         return NotImplemented
     return target.copy_(torch.empty_like(target, dtype=_unit_dtype(p)).uniform_(0, 1, generator=generator) < p)
+
+
+def _is_on_cpu(x: Any) -> bool:
+    """Whether a tensor is one of CPUs; locals of dry runs are on no device."""
+    return (x.device_mesh.device_type if hasattr(x, "device_mesh") else x.device.type) == "cpu"
+
+
+@decomposition(aten.rrelu_with_noise.default)
+def _rrelu(
+    x: Any, noise: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    """Nothing is drawn outside of training."""
+    return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
 def _unit_dtype(p: Any) -> torch.dtype:

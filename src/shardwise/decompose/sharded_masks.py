@@ -84,6 +84,8 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 @decomposition(aten.masked_scatter_backward.default)
 def masked_scatter_backward(grad: Any, mask: Any, sizes: Any) -> Any:
     """The gradient of the source: that of the elements that were let through, in their order."""
+    if hasattr(mask, "placements") and not split_axes(grad, range(grad.dim())):
+        grad = as_laid_out(grad, settled(mask).expand(grad.shape))
     flat = flattened(grad)
     if flat is None or not hasattr(mask, "placements"):
         return NotImplemented

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.spec import DTensorSpec
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.origins import origin_of
 from shardwise.dispatch.signature import Executor, Signature
@@ -26,8 +26,11 @@ from shardwise.fabric.routes import bound_route
 from shardwise.fabric.virtual import virtual
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
+from shardwise.rules.dims import wrapped
 from shardwise.rules.embedding import held_gradients
 from shardwise.rules.engine import Factors
+from shardwise.rules.interpolation import INTERPOLATIONS
+from shardwise.rules.joining import where_replaced
 from shardwise.rules.movement import where_triangle
 from shardwise.rules.reduction import local_share
 from shardwise.rules.slicing import local_input_sizes, where_put_back
@@ -36,7 +39,7 @@ from shardwise.rules.windows import local_image
 from shardwise.schema import Slot
 from shardwise.torch_private import current_autograd_node
 
-__all__ = ["FILLED", "INTO_LEAVES", "SCANNING", "filled_once", "into_leaf", "keeping_broadcast", "scanned_as_origin"]
+__all__ = ["FILLED", "INTO_LEAVES", "SPREADING", "filled_once", "into_leaf", "keeping_broadcast", "spread_as_origin"]
 
 aten = torch.ops.aten
 VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
@@ -50,7 +53,10 @@ UNIFORM: dict[Any, int] = {
     local_image: 0,
     held_gradients: 0,
     where_triangle: 2,
+    where_replaced: 0,
 }
+# Look-ups are told which indices of a dim a rank holds, but no result has that dim.
+LOOKING_UP = {aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor}
 
 
 # Operators beside the pointwise ones that read operands of stride 0 as any others. Some of torch's do not: the median
@@ -90,7 +96,9 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
     info = signature.info
     if info.is_view or info.op in VIEWS_OF_COPIES:
         dims = _broadcast_in_views(signature, sharding)
-        if dims is None:
+        if dims is None and info.op is aten.view_as_complex.default:
+            dims, op = _broadcast_as_complex(sharding)
+        elif dims is None:
             base, regroups = sharding.inputs[0], info.op is aten.view.default or info.op in VIEWS_OF_COPIES
             if regroups and 0 not in base.shape and not base.tensor_meta.is_symbolic:
                 dims, op = _broadcast_in_copies(sharding)
@@ -100,10 +108,10 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
         return BroadcastCall(sharding, _apart(op, sharding.outputs) if sharding.inputs[0].is_lazy else op, sharding)
     if not info.pointwise and info.op not in ANY_STRIDES:
         op = _on_dense(op, [slot for slot, spec in zip(signature.slots, signature.specs, strict=True) if spec.is_lazy])
-    if info.writes or info.draws or sharding.rule.layouts is not None or sharding.rule.localize not in UNIFORM:
+    last = 0 if info.op in LOOKING_UP else UNIFORM.get(sharding.rule.localize)
+    if info.writes or info.draws or sharding.rule.layouts is not None or last is None:
         return BroadcastCall(sharding, op, sharding)
     factors = sharding.factors
-    last = UNIFORM[sharding.rule.localize]
     constant = [] if factors is None else list(_constant_factors(factors, sharding, last))
     if not constant:
         return BroadcastCall(sharding, op, sharding)
@@ -150,6 +158,8 @@ def _constant_factors(factors: Factors, sharding: OutputSharding, last: int) -> 
     differ = factors.whole | factors.even | factors.summed | factors.barred | {name for name, _ in factors.untouched}
     differ |= {name for name in factors.exchanged if not _permutes(factors, sharding, name)}
     by_place = {name for dims in factors.operands for name in dims[len(dims) - last :]} if last else set()
+    if sharding.rule.localize is where_replaced:
+        by_place.add(factors.operands[0][wrapped(sharding.call["dim"], len(factors.operands[0]))])
     for name in factors.names:
         if name in differ or name in by_place:
             continue
@@ -327,6 +337,18 @@ def _broadcast_in_copies(sharding: OutputSharding) -> tuple[list[list[int]], Cal
     return [kept], copy
 
 
+def _broadcast_as_complex(sharding: OutputSharding) -> tuple[list[list[int]], Callable[..., Any]]:
+    """Of real numbers seen as complex ones, the dims that stay broadcast, and what stores the pairs of numbers."""
+    base = sharding.inputs[0]
+    kept = [dim for dim in base.broadcast if dim < base.ndim - 1]
+
+    def store_pairs(local: torch.Tensor) -> torch.Tensor:
+        pairs = compacted(local, kept).contiguous()
+        return aten.view_as_complex.default(pairs).expand(local.shape[:-1])
+
+    return [kept], store_pairs
+
+
 def _apart(op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     """A view of what is stored once in place of several times: a write to it must not go to all of these.
 
@@ -399,36 +421,95 @@ def _as_origin(made: DTensorSpec, origin: DTensorSpec | None) -> DTensorSpec:
     return origin.reduced().with_meta(made.tensor_meta)
 
 
-# ---------------------------------------------------------------- scans of constants
+# ---------------------------------------------------------------- operators that end a constant
 
-# Operators whose result is not constant along a dim although the operand is.
-SCANNING = {aten.cumsum.default}
+
+def _along_one(signature: Signature) -> list[int]:
+    return [signature.arguments["dim"] % max(signature.specs[0].ndim, 1)]
+
+
+def _along_planes(signature: Signature) -> list[int]:
+    ndim = signature.specs[0].ndim
+    return [ndim - 2, ndim - 1]
+
+
+def _along_pixels(signature: Signature) -> list[int]:
+    return [signature.specs[0].ndim - 3, *_along_planes(signature)]
+
+
+def _along_images(signature: Signature) -> list[int]:
+    return list(range(2, signature.specs[0].ndim))
+
+
+def _along_pads(signature: Signature) -> list[int]:
+    pad, last = signature.arguments["pad"], signature.specs[0].ndim - 1
+    return [last - i // 2 for i, count in enumerate(pad) if count]
+
+
+def _along_all(signature: Signature) -> list[int]:
+    return list(range(signature.specs[0].ndim))
+
+
+# Operators whose result is not constant along some dims although the operands are, and these dims.
+SPREADING: dict[Any, Callable[[Signature], list[int]]] = {
+    aten.cumsum.default: _along_one,
+    aten.cat.default: _along_one,
+    aten.slice_scatter.default: _along_one,
+    aten.select_scatter.default: _along_one,
+    aten.index_put.default: _along_all,
+    aten.index_fill.int_Scalar: _along_all,
+    aten.index_fill.int_Tensor: _along_all,
+    aten.scatter.value: _along_all,
+    aten.unfold_backward.default: lambda signature: [signature.arguments["dim"]],
+    aten.tril.default: _along_planes,
+    aten.triu.default: _along_planes,
+    aten.pixel_shuffle.default: _along_pixels,
+    aten.pixel_unshuffle.default: _along_pixels,
+    aten.constant_pad_nd.default: _along_pads,
+    aten.channel_shuffle.default: lambda signature: [1],
+    **{getattr(aten, f"{name}_backward").default: _along_images for name in INTERPOLATIONS},
+}
+JOINED = {aten.cat.default, aten.slice_scatter.default}  # of these all operands are laid out alike, else the first
 SMALL = 4  # times that a rank's part of a tensor must be larger than what is called small beside it
 
 
-def scanned_as_origin(signature: Signature, run: Executor) -> Executor:
-    """`run`, but the scan of a constant that becomes the gradient of a sharded tensor is sharded as that tensor is.
+def _laid_out_as(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
+    """A tensor laid out as another along its first dims, and whole along further ones."""
+    axes = (*spec.dim_axes, *((),) * (len(meta.shape) - spec.ndim))
+    return DTensorSpec.from_dim_axes(spec.mesh, spec.placements, meta, axes)
 
-    The gradient of `x.cumsum(0).mean()` is such a scan. On every rank it would have the global size of the dim. It
-    stays so while that is small, because then nothing is moved.
+
+def spread_as_origin(signature: Signature, run: Executor) -> Executor:
+    """`run`, but what becomes the gradient of a sharded tensor is sharded as that tensor is, not made of constants.
+
+    The gradient of `x.cumsum(0).mean()` is the scan of a constant, that of `x.chunk(2)` joins two. On every rank it
+    would have the global size of the dim. It stays so while that is small, because then nothing is moved.
     """
-    info, spec, wrapping = signature.info, signature.specs[0], signature.wrapping
-    if not spec.broadcast:
+    info, specs, wrapping = signature.info, signature.specs, signature.wrapping
+    if not any(spec.broadcast for spec in specs):
         return run
-    dim = signature.arguments["dim"] % max(spec.ndim, 1)
-    if dim not in spec.broadcast or spec.tensor_meta.is_symbolic:
+    spec, dims = specs[0], SPREADING[info.op](signature)
+    laid_out = len(specs) if info.op in JOINED else 1
+    if any(not s.is_replicated or s.tensor_meta.is_symbolic for s in specs):
         return run
-    stored = math.prod([size for d, size in enumerate(spec.shape) if d == dim or d not in spec.broadcast])
+    if any(s.ndim != spec.ndim for s in specs[:laid_out]) or not any(dim in spec.broadcast for dim in dims):
+        return run
+    once = set(spec.broadcast).intersection(*(s.broadcast for s in specs[1:laid_out])).difference(dims)
 
     def run_or_spread(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         origin = origin_of(wrapping.tensor_class)
-        goal = _as_origin(spec, origin)
-        if origin is None or goal is spec or not goal.dim_axes[dim]:
+        if origin is None or origin.mesh is not spec.mesh or origin.ndim > spec.ndim or origin.is_strided:
             return run(args, kwargs)
-        if SMALL * stored <= math.prod(goal.largest_local_shape):
+        stored = math.prod([size for dim, size in enumerate(origin.shape) if dim not in once])
+        is_split = any(origin.dim_axes[dim] for dim in dims if dim < origin.ndim)
+        if not is_split or SMALL * stored <= math.prod(origin.largest_local_shape):
             return run(args, kwargs)
-        local = bound_route(spec, goal).run(args[0]._local_tensor)
-        return info.op(wrapping.wrapper(goal)(local), *args[1:], **kwargs)
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot, given in list(zip(signature.slots, specs, strict=True))[:laid_out]:
+            goal = _laid_out_as(origin.reduced(), given.tensor_meta)
+            local = bound_route(given, goal).run(slot.get(args, kwargs)._local_tensor)
+            slot.put(new_args, new_kwargs, wrapping.wrapper(goal)(local))
+        return info.op(*new_args, **new_kwargs)
 
     return run_or_spread
 

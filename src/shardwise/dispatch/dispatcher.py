@@ -18,10 +18,10 @@ from shardwise.core.symbolic import named, unrecorded
 from shardwise.dispatch.broadcast import (
     FILLED,
     INTO_LEAVES,
-    SCANNING,
+    SPREADING,
     filled_once,
     into_leaf,
-    scanned_as_origin,
+    spread_as_origin,
 )
 from shardwise.dispatch.cross_mesh import on_one_mesh
 from shardwise.dispatch.decision import Decision, decided
@@ -40,7 +40,7 @@ from shardwise.dispatch.origins import (
     noting_origin,
     putting_back,
     sent_to_owners,
-    with_zeros_of_unused,
+    with_constants_stored_once,
 )
 from shardwise.dispatch.outside_mesh import holding_nothing
 from shardwise.dispatch.plain_operands import with_plain_operands
@@ -79,11 +79,17 @@ class CacheInfo:
     routes: int
 
 
+def _spread_and_noted(signature: Signature, run: Executor) -> Executor:
+    """For an operator that is also the gradient of another."""
+    return noting_origin(signature, spread_as_origin(signature, run))
+
+
 # What is put around the executor of an operator: for layouts that its gradient needs, or that autograd leaves open.
 AROUND = (
-    dict.fromkeys(SCANNING, scanned_as_origin)
+    dict.fromkeys(SPREADING, spread_as_origin)
     | dict.fromkeys(INTO_LEAVES, into_leaf)
     | dict.fromkeys(TAKING, noting_origin)
+    | dict.fromkeys(SPREADING.keys() & TAKING, _spread_and_noted)
     | {GROUPED: noting_experts}
 )
 # What decides, at each call, in which layout an operator of backward runs.
@@ -200,7 +206,8 @@ class OpDispatcher:
         if len(laid_out) == len(found):
             return run
         run = with_plain_operands(run, info, found, mesh, self.wrapping)
-        return with_zeros_of_unused(tensor_class, info, run) if info.op in JOINING else run
+        slots = [slot for slot, _ in found]
+        return with_constants_stored_once(tensor_class, info, slots, run) if info.op in JOINING else run
 
     def _resolve_new(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -22,22 +22,36 @@ from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OutputSharding
 from shardwise.plan.step import OwnerExchange
 from shardwise.rules.dims import wrapped
-from shardwise.schema import OpInfo
+from shardwise.rules.interpolation import INTERPOLATIONS
+from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import current_autograd_node
 
 __all__ = [
     "GROUPED", "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "noting_base", "noting_experts",
-    "noting_origin", "origin_of", "putting_back", "sent_to_owners", "with_zeros_of_unused",
+    "noting_origin", "origin_of", "putting_back", "sent_to_owners", "with_constants_stored_once",
 ]  # fmt: skip
 
 aten = torch.ops.aten
 TAKING = {
     aten.select.int, aten.slice.Tensor, aten.gather.default, aten.index_select.default, aten.index.Tensor,
     aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim,
-    aten.mode.default, aten.cummax.default, aten.cummin.default, aten.embedding.default,
+    aten.mode.default, aten.cummax.default, aten.cummin.default, aten.embedding.default, aten.trace.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.constant_pad_nd.default,
+    aten.select_scatter.default, aten.slice_scatter.default, aten.index_put.default, aten.channel_shuffle.default,
+    aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_copy.default, aten.scatter.src,
+    aten.scatter.value, aten.cumsum.default, aten.unfold.default, aten.tril.default, aten.triu.default,
+    aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
+    *(getattr(aten, name).default for name in INTERPOLATIONS),
 }  # fmt: skip
-JOINING = {aten.cat.default, aten.stack.default}
-SPLITTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}  # nodes of autograd
+JOINING = {
+    aten.cat.default, aten.stack.default, aten.select_scatter.default, aten.slice_scatter.default,
+    aten.index_put.default,
+}  # fmt: skip
+# Nodes of autograd that join gradients with plain tensors of their own, and the number that these are made of.
+FILLING = {
+    "SplitBackward0": 0, "SplitWithSizesBackward0": 0, "UnbindBackward0": 0, "SelectScatterBackward0": 0,
+    "SliceScatterBackward0": 0, "IndexPutBackward0": 0, "ProdBackward0": 1, "ProdBackward1": 1,
+}  # fmt: skip
 GROUPED = aten._grouped_mm.default
 TABLE_BACKWARD = aten.embedding_dense_backward.default
 PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
@@ -48,7 +62,7 @@ NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 def noting_origin(signature: Signature, run: Executor) -> Executor:
     """`run`, but where it takes something of a sharded dim, the layout is noted for the gradient."""
     spec = signature.specs[0]
-    dim = signature.arguments.get("dim")
+    dim = None if signature.info.op is aten.gather.default else signature.arguments.get("dim")
     axes = spec.dim_axes if dim is None or not spec.ndim else spec.dim_axes[wrapped(dim, spec.ndim)]
     if spec.is_strided or not any(axes if dim is None else [axes]):
         return run
@@ -115,29 +129,35 @@ def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
     return leaf._spec if isinstance(leaf, tensor_class) else maker.metadata.get(NOTED, {}).get(output)
 
 
-def with_zeros_of_unused(tensor_class: Any, info: OpInfo, run: Executor) -> Executor:
-    """`run`, which joins gradients: autograd's plain zeros for parts that were not used become zeros stored once.
+def with_constants_stored_once(tensor_class: Any, info: OpInfo, slots: Sequence[Slot], run: Executor) -> Executor:
+    """`run`, which joins gradients: plain zeros or ones that autograd makes beside them are stored once.
 
-    A user's hook runs in the same node and may join what it likes, so the values are looked at.
+    Zeros stand for parts that were not used, or that were replaced. A user's hook runs in the same node and may join
+    what it likes, so the values are looked at.
     """
 
     def run_or_replace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if type(current_autograd_node()).__name__ not in SPLITTING:
+        value = FILLING.get(type(current_autograd_node()).__name__)
+        if value is None:
             return run(args, kwargs)
-        given = next(part for part in args[0] if isinstance(part, tensor_class))
-        if any(not isinstance(part, tensor_class) and not _is_zeros(part) for part in args[0]):
+        plain = [slot for slot in slots if not isinstance(slot.get(args, kwargs), tensor_class)]
+        if any(not _is_filled(slot.get(args, kwargs), value) for slot in plain):
             return run(args, kwargs)
-        parts = [part if isinstance(part, tensor_class) else given.new_zeros(part.shape) for part in args[0]]
-        return info.op(parts, *args[1:], **kwargs)
+        given = next(t for t in (slot.get(args, kwargs) for slot in slots) if isinstance(t, tensor_class))
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for slot in plain:
+            part = slot.get(args, kwargs)
+            slot.put(new_args, new_kwargs, given.new_full(part.shape, value, dtype=part.dtype))
+        return info.op(*new_args, **new_kwargs)
 
     return run_or_replace
 
 
-def _is_zeros(plain: torch.Tensor) -> bool:
-    """Whether a plain tensor is zero everywhere; one without values is taken for what autograd makes."""
+def _is_filled(plain: torch.Tensor, value: int) -> bool:
+    """Whether a plain tensor is one number everywhere; one without values is taken for what autograd makes."""
     if plain.is_meta or is_tracing():
         return True
-    return plain.__class__ is torch.Tensor and not plain.any().item()
+    return plain.__class__ is torch.Tensor and bool((plain == value).all().item())
 
 
 def putting_back(

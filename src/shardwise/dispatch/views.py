@@ -45,6 +45,7 @@ PHYSICAL = {
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
 OVERLAPPING = {torch.ops.aten.unfold.default}  # views that may show an element several times
+SLICE = torch.ops.aten.slice.Tensor
 STALE = -1  # a version that no tensor has
 # Views whose local is made anew even where nothing is moved.
 COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
@@ -203,6 +204,12 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
     _refuse_overlapping_base(info, view)
     made: Any = view._copied_view
+    if made is not OUTSIDE and made.op is SLICE and made.args[0]._spec.is_lazy and made.args[0]._copied_view is None:
+        base = made.args[0]  # which is stored once along other dims, and stays so
+        replace_local(base, torch.ops.aten.slice_scatter.default(base, view, *made.args[1:], **made.kwargs))
+        _count_writes(wrapping, [base])
+        made.version = version_of(base)
+        return
     written = whole_of(view._held, view._spec)
     while made is not None:
         if made is OUTSIDE:

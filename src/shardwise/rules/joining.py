@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from shardwise.core.layout import Segment
+from shardwise.core.mesh import Coordinate
+from shardwise.core.spec import DTensorSpec
 from shardwise.rules.dims import kept, names, wrapped
 from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, Rows, rule
+from shardwise.rules.slicing import Taken, local_index, pieces_of, runs_along
 
 aten = torch.ops.aten
 
@@ -69,14 +73,68 @@ def rows_replaced(call: Call, dim: int) -> Rows:
     return Rows(tuple(segment for segment in segments if segment.length))
 
 
-@rule(aten.slice_scatter.default, rows=rows_replaced)
+def where_replaced(
+    call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
+) -> Mapping[str, Any]:
+    """Which rows of the second operand go to which local rows of a sharded dim; nothing of one that is whole."""
+    spec = outputs[0]
+    dim = wrapped(call["dim"], spec.ndim)
+    if not spec.dim_axes[dim]:
+        return {}
+    size, runs = spec.shape[dim], runs_along(spec, dim, coordinate)
+    if "index" in call.arguments:
+        at = local_index(runs, call["index"] % size)
+        return {"pieces": () if at is None else ((at, 0, 1),)}
+    start = 0 if call["start"] is None else call["start"]
+    first = min(start if start >= 0 else max(start + size, 0), size)
+    return {"pieces": tuple(pieces_of(runs, Taken(first, call["step"], call["src"].shape[dim])))}
+
+
+def replace_slice(
+    local: torch.Tensor,
+    src: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+    *,
+    pieces: Sequence[tuple[int, int, int]] | None = None,
+) -> torch.Tensor:
+    """The rows replaced, or those of them that this rank holds."""
+    if pieces is None:
+        return aten.slice_scatter.default(local, src, dim, start, end, step)
+    result = local.clone()
+    for at, first, count in pieces:
+        place = aten.slice.Tensor(result, dim, at, at + (count - 1) * step + 1, step)
+        place.copy_(src.narrow(dim, first, count))
+    return result
+
+
+def replace_index(
+    local: torch.Tensor,
+    src: torch.Tensor,
+    dim: int,
+    index: int,
+    *,
+    pieces: Sequence[tuple[int, int, int]] | None = None,
+) -> torch.Tensor:
+    """The index replaced, if this rank holds it."""
+    if pieces is None:
+        return aten.select_scatter.default(local, src, dim, index)
+    result = local.clone()
+    for at, _, _ in pieces:
+        result.select(dim, at).copy_(src)
+    return result
+
+
+@rule(aten.slice_scatter.default, rows=rows_replaced, localize=where_replaced, local_op=replace_slice)
 def slice_scatter(call: Call) -> Factors:
-    """A tensor with some indices of a dim replaced. Every so many-th would be as many segments, so the dim is whole."""
+    """A tensor with some indices of a dim replaced. Every so many-th would be as many segments: ranks need all."""
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
     if call["step"] != 1:
-        own = tuple(kept(ndim, [at]))
-        return together((own, own), own)
+        own, src = tuple(names(ndim)), tuple(kept(ndim, [at]))
+        return together((own, src), own)
     named = tuple(names(ndim))
     return together((named, named), named, exchanged={named[at]})
 
@@ -91,10 +149,10 @@ def diagonal_scatter(call: Call) -> Factors:
     return together((tuple(own), tuple(diagonal)), tuple(own))
 
 
-@rule(aten.select_scatter.default)
+@rule(aten.select_scatter.default, localize=where_replaced, local_op=replace_index)
 def select_scatter(call: Call) -> Factors:
     """A tensor with one index of a dim replaced."""
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
-    own = kept(ndim, [at])
+    own = names(ndim)
     return together((tuple(own), tuple(own[:at] + own[at + 1 :])), tuple(own))

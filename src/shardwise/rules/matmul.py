@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from shardwise.core.placement import norm_of
 from shardwise.rules.dims import aligned
 from shardwise.rules.engine import EACH_ALONE, FIRST, Factors, parse
 from shardwise.rules.registry import Call, pattern_factors, pattern_rule, rule
@@ -80,16 +83,52 @@ def trilinear(call: Call) -> Factors:
     return Factors(named, (result,), linear=((0,), (1,), (2,)))
 
 
-# ---------------------------------------------------------------- distances: not linear, the vectors must be whole
+# ---------------------------------------------------------------- distances: norms of differences
 
-pattern_rule("... m k!, ... n k! -> ... m n", aten._cdist_forward.default, aten._euclidean_dist.default)
-CDIST_BACKWARD = parse("... m n, ... m k!, ... n k!, ... m n -> ... m k!")
+CDIST = parse("... m k, ... n k -> ... m n")
+CDIST_BACKWARD = parse("... m n, ... m k, ... n k, ... m n -> ... m k")
+
+
+def distances(order: float) -> dict[str, Any]:
+    """How distances by some of the elements of vectors are reduced to those by all."""
+    kind = {0: "sum", 1: "sum", math.inf: "max"}.get(order) or norm_of(order)
+    return {"reduce": {"k": kind}, "nonempty": frozenset("k")}
+
+
+@rule(aten._cdist_forward.default, reads=["p"])
+def cdist(call: Call) -> Factors:
+    """Distances of all pairs of vectors, whose elements may be sharded."""
+    return replace(pattern_factors(CDIST, call), **distances(call["p"]))
+
+
+@rule(aten._euclidean_dist.default)
+def euclidean_dist(call: Call) -> Factors:
+    """The same of order two."""
+    return replace(pattern_factors(CDIST, call), **distances(2))
 
 
 @rule(aten._cdist_backward.default)
 def cdist_backward(call: Call) -> Factors:
-    """The gradient of the first vectors."""
+    """The gradient of the first vectors: each element by itself, of distances by all."""
     factors = pattern_factors(CDIST_BACKWARD, call, linear=FIRST)
     # where one is empty the kernel gives the shape before broadcasting
     broadcasts = call["x1"].shape != call.results[0].shape
-    return replace(factors, nonempty=frozenset(factors.names)) if broadcasts else factors
+    return replace(factors, nonempty=frozenset(factors.names if broadcasts else "k"))
+
+
+@rule(aten._pdist_forward.default, reads=["p"], local_op=lambda x, *p: aten._pdist_forward.default(x.contiguous(), *p))
+def pdist(call: Call) -> Factors:
+    """Distances of all pairs of rows of one matrix."""
+    return Factors(((None, "k"),), ((None,),), **distances(call["p"]))
+
+
+def pdist_gradient(grad: torch.Tensor, x: torch.Tensor, p: float, distance: torch.Tensor) -> torch.Tensor:
+    """The kernel reads rows one after the other."""
+    return aten._pdist_backward.default(grad.contiguous(), x.contiguous(), p, distance.contiguous())
+
+
+@rule(aten._pdist_backward.default, local_op=pdist_gradient)
+def pdist_backward(call: Call) -> Factors:
+    """Each element by itself, as above."""
+    operands = (None,), (None, "k"), (None,)
+    return Factors(operands, ((None, "k"),), linear=FIRST, nonempty=frozenset("k"))

@@ -205,14 +205,6 @@ def flip(call: Call) -> Factors:
     return exchanging(own, [wrapped(d, len(own)) for d in call["dims"]])
 
 
-@rule(aten.rot90.default)
-def rotate(call: Call) -> Factors:
-    """A plane turned; four quarters are none."""
-    ndim = len(call["self"].shape)
-    own = kept(ndim, [dim % ndim for dim in call["dims"]] if call["k"] % 4 else [])
-    return moved(own, own)
-
-
 def rolled_dims(call: Call) -> list[tuple[int, int]]:
     """Dims that are rolled, each with by how much. A tensor of one dim needs none to be given."""
     ndim = len(call["self"].shape)

@@ -14,7 +14,15 @@ from shardwise.core.placement import MaskPartial, Partial, Replicate
 from shardwise.core.spec import TensorMeta
 from shardwise.rules.dims import aligned, along
 from shardwise.rules.engine import EACH_ALONE, FIRST, TOGETHER, Dim, Factors, Row
-from shardwise.rules.registry import Call, Rule, declare_rule, default_pointwise, is_zero, overloads, rule
+from shardwise.rules.registry import (
+    Call,
+    Rule,
+    declare_rule,
+    default_pointwise,
+    is_zero,
+    overloads,
+    rule,
+)
 
 aten = torch.ops.aten
 prims = torch.ops.prims  # which forward mode meets where a tangent is zero

@@ -106,10 +106,10 @@ def where_sliced(
     if not spec.dim_axes[dim] or call.results[0].shape[dim] == spec.shape[dim]:
         return {}
     taken = taken_by_slice(call)
-    return {"pieces": tuple(_pieces(runs_along(spec, dim, coordinate), taken)), "length": taken.length}
+    return {"pieces": tuple(pieces_of(runs_along(spec, dim, coordinate), taken)), "length": taken.length}
 
 
-def _pieces(runs: Sequence[Run], taken: Taken) -> list[tuple[int, int, int]]:
+def pieces_of(runs: Sequence[Run], taken: Taken) -> list[tuple[int, int, int]]:
     """What a rank with these runs holds of the indices taken: (first local index, first of the result, how many)."""
     found = []
     at = 0
@@ -187,7 +187,7 @@ def where_put_back(
         return found | {"pieces": () if at is None else ((at, 0, 1),)}
     first = call["start"] if call["start"] >= 0 else max(call["start"] + size, 0)
     taken = Taken(first, call["step"], call["grad_output"].shape[dim])
-    return found | {"pieces": tuple(_pieces(runs, taken))}
+    return found | {"pieces": tuple(pieces_of(runs, taken))}
 
 
 def local_slice_backward(

@@ -3,7 +3,8 @@
 A dim's index is a number in mixed radix, and an even split is one of its digits. A view regroups digits: a split
 goes to the dim that its digit falls into, as a `Shard` if the digit leads there and as a `StridedShard` if others do.
 The blocks of a `Zigzag` are a digit too; where they are uneven, its rows must stay what they are.
-What cannot be said this way is gathered first. Pure.
+Where a digit falls into no dim, the only split of a group is moved to one that does. What cannot be said this way is
+gathered first. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import AnyShard, Placement, Replicate, Shard, StridedShard, Zigzag
-from shardwise.core.spec import DTensorSpec
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.registry import Call, layout_rule
 
 aten = torch.ops.aten
@@ -32,6 +33,10 @@ class Digit(NamedTuple):
     radix: int
     prefix: int
     end: int | None = None
+
+
+# For each dim the axes that split it, major first, each with the rows of a strided split or 0.
+Splits = list[list[tuple[int, int]]]
 
 
 class DimGroup(NamedTuple):
@@ -170,14 +175,32 @@ def _uneven(
     return placed
 
 
-def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
-    """The axes that each input dim may keep, and the splits (axis, rows) of each output dim."""
+def _moved_split(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis: int) -> list[Splits] | None:
+    """Where the only axis of a group that falls into no dim may split it before and after the view, evenly.
+
+    The major dims after the view are tried first. Ranks exchange their parts, which a gather would multiply.
+    """
+    n, prefix = spec.mesh.shape[axis], 1
+    for size in (after[dim] for dim in group.outputs):
+        digit = [Digit(axis, n, prefix)]
+        found = [_place(digit, [sizes[d] for d in dims]) for dims, sizes in
+                 ((group.inputs, spec.shape), (group.outputs, after))]  # fmt: skip
+        if not any(isinstance(splits, int) for splits in found):
+            return found  # pyright: ignore[reportReturnType]
+        prefix *= size
+    return None
+
+
+def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[Splits, Splits]:
+    """The splits (axis, rows) of each input dim that the view needs, and those of each output dim."""
     axes = [list(dim_axes) for dim_axes in spec.dim_axes]
     if tuple(after) == tuple(spec.shape):
-        return axes, [[(a, spec.rows(a) or 0) for a in dim_axes] for dim_axes in axes]
+        same = [[(a, spec.rows(a) or 0) for a in dim_axes] for dim_axes in axes]
+        return same, same
     if 0 in spec.shape:
         return [[] for _ in axes], [[] for _ in after]
-    placed: list[list[tuple[int, int]]] = [[] for _ in after]
+    placed: Splits = [[] for _ in after]
+    moved: dict[int, list[tuple[int, int]]] = {}
     for dim, size in enumerate(spec.shape):
         if size == 1:
             axes[dim] = []
@@ -186,12 +209,20 @@ def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[list[list[int]], l
             found = map_group(spec, group, after, axes)
             if not isinstance(found, int):
                 break
+            alone = [found] == [axis for dim in group.inputs for axis in axes[dim]]
+            if alone and not isinstance(spec.placements[found], Zigzag):
+                both = _moved_split(spec, group, after, found)
+                if both is not None:
+                    moved.update(zip(group.inputs, both[0], strict=True))
+                    found = both[1]
+                    break
             for dim in group.inputs:
                 if found in axes[dim]:
                     del axes[dim][axes[dim].index(found) :]
         for dim, splits in zip(group.outputs, found, strict=True):
             placed[dim] = splits
-    return axes, placed
+    needed = [moved.get(dim, [(a, spec.rows(a) or 0) for a in dim_axes]) for dim, dim_axes in enumerate(axes)]
+    return needed, placed
 
 
 def _with_rows(placement: Placement, dim: int, rows: int) -> Placement:
@@ -201,13 +232,14 @@ def _with_rows(placement: Placement, dim: int, rows: int) -> Placement:
     return StridedShard(dim, rows) if rows else Shard(dim)
 
 
-def _with_axes(spec: DTensorSpec, axes: Sequence[Sequence[int]]) -> DTensorSpec:
-    """`spec` with only these axes splitting its dims."""
-    kept = {axis for dim_axes in axes for axis in dim_axes}
-    placements: list[Placement] = [
-        p if not isinstance(p, AnyShard) or a in kept else Replicate() for a, p in enumerate(spec.placements)
-    ]
-    return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), spec.tensor_meta, [tuple(a) for a in axes])
+def _with_splits(spec: DTensorSpec, meta: TensorMeta, splits: Splits) -> DTensorSpec:
+    """A tensor on the mesh of `spec`, Partial where it is, with these axes splitting its dims."""
+    placements: list[Placement] = [Replicate() if isinstance(p, AnyShard) else p for p in spec.placements]
+    for dim, found in enumerate(splits):
+        for axis, rows in found:
+            placements[axis] = _with_rows(spec.placements[axis], dim, rows)
+    order = [tuple(axis for axis, _ in found) for found in splits]
+    return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), meta, order)
 
 
 def local_size(
@@ -236,11 +268,7 @@ def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequen
 def view(call: Call, specs: Sequence[DTensorSpec]) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]:
     """The layouts of a view: what it needs and what it gives."""
     spec, result = specs[0], call.results[0]
-    axes, placed = regroup(spec, result.shape)
-    wanted = spec if [list(a) for a in spec.dim_axes] == axes else _with_axes(spec, axes)
-    placements: list[Placement] = [Replicate() if isinstance(p, AnyShard) else p for p in wanted.placements]
-    for dim, splits in enumerate(placed):
-        for axis, rows in splits:
-            placements[axis] = _with_rows(spec.placements[axis], dim, rows)
-    order = [tuple(axis for axis, _ in splits) for splits in placed]
-    return (wanted,), (DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), result, order),)
+    needed, placed = regroup(spec, result.shape)
+    same = [[(axis, spec.rows(axis) or 0) for axis in axes] for axes in spec.dim_axes]
+    wanted = spec if needed == same else _with_splits(spec, spec.tensor_meta, needed)
+    return (wanted,), (_with_splits(spec, result, placed),)

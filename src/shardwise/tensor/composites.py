@@ -211,6 +211,9 @@ def _repeat(self: Any, repeats: Any) -> Any:
     ]
     if self.numel() * self.element_size() <= GATHERED:
         joined = []
+    for dim in range(self.dim()) if new >= 0 else ():
+        if not repeats[new + dim]:
+            self = self.narrow(dim, 0, 0)
     times = [1 if dim - new in joined else count for dim, count in enumerate(repeats)]
     made = _below(aten.repeat.default)(self, times)
     for dim in joined:
@@ -223,7 +226,45 @@ def _one_hot(self: Any, num_classes: int = -1) -> Any:
     if not self.numel():
         return _below(aten.one_hot.default)(self, num_classes)
     classes = int(self.max().item()) + 1 if num_classes == -1 else num_classes
-    return self.new_zeros((*self.shape, classes)).scatter(-1, self.unsqueeze(-1), 1)
+    zeros = torch.zeros_like(self).unsqueeze(-1).expand(*self.shape, classes)  # laid out as the indices are
+    return zeros.scatter(-1, self.unsqueeze(-1), 1)
+
+
+def _trace_backward(grad: Any, sizes: Any) -> Any:
+    """torch makes plain zeros, of the global size on every rank; those of a DTensor may be sharded."""
+    return grad.new_ones(sizes).tril().triu() * grad
+
+
+def _instance_norm(
+    input: Any,  # noqa: A002  as torch has it
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """torch repeats the weights for each sample; those of a sharded batch are laid out as the batch is."""
+    run = _below(aten.instance_norm.default)
+    spec: Any = getattr(input, "_spec", None)  # a plain tensor has none
+    if spec is None or input.dim() < 2 or not spec.dim_axes[0]:
+        return run(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
+    samples, channels = input.shape[:2]
+    kept = input
+    for _ in range(input.dim() - 2):
+        kept = kept.select(2, 0)
+    kept = torch.ones_like(kept, dtype=torch.bool)
+    given = (weight, bias, running_mean, running_var)
+    each: list[Any] = [None if t is None else torch.where(kept, t, t).flatten().clone() for t in given]
+    whole = input.contiguous().view(1, samples * channels, *input.shape[2:])
+    made = aten.batch_norm.default(whole, *each, use_input_stats, momentum, eps, cudnn_enabled)
+    for running, new in ((running_mean, each[2]), (running_var, each[3])):
+        if running is not None:
+            with torch.no_grad():
+                running.copy_(new.view(samples, channels).mean(0))
+    return made.view(input.shape)
 
 
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
@@ -236,6 +277,8 @@ REPLACED: dict[OpOverload, Callable[..., Any]] = {
     aten._pad_circular.default: _pad_circular,
     aten.repeat.default: _repeat,
     aten.one_hot.default: _one_hot,
+    aten.trace_backward.default: _trace_backward,
+    aten.instance_norm.default: _instance_norm,
     aten.embedding_sparse_backward.default: _embedding_sparse_backward,
     **{
         op: _with_states_as_input(op)

@@ -1,0 +1,94 @@
+"""Sums and means of bags of rows of a table that is sharded by rows, by look-ups and sums of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.decompose.layout_helpers import split_axes
+from shardwise.rules.embedding import MAX
+from shardwise.rules.registry import decomposition
+
+aten = torch.ops.aten
+MEAN = 1
+
+
+def bag_of_each(indices: Any, offsets: Any) -> Any:
+    """The bag of each index, of where bags begin."""
+    count = indices.shape[0]
+    begins = offsets.new_zeros(count + 1).index_add(0, offsets, torch.ones_like(offsets))
+    return begins[:count].cumsum(0) - 1
+
+
+@decomposition(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    """Rows are looked up where they are, and added up."""
+    if mode == MAX or not split_axes(weight, (0,)) or not indices.shape[0]:
+        return NotImplemented
+    bags = offsets.shape[0] - int(include_last_offset)
+    bag, counted = bag_of_each(indices, offsets), indices != padding_idx
+    rows = aten.embedding.default(weight, indices)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    rows = torch.where(counted.unsqueeze(1), rows, 0)
+    made = rows.new_zeros(bags, weight.shape[1]).index_add(0, bag, rows)
+    sizes = indices.new_zeros(bags).index_add(0, bag, counted.to(indices.dtype))
+    if mode == MEAN:
+        made = made / sizes.clamp(min=1).unsqueeze(1)
+    return made, bag, sizes, indices.new_zeros(0)
+
+
+@decomposition(aten._embedding_bag_backward.default)
+def embedding_bag_backward(
+    grad: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    bag_size: Any,
+    maximum_indices: Any,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Any,
+    padding_idx: int = -1,
+) -> Any:
+    """The gradient of each bag for each of its rows; gradients of a table go to their owners."""
+    if sparse or not indices.shape[0]:
+        return NotImplemented
+    bag = offset2bag if offset2bag.shape[0] else bag_of_each(indices, offsets)
+    if mode == MAX or scale_grad_by_freq:
+        return aten._embedding_bag_dense_backward.default(
+            grad, indices, bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights,
+            padding_idx,
+        )  # fmt: skip
+    if mode == MEAN:
+        counted = (indices != padding_idx).to(grad.dtype)
+        grad = grad / grad.new_zeros(grad.shape[0]).index_add(0, bag, counted).clamp(min=1).unsqueeze(1)
+    rows = grad.index_select(0, bag)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    return aten.embedding_dense_backward.default(rows, indices, num_weights, padding_idx, False)
+
+
+@decomposition(aten._embedding_bag_per_sample_weights_backward.default)
+def weights_backward(
+    grad: Any, weight: Any, indices: Any, offsets: Any, offset2bag: Any, mode: int, padding_idx: int = -1
+) -> Any:
+    """Products of the gradient of a bag with its rows."""
+    if not split_axes(weight, (0,)) or not indices.shape[0]:
+        return NotImplemented
+    bag = offset2bag if offset2bag.shape[0] else bag_of_each(indices, offsets)
+    products = (grad.index_select(0, bag) * aten.embedding.default(weight, indices)).sum(1)
+    return torch.where(indices != padding_idx, products, 0)
