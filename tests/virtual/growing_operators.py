@@ -1,30 +1,95 @@
-"""Operators that cost a rank more with every further rank in some layout, and why; read by `scaling`.
-
-Incomplete: `python -m tests.virtual.scaling` lists the operators that grow and have no reason here yet.
-"""
+"""Operators that cost a rank more with every further rank in some layout, and why; read by `scaling`."""
 
 # By key: the reason, and the operators of torch's test database that it holds for.
 REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "diagonals": (
         "A diagonal crosses the shards of two dims; a matrix made from one has a column for each of its elements.",
-        ("diagonal", "diag", "diag_embed", "diagonal_copy", "diagonal_scatter", "block_diag"),
-    ),
-    "strides": (
-        "The strides are those of the global tensor in memory, so it is gathered.",
-        ("as_strided", "as_strided.partial_views", "as_strided_copy", "as_strided_scatter"),
-    ),
-    "matrices": ("A factorisation needs all of a matrix.", ("lu_solve", "lu", "lu_unpack")),
-    "transforms": ("A Fourier transform reads all elements of a dim for each result.", ("stft",)),
-    "pairs": ("Each result is of a pair of rows, so every rank needs the rows of all others.", ("cdist",)),
-    "windows": (
-        "A fixed number of windows covers the dim: each gets longer with the ranks, beyond the shards of neighbours.",
         (
-            "nn.functional.adaptive_max_pool1d",
-            "nn.functional.adaptive_max_pool2d",
-            "nn.functional.adaptive_avg_pool2d",
-            "nn.functional.adaptive_avg_pool3d",
+            "diagonal", "diag", "diag_embed", "diagflat", "diagonal_copy", "diagonal_scatter", "block_diag",
+            "linalg.diagonal",
         ),
     ),
-    "samples": ("A sample sort sends a few samples of each rank to all others.", ("kthvalue",)),
-}
+    "strides": (
+        "Elements are taken by their places in the memory of the global tensor, so it is gathered.",
+        (
+            "as_strided", "as_strided.partial_views", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_",
+        ),
+    ),
+    "matrices": (
+        "A factorisation needs all of a matrix; its rows or columns are sharded.",
+        (
+            "lu_solve", "lu", "lu_unpack", "qr", "ormqr", "triangular_solve", "pinverse", "svd_lowrank", "pca_lowrank",
+            "norm.nuc", "linalg.cond", "linalg.householder_product", "linalg.ldl_factor", "linalg.qr",
+            "linalg.lu_factor", "linalg.lu_factor_ex", "linalg.lu", "linalg.matrix_rank", "linalg.pinv",
+            "linalg.pinv.singular", "linalg.svdvals",
+        ),
+    ),
+    "transforms": (
+        "A Fourier transform reads all elements of a dim for each result; that dim is sharded, and no other can be.",
+        (
+            "stft", "fft.fft", "fft.fftn", "fft.hfft", "fft.hfftn", "fft.rfft", "fft.rfftn", "fft.ifft", "fft.ifftn",
+            "fft.ihfft", "fft.ihfftn", "fft.irfft", "fft.irfftn",
+        ),
+    ),
+    "pairs": (
+        "Each result is of a pair of rows: every rank needs the rows of all others, and pairs outnumber rows.",
+        ("cdist", "nn.functional.pdist"),
+    ),
+    "windows": (
+        "The number of results along the dim is fixed: each is made of a window that gets longer with the ranks.",
+        (
+            "nn.functional.adaptive_max_pool1d", "nn.functional.adaptive_max_pool2d",
+            "nn.functional.adaptive_max_pool3d", "nn.functional.adaptive_avg_pool1d",
+            "nn.functional.adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool3d",
+            "nn.functional.interpolate.area",
+        ),
+    ),
+    "results": (
+        "The number of results grows with the sharded dim, and each has fewer rows than there are ranks.",
+        ("split", "unsafe_split", "unbind", "unbind_copy"),
+    ),
+    "draws": (
+        "Which elements draw a random number depends on the values of those before, so all are gathered.",
+        ("nn.functional.rrelu",),
+    ),
+    "plain": (
+        "torch makes a plain tensor for all rows or channels of the global one: two random numbers, a causal mask.",
+        ("nn.functional.fractional_max_pool2d", "nn.functional.scaled_dot_product_attention"),
+    ),
+    "merged": (
+        "The gradient of a sum is constant; a view that merges a constant dim with another stores it, replicated.",
+        ("nn.functional.multi_head_attention_forward",),
+    ),
+    "order": (
+        (
+            "Elements are numbered in the order of the global tensor. Not sharded by its first dim, it is gathered; "
+            "an exchange to shards of the first dim is not tried."
+        ),
+        ("masked_scatter",),
+    ),
+    "places": (
+        "Values say which rows of the sharded dim are read. It is gathered; an exchange by owner is not done.",
+        (
+            "nn.functional.grid_sample", "grid_sampler_2d", "grid_sampler_3d", "_segment_reduce.lengths",
+            "_segment_reduce.offsets", "_unsafe_masked_index",
+        ),
+    ),
+    "groups": (
+        "Channels of a grouped convolution are sharded over more ranks than there are groups. They are gathered.",
+        (
+            "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose1d",
+            "nn.functional.conv_transpose2d", "nn.functional.conv_transpose3d",
+        ),
+    ),
+    "rules": (
+        (
+            "Has no rule for the sharded dim, and gathers it. Chunks of the loss are one operator in torch; "
+            "F.cross_entropy of F.linear is flat. The others are internal, or need a reduction by exclusive or."
+        ),
+        (
+            "nn.functional.linear_cross_entropy.chunked", "nn.functional.linear_cross_entropy.chunked_none",
+            "_chunk_cat", "hash_tensor",
+        ),
+    ),
+}  # fmt: skip
 GROWING = {name: reason for reason, names in REASONS.values() for name in names}

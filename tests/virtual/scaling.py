@@ -9,6 +9,7 @@ rank, which an exchange takes, and rows that move because shards of a slightly l
 rank's part.
 
     python -m tests.virtual.scaling [--only name ...] [--jobs 2] [--json FILE] [--write docs/operators.md]
+    python -m tests.virtual.scaling --known FILE [--only name ...] ...   # of the others, what FILE says
 
 Exit status 1 if an operator grows without a reason in `growing_operators`, or has a reason and does not grow.
 """
@@ -257,6 +258,18 @@ def with_reasons(page: str) -> str:
     return "\n".join([body, "", HEADING, "", head, "\n\n".join(lines), ""])
 
 
+def read(path: Path) -> list[Scaling]:
+    """What an earlier run has found."""
+
+    def costs(values: Sequence[Any]) -> tuple[Cost, ...]:
+        return tuple(Cost(**value) for value in values)
+
+    return [
+        Scaling(one["op"], [Layout(x["sample"], x["dim"], costs(x["costs"]), costs(x["more"])) for x in one["layouts"]])
+        for one in json.loads(path.read_text())
+    ]
+
+
 def unexplained(found: Sequence[Scaling]) -> list[str]:
     """What is wrong with the table of reasons, a line for each operator."""
     wrong = []
@@ -274,12 +287,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these operators")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", type=int, default=1, help="every so many-th operator")
+    parser.add_argument("--known", type=Path, help="take what is not among --only from this file of an earlier run")
     parser.add_argument("--json", type=Path, help="write every cost here")
     parser.add_argument("--write", type=Path, help="put what is found into the table of operators here")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    names = [n for n in itertools.islice(database(), 0, None, options.every) if not options.only or n in options.only]
-    found = audit_all(names, options.jobs if len(names) > 1 else 1)
+    known = {scaling.op: scaling for scaling in read(options.known)} if options.known else {}
+    wanted = set(options.only or (() if known else database()))
+    names = [name for name in itertools.islice(database(), 0, None, options.every) if name in wanted]
+    measured_now = {scaling.op: scaling for scaling in audit_all(names, options.jobs if len(names) > 1 else 1)}
+    found = [(known | measured_now)[name] for name in database() if name in known or name in measured_now]
     growing = [s for s in found if s.grows]
     wrong = unexplained(found)
     print("\n".join(wrong))
