@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.rules.recurrent import cudnn
@@ -75,3 +77,23 @@ def test_dropout_of_cudnn_is_refused_before_it_is_drawn() -> None:
     with pytest.raises(sw.UnsupportedError, match="cuDNN draws"):
         cudnn(Call(aten._cudnn_rnn.default, arguments, (), ()))
     cudnn(Call(aten._cudnn_rnn.default, arguments | {"train": False}, (), ()))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "num_layers": 2, "bidirectional": True}])
+def test_networks_without_kernels_of_their_own(kind: Any, options: dict[str, Any]) -> None:
+    mesh, dim = sw.init_device_mesh("cpu", (2, 2)), 0 if options else 1
+    network = kind(3, HIDDEN, **options).double()
+    parallel = sw.distribute_module(copy.deepcopy(network), mesh)
+    x = torch.randn((7, TIME, 3) if options else (TIME, 7, 3), dtype=torch.float64)
+    given: Any = sw.distribute_tensor(x, mesh, [sw.Shard(dim), R])
+    with torch.backends.mkldnn.flags(enabled=False):
+        found, wanted = parallel(given), network(x)
+    assert found[0].placements == given.placements
+    for ours, theirs in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+    sum(t.sin().sum() for t in tree_leaves(found)).full_tensor().backward()
+    sum(t.sin().sum() for t in tree_leaves(wanted)).backward()
+    for ours, theirs in zip(parallel.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

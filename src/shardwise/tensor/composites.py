@@ -123,7 +123,9 @@ def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
             states = hx if isinstance(hx, list | tuple) else [hx]
             laid_out = [torch.where(kept, state, state) for state in states]
             hx = laid_out if isinstance(hx, list | tuple) else laid_out[0]
-        return run(input, hx, *options)
+        output, *left = run(input, hx, *options)
+        # the states of an LSTM without a kernel of its own have a dim too many before torch 2.13
+        return output, *[state.squeeze(1) if state.dim() > 3 else state for state in left]
 
     return compute
 
