@@ -3,6 +3,7 @@
     python examples/llama.py --plan tp --mesh 4                               # four ranks inside this process
     python examples/llama.py --plan fsdp-tp --mesh 2,4                        # two by four
     torchrun --nproc-per-node 4 examples/llama.py --plan fsdp-tp --mesh 2,2   # real processes, the same file
+    python examples/llama.py --plan dp-cp-tp --mesh 2,2,2 --length 512        # long sequences, over cp in zigzags
 
 The model knows nothing of Shardwise. It learns to read this file, and the losses stand beside those of one device.
 """
@@ -186,10 +187,10 @@ def data_tensor_parallel(model: Llama, mesh: sw.DeviceMesh) -> nn.Module:
 
 
 class Plan(NamedTuple):
-    """What spreads a model, and the axes of a mesh of two; of a mesh of one axis, the last of them."""
+    """What spreads a model, and the names of axes; of a mesh with fewer axes, the last of them."""
 
     spread: Callable[[Llama, sw.DeviceMesh], nn.Module]
-    axes: tuple[str, str] = ("dp", "tp")
+    axes: tuple[str, ...] = ("dp", "tp")
 
 
 PLANS = {
@@ -199,6 +200,7 @@ PLANS = {
     "fsdp-tp": Plan(fully_sharded_tensor_parallel),
     "ddp": Plan(data_parallel, ("replicas", "dp")),
     "ddp-tp": Plan(data_tensor_parallel),
+    "dp-cp-tp": Plan(tensor_parallel, ("dp", "cp", "tp")),
 }
 
 
@@ -235,8 +237,10 @@ def place_on(mesh: sw.DeviceMesh) -> Callable[[Tensor], Tensor]:
 
     So the loss is that of the whole batch, and dropout draws one device's numbers. Where each rank reads its own plain
     batch, as under torch, `fully_shard` and `replicate` average the gradients instead, and no table need be a DTensor.
+    Tokens over cp lie in zigzags, so that the causal masks leave every rank as much to compute.
     """
-    placements = [sw.Replicate() if name == "tp" else sw.Shard(0) for name in mesh.mesh_dim_names or ()]
+    by_name = {"tp": sw.Replicate(), "cp": sw.Zigzag(1)}
+    placements = [by_name.get(name, sw.Shard(0)) for name in mesh.mesh_dim_names or ()]
     return lambda batch: sw.distribute_tensor(batch, mesh, placements)
 
 
@@ -247,16 +251,17 @@ def sizes(text: str) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--plan", choices=PLANS, nargs="+", default=["tp"], help="one, or several to compare")
-    parser.add_argument("--mesh", type=sizes, help="sizes of one axis or two, as 2,4; by default all ranks")
+    parser.add_argument("--mesh", type=sizes, help="sizes of the axes, as 2,4; by default all ranks")
+    parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
 
     ranks = int(os.environ.get("WORLD_SIZE", 4))
     shape = options.mesh or ((2, ranks // 2) if any(name.endswith("-tp") for name in options.plan) else (ranks,))
-    data = (options.steps, 8, 32)
+    data = (options.steps, 8, options.length)
     torch.manual_seed(0)
-    model = Llama(dropout=options.dropout)
+    model = Llama(longest=max(options.length, 64), dropout=options.dropout)
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None
 
     runs = [train(copy.deepcopy(model), batches(*data))]

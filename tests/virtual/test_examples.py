@@ -86,5 +86,13 @@ def test_the_transformer() -> None:
         assert float(alone) == pytest.approx(float(together), abs=1e-4)
 
 
+def test_the_transformer_on_long_sequences() -> None:
+    plan = ("--plan", "dp-cp-tp", "--mesh", "2,2,2", "--steps", "2", "--length", "90")
+    rows = LOSSES.findall(printed_by("llama", *plan))
+    assert len(rows) == 2
+    for alone, together in rows:
+        assert float(alone) == pytest.approx(float(together), abs=1e-4)
+
+
 def test_none_is_forgotten() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"} == {*PRINTED, "llama"}

@@ -25,6 +25,8 @@ SAMPLE = (
     (ODD, Case("fsdp-tp", (2, 2))),
     (ODD, Case("fsdp", (3,))),
     (ODD, Case("ddp-tp", (2, 2))),
+    (DROPOUT, Case("dp-cp-tp", (2, 2))),
+    (ODD, Case("dp-cp-tp", (2, 2, 2))),
     (Sort(), Case("fsdp-tp", (2, 2), plain=True)),
     (Sort(), Case("ddp-tp", (2, 2), plain=True)),
     (Sort(), Case("fsdp", (2, 2), plain=True)),

@@ -162,7 +162,7 @@ def cases(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> Iterator[Case]:
     """Every plan on every mesh. Batches of ranks need a plan that averages gradients wherever there are several."""
     for plan, shape in itertools.product(PLANS, shapes):
         yield Case(plan, shape)
-        if len(shape) == 1 or not plan.startswith("tp"):
+        if len(shape) == 1 or not plan.startswith(("tp", "dp-cp")):
             yield Case(plan, shape, plain=True)
 
 
