@@ -10,9 +10,10 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "strides": (
-        "Elements are taken by their places in the memory of the global tensor, so it is gathered.",
+        "Elements (of stft: its frames) are taken by places in the memory of the global tensor, so it is gathered.",
         (
             "as_strided", "as_strided.partial_views", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_",
+            "stft",
         ),
     ),
     "matrices": (
@@ -27,7 +28,7 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "transforms": (
         "A Fourier transform reads all elements of a dim for each result; that dim is sharded, and no other can be.",
         (
-            "stft", "fft.fft", "fft.fftn", "fft.hfft", "fft.hfftn", "fft.rfft", "fft.rfftn", "fft.ifft", "fft.ifftn",
+            "fft.fft", "fft.fftn", "fft.hfft", "fft.hfftn", "fft.rfft", "fft.rfftn", "fft.ifft", "fft.ifftn",
             "fft.ihfft", "fft.ihfftn", "fft.irfft", "fft.irfftn",
         ),
     ),
@@ -39,9 +40,11 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
         "The number of results along the dim is fixed: each is made of a window that gets longer with the ranks.",
         (
             "nn.functional.adaptive_max_pool1d", "nn.functional.adaptive_max_pool2d",
-            "nn.functional.adaptive_max_pool3d", "nn.functional.adaptive_avg_pool1d",
-            "nn.functional.adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool3d",
-            "nn.functional.interpolate.area",
+            "nn.functional.adaptive_avg_pool1d", "nn.functional.adaptive_avg_pool2d",
+            "nn.functional.adaptive_avg_pool3d", "nn.functional.interpolate.area",
+            "nn.functional.interpolate.nearest", "nn.functional.interpolate.nearest-exact",
+            "nn.functional.interpolate.bilinear", "nn.functional.interpolate.bicubic",
+            "nn.functional.interpolate.trilinear", "nn.functional.upsample_nearest", "_upsample_bilinear2d_aa",
         ),
     ),
     "results": (
@@ -62,8 +65,8 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "order": (
         (
-            "Elements are numbered in the order of the global tensor. Not sharded by its first dim, it is gathered; "
-            "an exchange to shards of the first dim is not tried."
+            "Elements are numbered in the order of the global tensor. Not sharded by its first dim, or broadcast, it "
+            "is gathered; an exchange to shards of the first dim is not tried."
         ),
         ("masked_scatter",),
     ),
@@ -78,8 +81,14 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Channels of a grouped convolution are sharded over more ranks than there are groups. They are gathered.",
         (
             "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose1d",
-            "nn.functional.conv_transpose2d", "nn.functional.conv_transpose3d",
         ),
+    ),
+    "transposed": (
+        (
+            "Channels of groups, as above. For some output paddings and dilations of a transposed convolution no halo "
+            "is taken, and the dim is gathered."
+        ),
+        ("nn.functional.conv_transpose2d", "nn.functional.conv_transpose3d"),
     ),
     "rules": (
         (

@@ -43,6 +43,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "scatter": lambda x: (x * 2).scatter(0, torch.tensor([[[1, 2], [3, 0]]]), 1.5),
     "take_along_dim": lambda x: torch.take_along_dim(x, torch.tensor([[[1]]]), 1),
     "irfft": lambda x: torch.fft.irfft(x, 10, 1),
+    "hfft2": lambda x: torch.fft.hfft2(x, (3, 10)),
     "hfft": lambda x: torch.fft.hfft(x, 8, 2),
     "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x * 2)),
     "interpolate": lambda x: F.interpolate((x * 2).permute(1, 2, 0), scale_factor=0.6, mode="linear"),

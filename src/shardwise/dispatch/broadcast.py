@@ -19,6 +19,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.origins import origin_of
 from shardwise.dispatch.signature import Executor, Signature
+from shardwise.dispatch.views import PHYSICAL
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.block_copies import compacted, local_step
 from shardwise.fabric.dry import dry
@@ -104,6 +105,8 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
                 dims, op = _broadcast_in_copies(sharding)
             else:
                 dims = [[] for _ in sharding.outputs]
+        if info.op in PHYSICAL and dims[0]:
+            op = _physical_once(op, dims[0])
         sharding = _with_broadcast(sharding, dims)
         return BroadcastCall(sharding, _apart(op, sharding.outputs) if sharding.inputs[0].is_lazy else op, sharding)
     if not info.pointwise and info.op not in ANY_STRIDES:
@@ -344,9 +347,19 @@ def _broadcast_as_complex(sharding: OutputSharding) -> tuple[list[list[int]], Ca
 
     def store_pairs(local: torch.Tensor) -> torch.Tensor:
         pairs = compacted(local, kept).contiguous()
-        return aten.view_as_complex.default(pairs).expand(local.shape[:-1])
+        sizes = [n if dim in kept else -1 for dim, n in enumerate(local.shape[:-1])]
+        return aten.view_as_complex.default(pairs).expand(sizes)
 
     return [kept], store_pairs
+
+
+def _physical_once(op: Callable[..., Any], dims: Sequence[int]) -> Callable[..., Any]:
+    """A view that is computed, such as the conjugate: on one index of each broadcast dim."""
+
+    def compute_once(local: torch.Tensor) -> torch.Tensor:
+        return op(compacted(local, dims)).expand([n if dim in dims else -1 for dim, n in enumerate(local.shape)])
+
+    return compute_once
 
 
 def _apart(op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
