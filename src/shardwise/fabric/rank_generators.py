@@ -6,8 +6,9 @@ generator has, and all must leave it in the same state: one generator cannot hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +18,37 @@ from shardwise.rng.draw_blocks import default_generator
 from shardwise.rng.random_fill import fills
 from shardwise.torch_private import OpOverload
 
-__all__ = ["draws", "draws_alike"]
+__all__ = ["StateListener", "draws", "draws_alike", "listen_to_states"]
+
+
+class StateListener(Protocol):
+    """Who is told that random states are kept and put back: a recorder that does the same later."""
+
+    def kept(self, generators: Sequence[torch.Generator]) -> None:
+        """Their states are kept."""
+        ...
+
+    def put_back(self) -> None:
+        """They are put back into the states that were kept last."""
+        ...
+
+    def same(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+        """Whether states are equal."""
+        ...
+
+
+_listener: StateListener | None = None
+
+
+@contextlib.contextmanager
+def listen_to_states(listener: StateListener) -> Iterator[None]:
+    """Inside, `listener` is told."""
+    global _listener
+    previous, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = previous
 
 
 def draws(op: Any) -> bool:
@@ -42,16 +73,20 @@ def draws_alike(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[S
         return _drawn_in_graph(op, rows, call)
     generators = _generators(rows[0])
     before = [generator.get_state() for generator in generators]
+    if _listener is not None:
+        _listener.kept(generators)
     after: list[torch.Tensor] = []
     results = []
     for rank, row in enumerate(rows):
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
+        if _listener is not None:
+            _listener.put_back()
         results.append(call(row))
         left = [generator.get_state() for generator in generators]
         if rank == 0:
             after = left
-        elif not all(map(torch.equal, left, after)):
+        elif not (_same(left, after) if _listener is None else _listener.same(left, after)):
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
             raise AgreementError(
@@ -61,6 +96,10 @@ def draws_alike(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[S
                 "which draws what one device would",
             )
     return results
+
+
+def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
 
 
 def _drawn_in_graph(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[Sequence[Any]], Any]) -> list[Any]:

@@ -1,0 +1,5 @@
+"""Captured functions: recorded once as programs of local operators, and executed without dispatch."""
+
+from shardwise.capture.captured import Captured, captured
+
+__all__ = ["Captured", "captured"]

@@ -1,0 +1,320 @@
+"""`captured`: a function of DTensors that runs as a program of local operators from its third call on.
+
+The first call runs as always, and shows which code of the program runs. A later call with a new key is recorded while
+it runs. A key is all that the function can read: layouts, shapes, Python values, modes of torch and of the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from shardwise import modes
+from shardwise.capture.groups import noting_options
+from shardwise.capture.leaving import Effect, Leaving
+from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
+from shardwise.capture.program import Program, built
+from shardwise.capture.reachable import Reachable, Slots, global_hooks
+from shardwise.capture.snapshot import Snapshot, local_of, random_states, same_bits
+from shardwise.capture.tape import Call, Tape, Unit
+from shardwise.capture.watch import Watch
+from shardwise.core.cache import BoundedCache
+from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.fabric.base import on_new_world
+from shardwise.fabric.rank_generators import draws, listen_to_states
+from shardwise.fabric.rank_threads import rank_threads
+from shardwise.fabric.virtual import parts_of
+from shardwise.plan.cost import current_cost_model
+from shardwise.tensor import DTensor, hooks
+from shardwise.torch_private import (
+    dispatch_mode_count,
+    function_mode_count,
+    saved_tensor_hooks,
+    transforms_active,
+)
+
+__all__ = ["Captured", "captured"]
+
+_all: weakref.WeakSet[Any] = weakref.WeakSet()
+on_new_world.append(lambda: [each.forget() for each in list(_all)])
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class _Entry(NamedTuple):
+    """A program with what is made of its values."""
+
+    program: Program
+    result: Any
+    effects: tuple[Effect, ...]
+    written: tuple[int, ...]  # positions of tensors whose memory it writes to
+    kept: Any  # the objects that its key names by identity
+
+
+class Captured(Generic[Given, Result]):
+    """A captured function; made by `captured`."""
+
+    def __init__(self, function: Callable[Given, Result], max_programs: int, verify: bool) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.verify = verify
+        self.programs: BoundedCache[Any, _Entry] = BoundedCache(max_programs)
+        self._codes: dict[Any, None] = {}
+        self._last: _Entry | None = None
+        self._state: Reachable | None = None
+        _all.add(self)
+
+    def forget(self) -> None:
+        """Drop all programs."""
+        self.programs = BoundedCache(self.programs.limit)
+        self._state = None
+
+    def source(self) -> str:
+        """The program that ran last, as Python text: local operators, collectives, and the lines they come from."""
+        if self._last is None:
+            raise UnsupportedError(
+                "there is no program yet", hint="the first call of a captured function runs as always; call it twice"
+            )
+        return self._last.program.text
+
+    # ---------------------------------------------------------------- calls
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if _is_watched():
+            return self.function(*args, **kwargs)
+        state = self._reach()
+        given = Reachable(self._codes, self._is_tuned, state)
+        given.visit(args, "arguments")
+        given.visit(kwargs, "arguments")
+        key = (_ambient(), state.key, given.key)
+        entry = self.programs.get(key)
+        if entry is None:
+            return self._first(key, state, given, args, kwargs)
+        return self._run(entry, [*state.tensors, *given.tensors], [*state.slots, *given.slots])
+
+    def _is_tuned(self, optimizer: Any) -> bool:
+        return is_elementwise(optimizer) and not any("param_groups" in code.co_names for code in self._codes)
+
+    def _reach(self) -> Reachable:
+        found = Reachable(self._codes, self._is_tuned)
+        found.visit(self.function, getattr(self.function, "__name__", "function"))
+        for table in global_hooks():
+            found.visit(table, "hooks of all modules and optimizers")
+        return found
+
+    def _run(self, entry: _Entry, roots: list[torch.Tensor], slots: Sequence[Slots]) -> Any:
+        self._last = entry
+        inputs = [part for root in roots for part in parts_of(local_of(root))]
+        with torch.no_grad():
+            values = entry.program.run(inputs)
+        return _left(entry, values, roots, slots)
+
+    # ---------------------------------------------------------------- recording
+
+    def _first(self, key: Any, state: Reachable, given: Reachable, args: Any, kwargs: Any) -> Any:
+        """Run as always, and record. The call after which all code of the program is known is the first recorded."""
+        code = getattr(self.function, "__code__", None)
+        knows = bool(self._codes)
+        if not knows and code is not None:
+            self._codes[code] = None
+            state = self._reach()
+            given = Reachable(self._codes, self._is_tuned, state)
+            given.visit((args, kwargs), "arguments")
+        if knows and (problems := [*state.problems, *given.problems]):
+            raise UnsupportedError(
+                f"captured: the function can read {problems[0]}, and whether that changes cannot be seen",
+                hint="pass plain data and tensors, and keep such objects out of what the captured function uses",
+            )
+        roots = [*state.tensors, *given.tensors]
+        slots = [*state.slots, *given.slots]
+        before = Snapshot(slots, roots)
+        inputs = [part for was in before.held for part in was.parts]
+        tape = Tape(inputs, only_checks=not knows)
+        watch = Watch(lambda: tape.is_paused)
+        shape = state_shape(state.optimizers)
+        try:
+            with recording_steps(tape), noting_options(tape), listen_to_states(tape), tape, watch:
+                result = self.function(*args, **kwargs)
+            if watch.problem is not None:
+                what, line, hint = watch.problem
+                raise UnsupportedError(f"captured: {what} (at {line})", hint=hint)
+            new = [code for code in watch.codes if code not in self._codes]
+            if new or not knows or shape != state_shape(state.optimizers):
+                if new:
+                    self._codes.update(watch.codes)
+                    self.forget()
+                return result
+            entry = self._entry(tape, watch, state, given, before, slots, roots, result)
+            if self.verify:
+                result = self._verify(entry, tape, before, roots)
+        except ShardwiseError:
+            before.restore()
+            raise
+        self.programs.keep(key, entry)
+        self._last = entry
+        return result
+
+    def _entry(
+        self,
+        tape: Tape,
+        watch: Watch,
+        state: Reachable,
+        given: Reachable,
+        before: Snapshot,
+        slots: Sequence[Slots],
+        roots: Sequence[torch.Tensor],
+        result: Any,
+    ) -> _Entry:
+        random = any(isinstance(call, Call) and draws(call.op) for call in tape.calls)
+        if watch.sets_state and random:
+            raise UnsupportedError(
+                "captured: checkpointing puts random states back, and random numbers are drawn",
+                hint="checkpoint(..., preserve_rng_state=False), or no dropout inside of what is checkpointed",
+            )
+        for generator in tape.generators.values():
+            known = any(id(generator) in reached._seen for reached in (state, given))
+            if not known and all(generator is not other for other, _ in random_states()):
+                raise UnsupportedError(
+                    "captured: a generator of random numbers is made by the function", hint="make it outside"
+                )
+        leaving = Leaving(tape, state, roots, watch.spent)
+        described = leaving.describe(result, "the result")
+        effects = tuple(leaving.changes(before, slots))
+        program = Program(tape, tuple(leaving.values), _name(self.function))
+        program.outcome = leaving.values
+        return _Entry(program, described, effects, _written(tape, before), (state._kept, given._kept))
+
+    def _verify(self, entry: _Entry, tape: Tape, before: Snapshot, roots: list[torch.Tensor]) -> Any:
+        """Run the program from the same state, and compare all that it leaves with what the step has left."""
+        program = entry.program
+        wanted = {number: value.detach().clone() for number, value in program.outcome.items()}
+        program.outcome = {}
+        left = [[part.detach().clone() for part in was.parts] for was in before.held]
+        random = random_states()
+        before.restore()
+        inputs = [part for was in before.held for part in was.parts]
+        with torch.no_grad():
+            values = program.verifying()(inputs)
+        pairs = [(values[at], wanted[number]) for at, number in enumerate(program.wanted)]
+        pairs += [pair for was, parts in zip(before.held, left, strict=True) for pair in zip(was.parts, parts, strict=True)]
+        pairs += [(now[1], then[1]) for now, then in zip(random_states(), random, strict=True)]
+        for found, expected in pairs:
+            if not same_bits(found, expected):
+                raise UnsupportedError(
+                    f"captured: the recorded program gives other values than the function, in a tensor of shape "
+                    f"{tuple(expected.shape)}: it did something that is no operator of torch",
+                    hint="run the function as it is; what writes to memory besides torch's operators cannot be captured",
+                )
+        program.received = tape.received = {}
+        return _left(entry, values, roots, before.slots)
+
+
+def _left(
+    entry: _Entry, values: tuple[torch.Tensor, ...], roots: list[torch.Tensor], slots: Sequence[Slots]
+) -> Any:
+    """Put results, gradients and attributes together."""
+    found = dict(zip(entry.program.wanted, values, strict=True))
+    made: dict[int, Any] = {}
+    result = built(entry.result, found, roots, made)
+    for kind, target, value in entry.effects:
+        if kind == "grad":
+            roots[target].grad = built(value, found, roots, made)
+        elif kind == "local":
+            roots[target]._local_tensor = built(value[0], found, roots, made)  # pyright: ignore[reportAttributeAccessIssue]
+            roots[target]._spec = value[1]  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            slots[target].put(built(value, found, roots, made))
+    if entry.written:
+        torch.autograd.graph.increment_version([roots[at] for at in entry.written])
+    return result
+
+
+def _written(tape: Tape, before: Snapshot) -> tuple[int, ...]:
+    """The positions of DTensors whose memory is written to; plain tensors count their versions themselves."""
+    memories = {tape.memory_of[number] for call in tape.calls for number in call.writes}
+    found, number = [], 0
+    touched: set[int] = set()
+    for call in tape.calls:
+        if isinstance(call, Unit) and isinstance(call.run, LocalStep):
+            touched.update(map(id, call.run.tensors()))
+    for at, was in enumerate(before.held):
+        numbers = range(number, number + len(was.parts))
+        number += len(was.parts)
+        if was.tensor.__class__ is DTensor and not was.tensor.is_inference():
+            if id(was.tensor) in touched or any(tape.memory_of[n] in memories for n in numbers):
+                found.append(at)
+    return tuple(found)
+
+
+def _name(function: Any) -> str:
+    name = getattr(function, "__name__", "step")
+    return name if name.isidentifier() else "step"
+
+
+# ---------------------------------------------------------------- what torch and the library are set to
+
+
+def _is_watched() -> bool:
+    """Whether somebody looks at, traces or transforms what runs: then nothing is replaced."""
+    return bool(
+        dispatch_mode_count()
+        or function_mode_count()
+        or transforms_active()
+        or hooks.is_observed()
+        or rank_threads() is not None
+        or torch.compiler.is_compiling()
+        or torch.is_anomaly_enabled()
+        or saved_tensor_hooks._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
+def _ambient() -> tuple[Any, ...]:
+    """The settings that decide which operators run."""
+    cuda = torch.backends.cuda
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        modes.changed_modes(),
+        current_cost_model(),
+    )
+
+
+def captured(
+    function: Callable[Given, Result], *, max_programs: int = 16, verify: bool = True
+) -> Captured[Given, Result]:
+    """Return `function` as one that runs as a program of local operators and collectives, without dispatch of DTensors.
+
+    Args:
+        function: a training step, an inference, any function of DTensors.
+        max_programs: how many programs are kept, one for each combination of shapes, layouts and Python values.
+        verify: compare a new program with the function, bit by bit, before it is used. Takes the memory of the state twice.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2,))
+        >>> weight = sw.ones(4, 4, device_mesh=mesh, placements=[sw.Shard(0)])
+        >>> step = captured(lambda x: (x @ weight.t()).sum().full_tensor())
+        >>> x = sw.ones(2, 4, device_mesh=mesh)
+        >>> [step(x).item() for _ in range(3)]
+        [32.0, 32.0, 32.0]
+    """
+    return Captured(function, max_programs, verify)

@@ -1,0 +1,148 @@
+"""What a step leaves behind besides the values that it wrote in place: its result, gradients, attributes.
+
+Compared with what was there before, and described so that a program can make it again.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.capture.program import Local, Made, Root, Same, Sequenced, Tabled
+from shardwise.capture.reachable import MEMORIES, MISSING, Reachable, Slots
+from shardwise.capture.snapshot import Snapshot, local_of
+from shardwise.capture.tape import Ref, Tape, refused
+from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.tensor import DTensor
+
+__all__ = ["Effect", "Leaving"]
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(...))
+
+
+class Effect(NamedTuple):
+    """One change: of a tensor's gradient or local, or of a container's contents."""
+
+    kind: str
+    target: int  # the position of the tensor or container
+    value: Any  # what it is then, described
+
+
+class Leaving:
+    """Describes results and changes.
+
+    Args:
+        tape: what ran.
+        state: what was there before, without arguments.
+        roots: all tensors that were there before.
+        spent: the nodes of autograd that backward has used up.
+    """
+
+    def __init__(self, tape: Tape, state: Reachable, roots: Sequence[torch.Tensor], spent: set[Any]) -> None:
+        self.tape = tape
+        self.state = state
+        self.roots = {id(root): at for at, root in enumerate(roots)}
+        self.spent = spent
+        self.values: dict[int, torch.Tensor] = {}  # values that are needed at the end, as they came out
+        self._made: dict[int, Made] = {}
+        self._kept: list[Any] = []
+
+    def describe(self, value: Any, path: str) -> Any:
+        """How a value can be made again."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        kind = value.__class__
+        if kind in _ATOMS or id(value) in self.state._seen:
+            return Same(value)
+        if isinstance(value, list | tuple):
+            items = tuple(self.describe(item, f"{path}[{at}]") for at, item in enumerate(value))
+            if kind in (list, tuple):
+                return Sequenced(kind, items)
+            if hasattr(kind, "_make"):
+                return Sequenced(kind._make, items)
+        if kind in (dict, collections.OrderedDict):
+            pairs = [(self.describe(k, path), self.describe(v, f"{path}[{k!r}]")) for k, v in value.items()]
+            return Tabled(kind, tuple(pairs))
+        raise refused(
+            f"{path} is an object of the class {kind.__name__} that the step has made",
+            "return tensors, numbers, lists, tuples and dicts, and keep other objects outside",
+        )
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        at = self.roots.get(id(value))
+        if at is not None:
+            return Root(at)
+        found = self._made.get(id(value))
+        if found is not None:
+            return found
+        kind = value.__class__
+        if kind not in (DTensor, torch.Tensor, RankTensor) and not isinstance(value, DTensor):
+            raise refused(f"{path} is a new {kind.__name__}", "make parameters outside of the captured function")
+        is_spent = value.grad_fn is not None
+        if is_spent and value.grad_fn not in self.spent:
+            raise refused(
+                f"{path} still has a graph of autograd that backward has not gone through",
+                "call backward inside of the captured function, or return tensor.detach()",
+            )
+        if value.is_leaf and value.grad is not None:
+            raise refused(f"{path} is a new tensor with a gradient", "return the gradient instead")
+        others = [name for name in value.__dict__ if name not in (*MEMORIES, "tensors")]
+        if others or value._backward_hooks:
+            raise refused(f"{path} is a new tensor with attributes ({others}) or hooks", "set them outside")
+        spec = value._spec if isinstance(value, DTensor) else None
+        local = self.local(value._local_tensor if isinstance(value, DTensor) else value, path)
+        made = Made(len(self._made), local, spec, value.requires_grad, is_spent)
+        self._made[id(value)] = made
+        self._kept.append(value)
+        return made
+
+    def local(self, value: torch.Tensor, path: str) -> Local:
+        """A plain tensor, or those of all virtual ranks."""
+        refs: list[Ref] = []
+        for part in parts_of(value):
+            ref = self.tape.find(part)
+            if ref is None:
+                raise refused(f"{path} is a tensor that no operator of the step has made", "make it with torch's operators")
+            refs.append(ref)
+            self.values[ref.number] = part
+        return Local(tuple(refs), isinstance(value, RankTensor))
+
+    def changes(self, before: Snapshot, slots: Sequence[Slots]) -> list[Effect]:
+        """What is otherwise than before."""
+        found: list[Effect] = []
+        for at, was in enumerate(before.held):
+            tensor = was.tensor
+            name = f"tensor {at}"
+            if tensor.requires_grad is not was.requires_grad:
+                raise refused("requires_grad of a tensor is changed by the step", "call requires_grad_ outside of it")
+            if tensor.__class__ is DTensor and (tensor._local_tensor is not was.local or tensor._spec is not was.spec):  # pyright: ignore[reportAttributeAccessIssue]
+                if self._parts(tensor) != tuple(map(id, was.parts)) or tensor._spec is not was.spec:  # pyright: ignore[reportAttributeAccessIssue]
+                    local = self.local(tensor._local_tensor, name)  # pyright: ignore[reportAttributeAccessIssue]
+                    found.append(Effect("local", at, (local, tensor._spec)))  # pyright: ignore[reportAttributeAccessIssue]
+            elif tensor.__class__ is not DTensor and self._parts(tensor) != tuple(map(id, was.parts)):
+                raise refused("the memory of a tensor is exchanged by the step", "write to the tensor instead")
+            if tensor.grad is not was.grad:
+                found.append(Effect("grad", at, self.describe(tensor.grad, "a gradient")))
+        for at, each in enumerate(slots):
+            now = each.now()
+            if not each.is_same(now):
+                found.append(Effect("slots", at, self._contents(each, now)))
+        return found
+
+    @staticmethod
+    def _parts(tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(map(id, parts_of(local_of(tensor))))
+
+    def _contents(self, slots: Slots, now: Any) -> Any:
+        path = slots.path
+        if isinstance(now, dict):
+            if any(value is MISSING for value in now.values()):
+                raise refused(f"{path}: a name is deleted by the step", "do that outside")
+            pairs = [(Same(name), self.describe(value, f"{path}: {name}")) for name, value in now.items()]
+            return Tabled(dict, tuple(pairs))
+        if isinstance(now, set):
+            raise refused(f"{path}: a set is changed by the step", "do that outside")
+        return Sequenced(list, tuple(self.describe(value, f"{path}[{at}]") for at, value in enumerate(now)))

@@ -1,0 +1,316 @@
+"""A recorded step as a Python function on locals, and what it leaves behind.
+
+The text of the function is what `source()` shows. It holds operators and collectives alone; results, gradients and
+attributes are put together from its values afterwards.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.capture.groups import issuing
+from shardwise.capture.tape import Call, Const, Ref, Tape, Unit
+from shardwise.core.spec import DTensorSpec
+from shardwise.errors import AgreementError
+from shardwise.fabric.rank_generators import draws
+from shardwise.fabric.virtual import RankTensor
+from shardwise.tensor import dtensor_of
+from shardwise.torch_private import tree_leaves
+
+__all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built"]
+
+_DETACH = torch.ops.aten.detach.default
+
+
+# ---------------------------------------------------------------- what is made of values
+
+
+class Root(NamedTuple):
+    """A tensor that was there before."""
+
+    position: int
+
+
+class Same(NamedTuple):
+    """A value that is the same each time."""
+
+    value: Any
+
+
+class Local(NamedTuple):
+    """A plain tensor, or the tensors of all virtual ranks."""
+
+    refs: tuple[Ref, ...]
+    is_ranks: bool
+
+
+class Made(NamedTuple):
+    """A tensor that the step made."""
+
+    number: int  # among all that it made: the same one may be in several places
+    local: Local
+    spec: DTensorSpec | None
+    requires_grad: bool
+    is_spent: bool  # backward has gone through the graph that it came from
+
+
+class Sequenced(NamedTuple):
+    """A list or tuple."""
+
+    kind: Callable[..., Any]
+    items: tuple[Any, ...]
+
+
+class Tabled(NamedTuple):
+    """A dict."""
+
+    kind: Callable[..., Any]
+    items: tuple[tuple[Any, Any], ...]
+
+
+class _Spent(torch.autograd.Function):
+    """Gives a tensor the look of one that backward has gone through."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, made: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+            "already been freed): the captured step has run backward already. Call backward inside of it, or "
+            "retain the graph there"
+        )
+
+
+def built(shape: Any, values: dict[int, torch.Tensor], roots: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+    """The object that a description stands for."""
+    match shape:
+        case Root(position):
+            return roots[position]
+        case Same(value):
+            return value
+        case Made(number, local, spec, requires_grad, is_spent):
+            found = made.get(number)
+            if found is None:
+                found = made[number] = _tensor(local, spec, requires_grad, is_spent, values)
+            return found
+        case Local():
+            return _local(shape, values)
+        case Sequenced(kind, items):
+            return kind(built(item, values, roots, made) for item in items)
+        case Tabled(kind, items):
+            pairs = [(built(k, values, roots, made), built(v, values, roots, made)) for k, v in items]
+            return kind(pairs)
+        case _:
+            raise AssertionError(shape)
+
+
+def _local(local: Local, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    if local.is_ranks:
+        return RankTensor([values[ref.number] for ref in local.refs])
+    return values[local.refs[0].number]
+
+
+def _tensor(
+    local: Local, spec: DTensorSpec | None, requires_grad: bool, is_spent: bool, values: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    held = _local(local, values)
+    found = held if spec is None else dtensor_of(spec, held)
+    if is_spent:
+        with torch.enable_grad():
+            return _Spent.apply(torch.zeros((), requires_grad=True), found)  # pyright: ignore[reportReturnType]
+    return found.requires_grad_() if requires_grad else found
+
+
+# ---------------------------------------------------------------- the function
+
+
+class Program:
+    """The calls of a tape as a function of the plain tensors that exist before.
+
+    Args:
+        tape: what was recorded.
+        wanted: the values that are to be returned.
+    """
+
+    def __init__(self, tape: Tape, wanted: Sequence[int], name: str) -> None:
+        self.wanted = tuple(dict.fromkeys(wanted))
+        self.calls = _needed(tape.calls, self.wanted)
+        self.received = tape.received
+        self.constants = tape.constants
+        self.name = name
+        self.outcome: dict[int, torch.Tensor] = {}  # the wanted values as the step has left them, until verified
+        self._operators: dict[str, Any] = {}
+        self.pool: list[Any] = []
+        self._names: dict[int, str] = {}
+        self.text = self._text()
+        self.run = self._function(issuing)
+
+    def verifying(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
+        """The same function with what collectives brought when it was recorded, without communication."""
+        return self._function(lambda call, position: _repeating(self.received[position]))
+
+    def _text(self) -> str:
+        lines, shown = [f"def {self.name}(inputs):"], None
+        last = self._last_uses()
+        used = sorted({leaf.number for _, call in self.calls for leaf in _refs(call)} | set(self.wanted))
+        made: set[int] = {leaf.number for _, call in self.calls for leaf in _made(call)}
+        for number in used:
+            if number not in made:
+                lines.append(f"    v{number} = inputs[{number}]")
+        for position, call in self.calls:
+            if call.line != shown:
+                shown = call.line
+                lines.append(f"    # {shown}")
+            lines.append("    " + self._line(position, call))
+            dead = sorted(n for n in last.get(position, ()) if n not in self.wanted)
+            if dead:
+                lines.append("    " + " = ".join(f"v{n}" for n in dead) + " = None")
+        lines.append(f"    return ({''.join(f'v{n}, ' for n in self.wanted)})")
+        return "\n".join(lines) + "\n"
+
+    def _last_uses(self) -> dict[int, set[int]]:
+        last: dict[int, int] = {}
+        for position, call in self.calls:
+            for ref in (*_refs(call), *_made(call)):
+                last[ref.number] = position
+        found: dict[int, set[int]] = {}
+        for number, position in last.items():
+            found.setdefault(position, set()).add(number)
+        return found
+
+    def _line(self, position: int, call: Call | Unit) -> str:
+        if isinstance(call, Unit):
+            return f"unit_{position}({', '.join(f'v{ref.number}' for ref in call.reads)})"
+        if call.op.namespace == "c10d":
+            tensors = ", ".join(f"v{ref.number}" for ref in _refs(call))
+            return f"{_collective_name(call)}_{position}({tensors})"
+        if call.op is _DETACH:
+            return f"v{call.made.number} = {self._show(call.args[0])}"
+        arguments = [self._show(arg) for arg in call.args]
+        arguments += [f"{name}={self._show(arg)}" for name, arg in call.kwargs.items()]
+        name = self._named(call.op._op, str(call.op).removeprefix("aten.").removesuffix(".default").replace(".", "_"))
+        text = f"{name}({', '.join(arguments)})"
+        if call.expected is not None:
+            return f"agreed({text}, {call.expected!r}, {call.line!r})"
+        return self._assigned(call, text)
+
+    def _assigned(self, call: Call, text: str) -> str:
+        given = {ref.number for ref in _refs(call)}
+        made = call.made
+        if isinstance(made, Ref):
+            return text if made.number in given else f"v{made.number} = {text}"
+        if isinstance(made, tuple | list) and made:
+            if all(isinstance(item, Ref) and item.number in given for item in made):
+                return text
+            targets = [f"v{item.number}" if isinstance(item, Ref) else "_" for item in made]
+            if not any(isinstance(item, tuple | list) for item in made):
+                return f"{', '.join(targets)}, = {text}" if len(targets) == 1 else f"{', '.join(targets)} = {text}"
+            raise AssertionError(f"{call.op} gives a nested result")
+        return text
+
+    def _show(self, value: Any) -> str:
+        match value:
+            case Ref(number):
+                return f"v{number}"
+            case Const(number):
+                return self._pooled(self.constants[number]) + ".clone()"
+            case list() | tuple():
+                inner = ", ".join(map(self._show, value))
+                return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
+            case None | bool() | int() | str():
+                return repr(value)
+            case float() if math.isfinite(value):
+                return repr(value)
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return repr(value)
+            case torch.device():
+                return f"torch.{value!r}" if not repr(value).startswith("torch.") else repr(value)
+            case _:
+                return self._pooled(value)
+
+    def _pooled(self, value: Any) -> str:
+        self.pool.append(value)
+        return f"constants[{len(self.pool) - 1}]"
+
+    def _named(self, value: Any, name: str) -> str:
+        found = self._names.get(id(value))
+        if found is None:
+            taken = set(self._names.values())
+            found = name
+            while found in taken or not found.isidentifier():
+                found = f"op_{found}" if not found.isidentifier() else found + "_"
+            self._names[id(value)] = found
+            self.pool.append(value)  # which keeps its identity
+            self._operators[found] = value
+        return found
+
+    def _function(self, collective: Callable[[Call, int], Callable[..., Any]]) -> Any:
+        names: dict[str, Any] = {"torch": torch, "constants": self.pool, "agreed": _agreed, "inf": math.inf}
+        names |= self._operators
+        for position, call in self.calls:
+            if isinstance(call, Unit):
+                names[f"unit_{position}"] = call.run
+            elif call.op.namespace == "c10d":
+                names[f"{_collective_name(call)}_{position}"] = collective(call, position)
+        filename = f"<captured {self.name} {id(self)}>"
+        linecache.cache[filename] = (len(self.text), None, self.text.splitlines(True), filename)
+        exec(compile(self.text, filename, "exec"), names)
+        return names[self.name]
+
+
+def _collective_name(call: Call) -> str:
+    return call.op._opname.strip("_").removesuffix("_base")
+
+
+def _refs(call: Call | Unit) -> list[Ref]:
+    """The values that a call is given, in order."""
+    if isinstance(call, Unit):
+        return list(call.reads)
+    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
+
+
+def _made(call: Call | Unit) -> list[Ref]:
+    """The values that a call makes; not those that it gives back."""
+    if isinstance(call, Unit):
+        return []
+    given = {ref.number for ref in _refs(call)}
+    leaves = tree_leaves(call.made)
+    return [leaf for leaf in leaves if isinstance(leaf, Ref) and leaf.number not in given]
+
+
+def _needed(calls: Sequence[Call | Unit], wanted: Sequence[int]) -> list[tuple[int, Call | Unit]]:
+    """The calls without those whose results nobody uses, each with its position. Collectives all stay."""
+    used, kept = set(wanted), []
+    for position in range(len(calls) - 1, -1, -1):
+        call = calls[position]
+        made = _made(call)
+        removable = isinstance(call, Call) and made and not call.writes and not draws(call.op)
+        if removable and not any(ref.number in used for ref in made):
+            continue
+        used.update(ref.number for ref in _refs(call))
+        kept.append((position, call))
+    return kept[::-1]
+
+
+def _repeating(received: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def repeat(*tensors: torch.Tensor) -> None:
+        for tensor, was in zip(tensors, received, strict=True):
+            tensor.copy_(was)
+
+    return repeat
+
+
+def _agreed(found: Any, expected: Any, line: str) -> None:
+    if found != expected:
+        raise AgreementError(
+            f"captured: a comparison of ranks at {line} came out as {found}, and as {expected} when it was recorded",
+            hint="ranks hold different values where they held the same; run the function without `captured` to see",
+        )

@@ -1,0 +1,421 @@
+"""What a function can read: everything reachable from it and from its arguments, as a key, tensors and containers.
+
+A program is valid for one key. Tensors are in it by their metadata and layout, other values by value, and objects
+without a value by identity. What can be neither compared nor identified is listed as a problem, and refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import operator
+import re
+import sysconfig
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as optim_module
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement
+from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.tensor import DTensor
+from shardwise.torch_private import OpOverload, OpOverloadPacket
+
+__all__ = ["MEMORIES", "MISSING", "Reachable", "Slots", "global_hooks", "is_program_code"]
+
+MAX_OBJECTS = 500_000
+MISSING: Any = object()
+MEMORIES = ("_settled", "_copied_view")  # what a DTensor remembers about itself; not part of its value
+_BY_VALUE: frozenset[type] = frozenset({
+    type(None), bool, int, str, bytes, type(...), type(NotImplemented), range, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+})  # fmt: skip
+_BY_IDENTITY = (
+    DeviceMesh, DTensorSpec, Placement, OpOverload, OpOverloadPacket, enum.Enum, types.BuiltinFunctionType,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.ModuleType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern, torch.Generator, torch.ScriptObject, torch.finfo, torch.iinfo,
+)  # fmt: skip
+_LIBRARIES = tuple(
+    str(Path(folder).resolve()) for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+_PARALLEL = str(Path(__file__).parents[1] / "parallel")
+_STANDARD = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
+_ADDED = (str(Path(sysconfig.get_paths()["purelib"]).resolve()), str(Path(sysconfig.get_paths()["platlib"]).resolve()))
+
+
+@functools.cache
+def is_program_code(filename: str) -> bool:
+    """Whether a file belongs to the program: not to torch, the standard library or this library (but for plans).
+
+    Example:
+        >>> is_program_code("train.py"), is_program_code(torch.__file__)
+        (True, False)
+    """
+    if filename.startswith("<frozen"):
+        return False
+    if filename.startswith(_PARALLEL):
+        return True
+    if filename.startswith(_LIBRARIES):
+        return False
+    return filename.startswith(_ADDED) or not filename.startswith(_STANDARD)
+
+
+def global_hooks() -> list[dict[Any, Any]]:
+    """Hooks of all modules and of all optimizers."""
+    tables = [*vars(nn_module).items(), *vars(optim_module).items()]
+    return [table for name, table in tables if name.startswith("_global_") and isinstance(table, dict)]
+
+
+class Slots:
+    """The contents of one container: read, compared by identity, and written back."""
+
+    __slots__ = ("before", "holder", "names", "path")
+
+    def __init__(self, holder: Any, path: str, names: tuple[str, ...] | None = None) -> None:
+        self.holder = holder
+        self.path = path
+        self.names = names
+        self.before = self.now()
+
+    def now(self) -> Any:
+        """A copy of the contents."""
+        holder = self.holder
+        if self.names is not None:
+            return {name: holder.get(name, MISSING) for name in self.names}
+        if isinstance(holder, types.CellType):
+            return {"": _contents(holder)}
+        if isinstance(holder, dict):
+            return dict(holder)
+        if isinstance(holder, set):
+            return set(holder)
+        return list(holder)
+
+    def is_same(self, after: Any) -> bool:
+        """Whether contents are those of before, object by object and in the same order."""
+        before = self.before
+        if isinstance(before, set):
+            return before == after
+        if len(before) != len(after):
+            return False
+        if isinstance(before, dict):
+            same_keys = all(a is b or (a.__class__ is b.__class__ is str and a == b) for a, b in zip(before, after))
+            return same_keys and all(map(operator.is_, before.values(), after.values()))
+        return all(map(operator.is_, before, after))
+
+    def put(self, contents: Any) -> None:
+        """Make these the contents."""
+        holder = self.holder
+        if isinstance(holder, types.CellType):
+            if contents[""] is not MISSING:
+                holder.cell_contents = contents[""]
+        elif self.names is not None:
+            holder.update({name: value for name, value in contents.items() if value is not MISSING})
+        elif isinstance(holder, list):
+            holder[:] = contents
+        elif isinstance(holder, collections.deque):
+            holder.clear()
+            holder.extend(contents)
+        else:
+            holder.clear()
+            holder.update(contents)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+class Reachable:
+    """All that was reached from some values.
+
+    Args:
+        codes: the code of the program that has run so far; what other functions read is not looked at.
+            Without `known`, containers and objects are in the key by identity as well.
+        tuned: whether the hyperparameters of an optimizer are read when its step runs, and not before.
+        known: what has been reached already.
+    """
+
+    def __init__(
+        self,
+        codes: Mapping[types.CodeType, None],
+        tuned: Callable[[Any], bool],
+        known: Reachable | None = None,
+    ) -> None:
+        self.by_identity = known is None  # arguments are other containers on each call
+        self.codes = codes
+        self.tuned = tuned
+        self.parts: list[Any] = []  # of the key
+        self.tensors: list[torch.Tensor] = []
+        self.slots: list[Slots] = []
+        self.problems: list[str] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.known = known
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that identities stay those of the same objects
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a program depends on."""
+        return tuple(self.parts)
+
+    def position(self, tensor: Any) -> int | None:
+        """Where a tensor is among those reached, counted from the first of the known ones."""
+        first = self.known.count if self.known is not None else 0
+        if self.known is not None and (at := self.known.position(tensor)) is not None:
+            return at
+        at = self._seen.get(id(tensor))
+        return None if at is None or not isinstance(tensor, torch.Tensor) else first + at
+
+    @property
+    def count(self) -> int:
+        """How many tensors were reached."""
+        return len(self.tensors)
+
+    def visit(self, value: Any, path: str) -> None:
+        """Follow a value."""
+        kind = value.__class__
+        parts = self.parts
+        if kind in _BY_VALUE:
+            parts.append(kind)
+            parts.append(value)
+        elif kind is float:
+            parts.append(value.hex())
+        elif kind is complex:
+            parts.append((value.real.hex(), value.imag.hex()))
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, path)
+        elif isinstance(value, tuple):  # named ones and sizes, too
+            parts.append((kind, len(value)))
+            for at, item in enumerate(value):
+                self.visit(item, f"{path}[{at}]")
+        elif not self._again(value):
+            self._object(value, kind, path)
+
+    def _again(self, value: Any) -> bool:
+        """Whether an object was reached before; from now on it was."""
+        if self.known is not None and (at := self.known._seen.get(id(value))) is not None:
+            self.parts.append(("known", at))
+            return True
+        at = self._seen.get(id(value))
+        if at is None:
+            self._seen[id(value)] = len(self._kept)
+            self._kept.append(value)
+            if self.by_identity:
+                self.parts.append(id(value))
+            if len(self._kept) > MAX_OBJECTS:
+                self.problems.append(f"{MAX_OBJECTS:,} objects")
+            return False
+        self.parts.append(("again", at))
+        return True
+
+    def _object(self, value: Any, kind: type, path: str) -> None:
+        if len(self._kept) > MAX_OBJECTS:
+            return
+        parts = self.parts
+        if isinstance(value, torch.optim.Optimizer):
+            self._optimizer(value, path)
+        elif isinstance(value, dict):
+            parts.append((kind, len(value)))
+            self.slots.append(Slots(value, path))
+            for name, item in value.items():
+                shown = repr(name) if isinstance(name, str | int) else f"<{type(name).__name__}>"
+                self.visit(name, f"{path}: key {shown}")
+                self.visit(item, f"{path}[{shown}]")
+            if kind not in (dict, collections.OrderedDict, collections.defaultdict):
+                self._attributes(value, path)
+        elif isinstance(value, list | collections.deque):
+            parts.append((kind, len(value)))
+            self.slots.append(Slots(value, path))
+            for at, item in enumerate(value):
+                self.visit(item, f"{path}[{at}]")
+        elif isinstance(value, set | frozenset):
+            self._set(value, kind, path)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, path)
+        elif isinstance(value, types.MethodType):
+            parts.append("method")
+            self.visit(value.__func__, f"{path}.__func__")
+            self.visit(value.__self__, f"{path}.__self__")
+        elif isinstance(value, functools.partial):
+            parts.append("partial")
+            self.visit(value.func, f"{path}.func")
+            self.visit(value.args, f"{path}.args")
+            self.visit(value.keywords, f"{path}.keywords")
+        elif isinstance(value, type):
+            self._class(value, path)
+        elif isinstance(value, staticmethod | classmethod):
+            self.visit(value.__func__, path)
+        elif isinstance(value, property):
+            parts.append("property")
+            for accessor in (value.fget, value.fset):
+                self.visit(accessor, path)
+        elif isinstance(value, weakref.ref):
+            self._identity(value)
+        elif isinstance(value, _BY_IDENTITY):
+            self._identity(value)
+        elif isinstance(value, types.MappingProxyType):
+            self.problems.append(f"{path}, a {kind.__name__}")
+        elif hasattr(value, "__dict__") or _slot_names(kind):
+            self._attributes(value, path)
+        else:
+            self.problems.append(f"{path}, of the type {kind.__module__}.{kind.__qualname__}")
+
+    def _identity(self, value: Any) -> None:
+        self.parts.append(id(value))
+
+    def _set(self, value: Any, kind: type, path: str) -> None:
+        if isinstance(value, set):
+            self.slots.append(Slots(value, path))
+        if all(item.__class__ in _BY_VALUE for item in value):
+            self.parts.append((kind, frozenset(value)))
+        else:
+            self.parts.append((kind, frozenset(map(id, value))))
+            self._kept.extend(value)
+
+    def _attributes(self, value: Any, path: str) -> None:
+        kind = value.__class__
+        self.parts.append("object")
+        self.visit(kind, f"type({path})")
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            self.parts.append(len(held))
+            self.slots.append(Slots(held, path))
+            for name, item in held.items():
+                self.parts.append(name)
+                self.visit(item, f"{path}.{name}")
+        for name in _slot_names(kind):
+            self.visit(getattr(value, name, None), f"{path}.{name}")
+
+    def _class(self, value: type, path: str) -> None:
+        """A class by identity; of a class of the program also what its dictionary holds."""
+        self._identity(value)
+        for base in value.__mro__:
+            functions = [item for item in vars(base).values() if isinstance(item, types.FunctionType)]
+            if base is not value:
+                self.visit(base, f"{path}.{base.__name__}")
+            elif any(is_program_code(function.__code__.co_filename) for function in functions):
+                for name, item in list(vars(base).items()):
+                    if isinstance(item, types.FunctionType) or not name.startswith(("__", "_abc_")):
+                        self.parts.append(name)
+                        self.visit(item, f"{path}.{name}")
+            elif isinstance(forward := vars(base).get("forward"), types.FunctionType):
+                self._identity(forward)
+
+    def _function(self, value: types.FunctionType, path: str) -> None:
+        code = value.__code__
+        self._identity(value)
+        self._identity(code)
+        self._kept.append(code)
+        if not is_program_code(code.co_filename):
+            # a wrapper of the standard library or of torch holds functions of the program
+            for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+                held = _contents(cell)
+                if isinstance(held, types.FunctionType | types.MethodType | functools.partial):
+                    self.visit(held, f"{path}.{name}")
+            return
+        if code not in self.codes:
+            return
+        self.visit(value.__defaults__, f"{path}.__defaults__")
+        self.visit(value.__kwdefaults__, f"{path}.__kwdefaults__")
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+            if not self._again(cell):
+                self.slots.append(Slots(cell, f"{path}: {name}"))
+                held = _contents(cell)
+                self.visit(None if held is MISSING else held, name)
+        self._globals(code, value.__globals__)
+
+    def _globals(self, code: types.CodeType, values: dict[str, Any]) -> None:
+        """The global names that code may read, and what it may read of modules of the program."""
+        names = tuple(sorted(name for name in _names_of(code) if name in values))
+        self.parts.append(names)
+        self.slots.append(Slots(values, f"globals of {code.co_name}", names))
+        for name in names:
+            value = values[name]
+            self.visit(value, name)
+            if isinstance(value, types.ModuleType) and is_program_code(getattr(value, "__file__", None) or "<frozen>"):
+                self._globals(code, vars(value))
+
+    def _optimizer(self, value: torch.optim.Optimizer, path: str) -> None:
+        """Parameters and states; hyperparameters unless they are read by the step itself."""
+        self.optimizers.append(value)
+        tuned = self.tuned(value)
+        self.visit(type(value), f"type({path})")
+        held = vars(value)
+        self.slots.append(Slots(held, path))
+        self.slots.append(Slots(value.param_groups, f"{path}.param_groups"))
+        for at, group in enumerate(value.param_groups):
+            where = f"{path}.param_groups[{at}]"
+            self.visit(group["params"], f"{where}['params']")
+            if not tuned:
+                self.visit(group, where)
+        for name, item in held.items():
+            if name not in ("param_groups", "defaults"):
+                self.parts.append(name)
+                self.visit(item, f"{path}.{name}")
+
+    def _tensor(self, value: torch.Tensor, path: str) -> None:
+        if self.known is not None and (at := self.known._seen.get(id(value))) is not None:
+            self.parts.append(("known tensor", at))
+            return
+        at = self._seen.get(id(value))
+        if at is not None:
+            self.parts.append(("tensor", at))
+            return
+        self._seen[id(value)] = len(self.tensors)
+        self.tensors.append(value)
+        kind = value.__class__
+        if value.grad_fn is not None:
+            self.problems.append(f"{path}, a tensor that autograd computed outside")
+            return
+        if kind is DTensor:
+            if value._copied_view is not None:
+                self.problems.append(f"{path}, a view of a DTensor that shares no memory with it")
+            self.parts += (kind, value._spec, value.requires_grad, value.is_inference())
+        elif kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, RankTensor):
+            self.parts += (kind, value.requires_grad, value.is_inference())
+        else:
+            self.problems.append(f"{path}, a tensor of the class {kind.__name__}")
+            return
+        for part in parts_of(value._local_tensor if kind is DTensor else value):
+            if part.layout is not torch.strided or part.is_conj() or part.is_neg() or part.__class__ not in _PLAIN:
+                self.problems.append(f"{path}, a tensor that is not simply strided")
+                return
+            self.parts.append((part.dtype, part.device, part.shape, part.stride(), part.storage_offset()))
+        self.visit(value.grad, f"{path}.grad")
+        self.visit(value._backward_hooks, f"{path}: hooks")
+        self.visit(getattr(value, "_post_accumulate_grad_hooks", None), f"{path}: hooks after accumulation")
+        for name, item in value.__dict__.items():
+            if name not in MEMORIES and not (kind is RankTensor and name == "tensors"):
+                self.parts.append(name)
+                self.visit(item, f"{path}.{name}")
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@functools.cache
+def _slot_names(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        found += [names] if isinstance(names, str) else list(names)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+@functools.cache
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    """The names that code uses, with those of the functions inside it."""
+    inner: Iterable[frozenset[str]] = (_names_of(item) for item in code.co_consts if isinstance(item, types.CodeType))
+    return frozenset(chain(code.co_names, *inner))

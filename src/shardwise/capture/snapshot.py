@@ -1,0 +1,98 @@
+"""The state that a step starts from, so that it can be put back: containers, tensors, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.capture.reachable import Slots
+from shardwise.fabric.virtual import parts_of
+from shardwise.tensor import DTensor
+
+__all__ = ["Held", "Snapshot", "local_of", "random_states", "same_bits", "set_random_states"]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if tensor.__class__ is DTensor else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Held(NamedTuple):
+    """What one tensor was."""
+
+    tensor: torch.Tensor
+    local: torch.Tensor
+    spec: Any
+    grad: torch.Tensor | None
+    requires_grad: bool
+    parts: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+class Snapshot:
+    """Copies of everything that a step may change.
+
+    Args:
+        slots: the containers.
+        tensors: the tensors.
+    """
+
+    def __init__(self, slots: Sequence[Slots], tensors: Sequence[torch.Tensor]) -> None:
+        self.slots = list(slots)
+        self.held = [_held(tensor) for tensor in tensors]
+        self.random = random_states()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for each in self.slots:
+            if not each.is_same(each.now()):
+                each.put(each.before)
+        with torch.no_grad():
+            for was in self.held:
+                for part, value in zip(was.parts, was.values, strict=True):
+                    part.copy_(value)
+                if was.tensor.__class__ is DTensor:
+                    was.tensor._local_tensor, was.tensor._spec = was.local, was.spec  # pyright: ignore[reportAttributeAccessIssue]
+                    was.tensor._settled = None  # pyright: ignore[reportAttributeAccessIssue]
+                if was.tensor.grad is not was.grad:
+                    was.tensor.grad = was.grad
+        set_random_states(self.random)
+
+
+def _held(tensor: torch.Tensor) -> Held:
+    local = local_of(tensor)
+    parts = tuple(parts_of(local))
+    spec = tensor._spec if tensor.__class__ is DTensor else None  # pyright: ignore[reportAttributeAccessIssue]
+    if spec is not None:
+        tensor._settled = None  # pyright: ignore[reportAttributeAccessIssue]  # what is only remembered is not state
+    values = tuple(part.detach().clone() for part in parts)
+    return Held(tensor, local, spec, tensor.grad, tensor.requires_grad, parts, values)
+
+
+def random_states() -> list[tuple[Any, torch.Tensor]]:
+    """The states of all default generators."""
+    generators: list[Any] = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
+    """Put generators into these states."""
+    for generator, state in states:
+        generator.set_state(state)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits; NaN as well.
+
+    Example:
+        >>> same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")])), same_bits(torch.zeros(1), -torch.zeros(1))
+        (True, False)
+    """
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)

@@ -1,0 +1,316 @@
+"""Records the operators and collectives that run on locals, while a step runs as always.
+
+A value of the tape is a plain tensor of one rank. Tensors are told apart by identity; one that is new but lies in known
+memory (autograd makes such ones without an operator) is a view of a known value. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise import modes
+from shardwise.errors import UnsupportedError
+from shardwise.fabric.shared_writes import written_arguments
+from shardwise.fabric.virtual import RankTensor
+from shardwise.tensor import DTensor
+from shardwise.torch_private import OpOverload, TorchDispatchMode, tree_flatten, tree_leaves, tree_map
+
+__all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "refused"]
+
+_ASSERTED = (torch.ops.aten.equal.default,)
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+def refused(what: str, hint: str) -> UnsupportedError:
+    """The error for a step that cannot be captured, with the user's line."""
+    return UnsupportedError(f"captured: {what} (at {modes.user_line()})", hint=hint)
+
+
+@dataclass(frozen=True)  # a leaf of trees, which a named tuple is not
+class Ref:
+    """A value of the tape, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Const:
+    """A tensor that Python numbers were made into; copied for each run if it is written to."""
+
+    number: int
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Geometry:
+        return Geometry(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+class Call(NamedTuple):
+    """One operator or collective: its arguments with `Ref` in place of tensors, and the values that it makes."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: Any  # the structure of the result, with a Ref for each tensor
+    line: str
+    expected: Any = None  # what an operator that gives no tensor must give again; of a collective, its options
+    writes: tuple[int, ...] = ()  # numbers of the values that it writes to
+
+
+class Unit(NamedTuple):
+    """Something that runs as Python when the program runs: the step of an optimizer on locals."""
+
+    run: Callable[..., Any]
+    reads: tuple[Ref, ...]
+    line: str
+    writes: tuple[int, ...] = ()
+
+
+class _Memory(NamedTuple):
+    storage: Any  # a weak reference
+    values: list[tuple[int, Geometry]]
+
+
+class Tape(TorchDispatchMode):
+    """The mode under which a step is recorded.
+
+    Args:
+        inputs: the plain tensors that exist before the step; their numbers are their positions.
+        only_checks: refuse what cannot be repeated, and record nothing.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], only_checks: bool = False) -> None:
+        super().__init__()
+        self.only_checks = only_checks
+        self.calls: list[Call | Unit] = []
+        self.constants: list[torch.Tensor] = []
+        self.received: dict[int, list[torch.Tensor]] = {}  # what collectives brought, by their position in `calls`
+        self.count = 0
+        self.memory_of: dict[int, int] = {}  # value -> the value that its memory was first known by
+        self.generators: dict[int, torch.Generator] = {}
+        self.options: Any = None  # of the collective that is being issued
+        self._paused = 0
+        self._put_back: Callable[[], None] = lambda: None
+        self._numbers: dict[int, int] = {}
+        self._refs: dict[int, Any] = {}
+        self._memories: dict[int, _Memory] = {}
+        for tensor in inputs:
+            self._new(tensor)
+
+    # ---------------------------------------------------------------- values
+
+    def _new(self, tensor: torch.Tensor) -> Ref:
+        """A new value."""
+        number, key = self.count, id(tensor)
+        self.count += 1
+        numbers, refs = self._numbers, self._refs
+        if key not in numbers:
+
+            def forget(_: Any) -> None:
+                numbers.pop(key, None)
+                refs.pop(key, None)
+
+            numbers[key] = number
+            refs[key] = weakref.ref(tensor, forget)
+        self._remember(tensor, number)
+        return Ref(number)
+
+    def _remember(self, tensor: torch.Tensor, number: int) -> None:
+        storage = tensor.untyped_storage()
+        where = id(storage)
+        memory = self._memories.get(where)
+        if memory is None:
+            memories = self._memories
+            memory = _Memory(weakref.ref(storage, lambda _: memories.pop(where, None)), [])
+            self._memories[where] = memory
+        memory.values.append((number, Geometry.of(tensor)))
+        self.memory_of[number] = memory.values[0][0]
+
+    def find(self, tensor: torch.Tensor) -> Ref | None:
+        """The value that a tensor is; a new view where it lies in known memory; None where it is unknown."""
+        number = self._numbers.get(id(tensor))
+        if number is not None:
+            return Ref(number)
+        memory = self._memories.get(id(tensor.untyped_storage()))
+        if memory is None:
+            return None
+        geometry = Geometry.of(tensor)
+        for number, known in memory.values:
+            if known == geometry:
+                return Ref(number)
+        for number, known in memory.values:
+            if known.dtype is geometry.dtype:
+                args = (Ref(number), geometry.shape, geometry.stride, geometry.offset)
+                made = self._new(tensor)
+                self.calls.append(Call(torch.ops.aten.as_strided.default, args, {}, made, modes.user_line()))
+                return made
+        return None
+
+    def given(self, func: Any, tensor: torch.Tensor) -> Ref:
+        """The value that a tensor is, which must be known."""
+        if self.only_checks:
+            return Ref(0)
+        found = self.find(tensor)
+        if found is None:
+            raise refused(
+                f"{func} is given a tensor of shape {tuple(tensor.shape)} that is neither reachable from the function "
+                "nor made by an operator of it",
+                "pass the tensor as an argument, or keep it in a variable, module or object that the function uses",
+            )
+        return found
+
+    # ---------------------------------------------------------------- operators
+
+    def pause(self) -> None:
+        """From now on operators run and are not recorded."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        self._paused -= 1
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused > 0
+
+    # ---------------------------------------------------------------- random states of virtual ranks
+
+    def kept(self, generators: Sequence[torch.Generator]) -> None:
+        states: list[torch.Tensor] = []
+
+        def keep() -> None:
+            states[:] = [generator.get_state() for generator in generators]
+
+        def put_back() -> None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+        if not self._paused:
+            self._put_back = put_back
+            self.generators.update({id(generator): generator for generator in generators})
+            self.append_unit(Unit(keep, (), modes.user_line()))
+
+    def put_back(self) -> None:
+        if not self._paused:
+            self.append_unit(Unit(self._put_back, (), modes.user_line()))
+
+    def same(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+        self.pause()
+        try:
+            return all(map(torch.equal, left, right))
+        finally:
+            self.resume()
+
+    def append_unit(self, unit: Unit) -> None:
+        """Something that is repeated as Python."""
+        self.calls.append(unit)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor | RankTensor) for kind in types):
+            return NotImplemented  # it comes back here as operators on locals
+        if self._paused or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if any(kind not in _ORDINARY for kind in types):
+            raise refused(f"{func} on a {next(k for k in types if k not in _ORDINARY).__name__}", "use other tensors")
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if func in _LIFTS and not self.only_checks:
+            return self._constant(func, args[0])
+        if tensors and all(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)  # sizes are worked out
+        self._check(func, leaves)
+        if self.only_checks:
+            return func(*args, **kwargs)
+        given_args, given_kwargs = tree_map(lambda leaf: self._leaf(func, leaf), (args, dict(kwargs)))
+        result = func(*args, **kwargs)
+        self._record(func, given_args, given_kwargs, result, args, kwargs)
+        return result
+
+    def _leaf(self, func: Any, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.given(func, leaf)
+        if isinstance(leaf, torch.Generator):
+            self.generators[id(leaf)] = leaf
+        return leaf
+
+    def _check(self, func: OpOverload, leaves: Sequence[Any]) -> None:
+        tags = func.tags
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise refused(
+                "the value of a tensor is read (item(), float(), bool(), an if or while on a tensor), and what follows "
+                "from it would be fixed",
+                "compute with the tensor, or return it and read it outside of the captured function",
+            )
+        dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+        if dynamic and func not in _ASSERTED:
+            raise refused(
+                f"the sizes or values that {func} gives depend on the values of a tensor",
+                "use an operator whose sizes do not (torch.where instead of a boolean mask), or do it outside",
+            )
+        if torch.Tag.inplace_view in tags:
+            raise refused(f"{func} changes the shape of a tensor in place", "use the operator without the underscore")
+        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
+            raise refused(f"{func} has symbolic sizes", "do not capture a function that is being traced")
+
+    def _constant(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """`torch.tensor(...)`: its numbers are Python's, which the key of the program holds."""
+        result = func(tensor)
+        position = len(self.constants)
+        self.constants.append(tensor.detach().clone())
+        made = self._new(result)
+        self.calls.append(Call(func, (Const(position),), {}, made, modes.user_line()))
+        return result
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, result: Any, real_args: tuple[Any, ...], real_kwargs: Mapping[str, Any]
+    ) -> None:
+        writes = _written(func, args, kwargs)
+        communicates = func.namespace == "c10d"
+        if communicates:
+            writes = tuple(leaf.number for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref))
+            self.received[len(self.calls)] = [
+                leaf.detach().clone() for leaf in tree_leaves((real_args, real_kwargs)) if isinstance(leaf, torch.Tensor)
+            ]
+            made = None
+        else:
+            made = tree_map(self._made, result)
+        found = tree_leaves(made)
+        expected = self.options if communicates else None
+        if not communicates and found and not any(isinstance(leaf, Ref) for leaf in found):
+            if any(leaf is not None for leaf in found):
+                expected = result
+        self.calls.append(Call(func, args, kwargs, made, modes.user_line(), expected, writes))
+
+    def _made(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        number = self._numbers.get(id(leaf))
+        return self._new(leaf) if number is None else Ref(number)
+
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _written(func: OpOverload, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """The numbers of the values that an operator writes to."""
+    names = written_arguments(func)
+    if not names:
+        return ()
+    bound = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    leaves, _ = tree_flatten([bound.get(name) for name in names])
+    return tuple(leaf.number for leaf in leaves if isinstance(leaf, Ref))

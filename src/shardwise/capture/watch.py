@@ -1,0 +1,137 @@
+"""What Python does while a step is recorded: which code runs, which graphs backward uses up, what cannot be repeated."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from shardwise.capture.reachable import is_program_code
+from shardwise.fabric import rank_generators
+
+__all__ = ["Watch"]
+
+_BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+_VALUE_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+_LISTENED = str(rank_generators.__file__)
+_SCHEDULES = str(lr_scheduler.__file__)
+_OUTPUT = frozenset({"print", "open", "input", "breakpoint"})
+_STATES = frozenset({"set_state", "manual_seed", "seed", "set_offset"})
+
+
+class Watch:
+    """Notes what runs between `start` and `stop`.
+
+    Args:
+        is_paused: whether what runs now is repeated as Python each time, so that it may do anything.
+    """
+
+    def __init__(self, is_paused: Callable[[], bool]) -> None:
+        self.codes: dict[types.CodeType, None] = {}
+        self.spent: set[Any] = set()  # nodes of autograd
+        self.problem: tuple[str, str, str] | None = None  # what, the line, a hint
+        self.sets_state = False  # checkpointing puts random states back
+        self._is_paused = is_paused
+        self._previous: Any = None
+
+    def __enter__(self) -> Watch:
+        self._previous = sys.getprofile()
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(self._previous)
+
+    def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            self._called(frame)
+        elif event == "c_call":
+            self._called_c(frame, arg)
+
+    def _called(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        if code is _BACKWARD or code is _GRAD:
+            self._backward(frame)
+            return
+        if code in self.codes:
+            return
+        filename = code.co_filename
+        if is_program_code(filename):
+            self.codes[code] = None
+        elif filename == _SCHEDULES and code.co_name in ("step", "get_lr", "_update_lr"):
+            self._refuse(
+                frame,
+                "a learning rate schedule advances inside the captured function",
+                "call scheduler.step() after it: learning rates are read anew on each call",
+            )
+        elif filename.endswith("torch/_dynamo/eval_frame.py") and code.co_name == "compile_wrapper":
+            self._refuse(frame, "compiled code runs", "capture the function without torch.compile inside")
+        elif filename.endswith(("/random.py", "/logging/__init__.py", "/secrets.py")) and "torch" not in filename:
+            self._from_program(frame.f_back, f"{code.co_name} of {filename.rsplit('/', 1)[-1]} is called")
+
+    def _called_c(self, frame: types.FrameType, function: Any) -> None:
+        name = getattr(function, "__name__", "")
+        owner = getattr(function, "__self__", None)
+        if name in _VALUE_READS and isinstance(owner, torch.Tensor) and not self._is_paused():
+            self._refuse(
+                frame,
+                f"the values of a tensor are read ({name}()), and what follows from them would be fixed",
+                "compute with the tensor, or return it and read it outside of the captured function",
+            )
+        elif name in _STATES and isinstance(owner, torch.Generator):
+            if name == "set_state" and _puts_back(frame):
+                self.sets_state = True
+            elif frame.f_code.co_filename == _LISTENED:  # it tells the recorder itself
+                pass
+            elif not self._is_paused():
+                self._refuse(frame, f"the state of a random generator is set ({name})", "do that outside")
+        elif name in _OUTPUT and getattr(function, "__module__", None) in ("builtins", "io", "_io"):
+            self._from_program(frame, f"{name}() is called")
+        else:
+            module = getattr(function, "__module__", None)
+            if module in ("time", "_random", "posix") or type(owner).__module__ in ("random", "_random", "numpy.random"):
+                self._from_program(frame, f"{name}() of {module or type(owner).__name__} is called")
+
+    def _from_program(self, frame: types.FrameType | None, what: str) -> None:
+        if frame is not None and is_program_code(frame.f_code.co_filename) and not self._is_paused():
+            self._refuse(frame, what + ", which a program of operators would not repeat", "do that outside")
+
+    def _refuse(self, frame: types.FrameType, what: str, hint: str) -> None:
+        if self.problem is not None:
+            return
+        at: types.FrameType | None = frame
+        while at is not None and not is_program_code(at.f_code.co_filename):
+            at = at.f_back
+        line = "backward" if at is None else f"{at.f_code.co_filename}:{at.f_lineno}"
+        self.problem = (what, line, hint)
+
+    def _backward(self, frame: types.FrameType) -> None:
+        given = frame.f_locals
+        roots = given.get("tensors", given.get("outputs"))
+        retain = given["retain_graph"]
+        if given["create_graph"] if retain is None else retain:
+            return
+        if isinstance(roots, torch.Tensor):
+            roots = [roots]
+        waiting = [root.grad_fn for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            if node not in self.spent:
+                self.spent.add(node)
+                waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def _puts_back(frame: types.FrameType) -> bool:
+    """Whether a random state is set by torch's `fork_rng` or by checkpointing."""
+    at: types.FrameType | None = frame
+    for _ in range(4):
+        if at is None:
+            return False
+        if at.f_code.co_name == "fork_rng" or at.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return True
+        at = at.f_back
+    return False
