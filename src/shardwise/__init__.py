@@ -50,6 +50,7 @@ from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, debug, parallel
+    from shardwise.capture import captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.parallel import fully_shard, replicate
 
@@ -96,6 +97,7 @@ __all__ = [
     "allow_implicit",
     "attention",
     "cache_info",
+    "captured",
     "check_lock",
     "check_rule",
     "checkpoint",
@@ -143,6 +145,7 @@ _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"
 _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
+    "captured": "capture",
 }
 
 

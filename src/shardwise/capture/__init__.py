@@ -1,5 +1,5 @@
 """Captured functions: recorded once as programs of local operators, and executed without dispatch."""
 
-from shardwise.capture.captured import Captured, captured
+from shardwise.capture.captured_function import Captured, captured
 
 __all__ = ["Captured", "captured"]

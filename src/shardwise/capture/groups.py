@@ -8,41 +8,65 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.capture.tape import Call, Ref, Tape
+from shardwise.capture.tape import Call, Ref, Tape, refused
 from shardwise.torch_private import tree_flatten, tree_unflatten
 
-__all__ = ["issuing", "noting_options"]
+__all__ = ["issuing", "recording_collectives"]
 
-_REDUCING = ("allreduce", "_reduce_scatter_base")
+_COLLECTIVES = (
+    "allreduce", "_reduce_scatter_base", "_allgather_base", "alltoall_base", "allgather", "allreduce_coalesced",
+    "alltoall", "allgather_coalesced", "allgather_into_tensor_coalesced", "barrier", "broadcast", "gather", "reduce",
+    "scatter",
+    "reduce_scatter", "reduce_scatter_tensor_coalesced",
+)  # fmt: skip
+_TO_ONE = ("send", "recv", "recv_anysource")
+_OPTIONS = (dist.AllreduceOptions, dist.ReduceScatterOptions)
 
 
 @contextlib.contextmanager
-def noting_options(tape: Tape) -> Iterator[None]:
-    """Inside, the tape knows the options of a reduction that is issued: the operator shows them as an opaque object."""
-    kind: Any = dist.ProcessGroup
-    originals = {name: getattr(kind, name) for name in _REDUCING}
+def recording_collectives(tape: Tape) -> Iterator[None]:
+    """Inside, collectives are waited for at once, and the tape knows their options, which an operator does not show.
 
-    def noting(original: Any) -> Callable[..., Any]:
+    Some groups run operators of their own while they are waited for; those are not the program's.
+    """
+    kind: Any = dist.ProcessGroup
+    work_kind: Any = dist.Work
+    originals = {name: vars(kind)[name] for name in (*_COLLECTIVES, *_TO_ONE) if name in vars(kind)}
+    original_wait = vars(work_kind)["wait"]
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tape.pause()
+        try:
+            return original_wait.__get__(self)(*args, **kwargs)
+        finally:
+            tape.resume()
+
+    def recorded(original: Any) -> Callable[..., Any]:
         def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
             given = (*args, *kwargs.values())
             tape.options = next((arg for arg in given if isinstance(arg, _OPTIONS)), None)
             try:
-                return original(self, *args, **kwargs)
+                work = original.__get__(self)(*args, **kwargs)
             finally:
                 tape.options = None
+            wait(work)
+            tape.arrived()
+            return work
 
         return issue
 
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise refused("a message to one rank", "exchange with collectives, or send outside of the captured function")
+
     for name, original in originals.items():
-        setattr(kind, name, noting(original))
+        setattr(kind, name, refuse if name in _TO_ONE else recorded(original))
+    work_kind.wait = wait
     try:
         yield
     finally:
+        work_kind.wait = original_wait
         for name, original in originals.items():
             setattr(kind, name, original)
-
-
-_OPTIONS = (dist.AllreduceOptions, dist.ReduceScatterOptions)
 
 
 def issuing(call: Call, position: int) -> Callable[..., Any]:

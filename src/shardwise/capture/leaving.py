@@ -18,9 +18,13 @@ from shardwise.capture.tape import Ref, Tape, refused
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
 
-__all__ = ["Effect", "Leaving"]
+__all__ = ["Effect", "Leaving", "Unsettled"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(...))
+
+
+class Unsettled(Exception):
+    """A step has put an object of its own into what it can read: a cache that fills, as a rule. Not recorded, then."""
 
 
 class Effect(NamedTuple):
@@ -50,7 +54,7 @@ class Leaving:
         self._made: dict[int, Made] = {}
         self._kept: list[Any] = []
 
-    def describe(self, value: Any, path: str) -> Any:
+    def describe(self, value: Any, path: str, in_state: bool = False) -> Any:
         """How a value can be made again."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
@@ -58,14 +62,19 @@ class Leaving:
         if kind in _ATOMS or id(value) in self.state._seen:
             return Same(value)
         if isinstance(value, list | tuple):
-            items = tuple(self.describe(item, f"{path}[{at}]") for at, item in enumerate(value))
+            items = tuple(self.describe(item, f"{path}[{at}]", in_state) for at, item in enumerate(value))
             if kind in (list, tuple):
                 return Sequenced(kind, items)
             if hasattr(kind, "_make"):
                 return Sequenced(kind._make, items)
-        if kind in (dict, collections.OrderedDict):
-            pairs = [(self.describe(k, path), self.describe(v, f"{path}[{k!r}]")) for k, v in value.items()]
+        if isinstance(value, dict) and kind in (dict, collections.OrderedDict):
+            pairs = [
+                (self.describe(k, path, in_state), self.describe(v, f"{path}[{k!r}]", in_state))
+                for k, v in value.items()
+            ]
             return Tabled(kind, tuple(pairs))
+        if in_state:
+            raise Unsettled(f"{path} becomes an object of the class {kind.__name__}")
         raise refused(
             f"{path} is an object of the class {kind.__name__} that the step has made",
             "return tensors, numbers, lists, tuples and dicts, and keep other objects outside",
@@ -105,7 +114,9 @@ class Leaving:
         for part in parts_of(value):
             ref = self.tape.find(part)
             if ref is None:
-                raise refused(f"{path} is a tensor that no operator of the step has made", "make it with torch's operators")
+                raise refused(
+                    f"{path} is a tensor that no operator of the step has made", "make it with torch's operators"
+                )
             refs.append(ref)
             self.values[ref.number] = part
         return Local(tuple(refs), isinstance(value, RankTensor))
@@ -141,8 +152,12 @@ class Leaving:
         if isinstance(now, dict):
             if any(value is MISSING for value in now.values()):
                 raise refused(f"{path}: a name is deleted by the step", "do that outside")
-            pairs = [(Same(name), self.describe(value, f"{path}: {name}")) for name, value in now.items()]
+            pairs = [
+                (Same(name), self.describe(value, f"{path}: {name}", in_state=True)) for name, value in now.items()
+            ]
             return Tabled(dict, tuple(pairs))
         if isinstance(now, set):
-            raise refused(f"{path}: a set is changed by the step", "do that outside")
-        return Sequenced(list, tuple(self.describe(value, f"{path}[{at}]") for at, value in enumerate(now)))
+            raise Unsettled(f"{path}: a set is changed")
+        return Sequenced(
+            list, tuple(self.describe(value, f"{path}[{at}]", in_state=True) for at, value in enumerate(now))
+        )

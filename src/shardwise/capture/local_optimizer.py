@@ -142,8 +142,10 @@ def recording_steps(tape: Tape) -> Iterator[None]:
             parts = () if p.grad is None else parts_of(_local(p.grad))
             counts.append(len(parts))
             refs += [tape.given("the step of an optimizer", part) for part in parts]
-            if p.grad is not None and isinstance(p, DTensor) and (
-                not isinstance(p.grad, DTensor) or p.grad._spec.layout != p._spec.layout
+            if (
+                p.grad is not None
+                and isinstance(p, DTensor)
+                and (not isinstance(p.grad, DTensor) or p.grad._spec.layout != p._spec.layout)
             ):
                 raise refused(
                     f"the gradient of a parameter {p._spec} does not lie as the parameter does",

@@ -153,6 +153,11 @@ class Program:
         self.text = self._text()
         self.run = self._function(issuing)
 
+    def inputs(self) -> set[int]:
+        """The numbers of the tensors that it is given and uses."""
+        used = {leaf.number for _, call in self.calls for leaf in _refs(call)} | set(self.wanted)
+        return used - {leaf.number for _, call in self.calls for leaf in _made(call)}
+
     def verifying(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
         """The same function with what collectives brought when it was recorded, without communication."""
         return self._function(lambda call, position: _repeating(self.received[position]))
@@ -160,11 +165,7 @@ class Program:
     def _text(self) -> str:
         lines, shown = [f"def {self.name}(inputs):"], None
         last = self._last_uses()
-        used = sorted({leaf.number for _, call in self.calls for leaf in _refs(call)} | set(self.wanted))
-        made: set[int] = {leaf.number for _, call in self.calls for leaf in _made(call)}
-        for number in used:
-            if number not in made:
-                lines.append(f"    v{number} = inputs[{number}]")
+        lines += [f"    v{number} = inputs[{number}]" for number in sorted(self.inputs())]
         for position, call in self.calls:
             if call.line != shown:
                 shown = call.line

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
-from torch.optim import optimizer as optim_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
@@ -43,14 +43,17 @@ _BY_VALUE: frozenset[type] = frozenset({
 _BY_IDENTITY = (
     DeviceMesh, DTensorSpec, Placement, OpOverload, OpOverloadPacket, enum.Enum, types.BuiltinFunctionType,
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.ModuleType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern, torch.Generator, torch.ScriptObject, torch.finfo, torch.iinfo,
+    types.ModuleType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern, torch.Generator,
+    torch.ScriptObject, torch.finfo, torch.iinfo, types.UnionType, types.GenericAlias,
 )  # fmt: skip
-_LIBRARIES = tuple(
-    str(Path(folder).resolve()) for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
-)
+_LIBRARIES = tuple(str(Path(folder).resolve()) for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _PARALLEL = str(Path(__file__).parents[1] / "parallel")
 _STANDARD = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 _ADDED = (str(Path(sysconfig.get_paths()["purelib"]).resolve()), str(Path(sysconfig.get_paths()["platlib"]).resolve()))
+# What torch and this library use, and what checks types in tests.
+_DEPENDENCIES = tuple(
+    f"{folder}/{name}/" for folder in _ADDED for name in ("numpy", "sympy", "mpmath", "networkx", "rich", "beartype")
+)
 
 
 @functools.cache
@@ -61,18 +64,18 @@ def is_program_code(filename: str) -> bool:
         >>> is_program_code("train.py"), is_program_code(torch.__file__)
         (True, False)
     """
-    if filename.startswith("<frozen"):
+    if filename.startswith(("<frozen", "<@beartype")):
         return False
     if filename.startswith(_PARALLEL):
         return True
-    if filename.startswith(_LIBRARIES):
+    if filename.startswith((*_LIBRARIES, *_DEPENDENCIES)):
         return False
     return filename.startswith(_ADDED) or not filename.startswith(_STANDARD)
 
 
 def global_hooks() -> list[dict[Any, Any]]:
     """Hooks of all modules and of all optimizers."""
-    tables = [*vars(nn_module).items(), *vars(optim_module).items()]
+    tables = [*vars(nn_module).items(), *register_optimizer_step_pre_hook.__globals__.items()]
     return [table for name, table in tables if name.startswith("_global_") and isinstance(table, dict)]
 
 
@@ -108,7 +111,9 @@ class Slots:
         if len(before) != len(after):
             return False
         if isinstance(before, dict):
-            same_keys = all(a is b or (a.__class__ is b.__class__ is str and a == b) for a, b in zip(before, after))
+            same_keys = all(
+                a is b or (a.__class__ is b.__class__ is str and a == b) for a, b in zip(before, after, strict=False)
+            )
             return same_keys and all(map(operator.is_, before.values(), after.values()))
         return all(map(operator.is_, before, after))
 
@@ -160,7 +165,14 @@ class Reachable:
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slots] = []
         self.problems: list[str] = []
+        self.tables: list[dict[str, Any]] = []  # attributes of tensors
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.functions: list[types.FunctionType] = []
+        self.objects: list[Any] = []
+        self.slotted: list[tuple[Any, tuple[str, ...]]] = []  # objects with attributes outside of a dict
+        self.classes: list[type] = []  # of the program, whose dicts were looked at
+        self.forwards: list[Any] = []  # the dicts of other classes that have a `forward`
+        self.states: set[int] = set()  # positions of tensors that only the step of an optimizer knows
         self.known = known
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that identities stay those of the same objects
@@ -261,9 +273,7 @@ class Reachable:
             parts.append("property")
             for accessor in (value.fget, value.fset):
                 self.visit(accessor, path)
-        elif isinstance(value, weakref.ref):
-            self._identity(value)
-        elif isinstance(value, _BY_IDENTITY):
+        elif isinstance(value, (weakref.ref, _BY_IDENTITY)):
             self._identity(value)
         elif isinstance(value, types.MappingProxyType):
             self.problems.append(f"{path}, a {kind.__name__}")
@@ -286,7 +296,11 @@ class Reachable:
 
     def _attributes(self, value: Any, path: str) -> None:
         kind = value.__class__
+        if kind.__module__.startswith("shardwise.parallel.data_parallel"):
+            self.problems.append(f"{path}, of fully_shard or replicate: their hooks keep state from call to call")
+            return
         self.parts.append("object")
+        self.objects.append(value)
         self.visit(kind, f"type({path})")
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
@@ -295,7 +309,10 @@ class Reachable:
             for name, item in held.items():
                 self.parts.append(name)
                 self.visit(item, f"{path}.{name}")
-        for name in _slot_names(kind):
+        names = _slot_names(kind)
+        if names:
+            self.slotted.append((value, names))
+        for name in names:
             self.visit(getattr(value, name, None), f"{path}.{name}")
 
     def _class(self, value: type, path: str) -> None:
@@ -306,18 +323,26 @@ class Reachable:
             if base is not value:
                 self.visit(base, f"{path}.{base.__name__}")
             elif any(is_program_code(function.__code__.co_filename) for function in functions):
+                self.classes.append(value)
                 for name, item in list(vars(base).items()):
                     if isinstance(item, types.FunctionType) or not name.startswith(("__", "_abc_")):
                         self.parts.append(name)
-                        self.visit(item, f"{path}.{name}")
+                        if hasattr(item, "__get__") and not isinstance(item, _FOLLOWED):
+                            self._identity(item)  # a descriptor made in C
+                        else:
+                            self.visit(item, f"{path}.{name}")
             elif isinstance(forward := vars(base).get("forward"), types.FunctionType):
+                self.forwards.append(vars(base))
                 self._identity(forward)
 
     def _function(self, value: types.FunctionType, path: str) -> None:
         code = value.__code__
+        self.functions.append(value)
         self._identity(value)
         self._identity(code)
         self._kept.append(code)
+        if (inner := getattr(value, "__wrapped__", None)) is not None:
+            self.visit(inner, f"{path}.__wrapped__")
         if not is_program_code(code.co_filename):
             # a wrapper of the standard library or of torch holds functions of the program
             for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
@@ -338,7 +363,7 @@ class Reachable:
 
     def _globals(self, code: types.CodeType, values: dict[str, Any]) -> None:
         """The global names that code may read, and what it may read of modules of the program."""
-        names = tuple(sorted(name for name in _names_of(code) if name in values))
+        names = tuple(sorted(name for name in _names_of(code) if name in values and not name.startswith("__")))
         self.parts.append(names)
         self.slots.append(Slots(values, f"globals of {code.co_name}", names))
         for name in names:
@@ -363,9 +388,12 @@ class Reachable:
         for name, item in held.items():
             if name not in ("param_groups", "defaults"):
                 self.parts.append(name)
+                first = len(self.tensors)
                 self.visit(item, f"{path}.{name}")
+                if name == "state" and tuned:
+                    self.states.update(range(first, len(self.tensors)))
 
-    def _tensor(self, value: torch.Tensor, path: str) -> None:
+    def _tensor(self, value: Any, path: str) -> None:
         if self.known is not None and (at := self.known._seen.get(id(value))) is not None:
             self.parts.append(("known tensor", at))
             return
@@ -396,12 +424,14 @@ class Reachable:
         self.visit(value.grad, f"{path}.grad")
         self.visit(value._backward_hooks, f"{path}: hooks")
         self.visit(getattr(value, "_post_accumulate_grad_hooks", None), f"{path}: hooks after accumulation")
+        self.tables.append(value.__dict__)
         for name, item in value.__dict__.items():
             if name not in MEMORIES and not (kind is RankTensor and name == "tensors"):
                 self.parts.append(name)
                 self.visit(item, f"{path}.{name}")
 
 
+_FOLLOWED = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, torch.Tensor)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 

@@ -89,7 +89,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits; NaN as well.
 
     Example:
-        >>> same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")])), same_bits(torch.zeros(1), -torch.zeros(1))
+        >>> (
+        ...     same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")])),
+        ...     same_bits(torch.zeros(1), -torch.zeros(1)),
+        ... )
         (True, False)
     """
     if a.shape != b.shape or a.dtype is not b.dtype:

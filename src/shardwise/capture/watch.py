@@ -1,4 +1,4 @@
-"""What Python does while a step is recorded: which code runs, which graphs backward uses up, what cannot be repeated."""
+"""What Python does while a step is recorded: which code runs, which graphs are used up, what cannot be repeated."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from torch.optim import lr_scheduler
 
 from shardwise.capture.reachable import is_program_code
 from shardwise.fabric import rank_generators
+from shardwise.rng import cpu_stream
 
 __all__ = ["Watch"]
 
 _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 _VALUE_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _LISTENED = str(rank_generators.__file__)
+_CALIBRATED = str(cpu_stream.__file__)
+_COMPARING = ("shardwise/fabric/digests.py", "shardwise/dispatch/random_ops.py")  # ranks; nothing follows from it
 _SCHEDULES = str(lr_scheduler.__file__)
 _OUTPUT = frozenset({"print", "open", "input", "breakpoint"})
+_CLOCKS = frozenset({
+    "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "now", "utcnow",
+    "today", "random", "getrandbits", "urandom", "rand", "randn", "randint", "uniform", "normal", "choice", "shuffle",
+    "permutation", "sleep", "system", "write", "read", "readline",
+})  # fmt: skip
 _STATES = frozenset({"set_state", "manual_seed", "seed", "set_offset"})
+_UNREPEATABLE = ("random", "_random", "numpy.random", "numpy.random.mtrand", "datetime", "_io", "io")
+_NAMES = _VALUE_READS | _OUTPUT | _STATES | _CLOCKS
 
 
 class Watch:
@@ -37,6 +47,7 @@ class Watch:
         self.sets_state = False  # checkpointing puts random states back
         self._is_paused = is_paused
         self._previous: Any = None
+        self._seen: set[types.CodeType] = set()  # code that need not be looked at again
 
     def __enter__(self) -> Watch:
         self._previous = sys.getprofile()
@@ -48,8 +59,9 @@ class Watch:
 
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event == "call":
-            self._called(frame)
-        elif event == "c_call":
+            if frame.f_code not in self._seen:
+                self._called(frame)
+        elif event == "c_call" and getattr(arg, "__name__", "") in _NAMES:
             self._called_c(frame, arg)
 
     def _called(self, frame: types.FrameType) -> None:
@@ -57,11 +69,11 @@ class Watch:
         if code is _BACKWARD or code is _GRAD:
             self._backward(frame)
             return
-        if code in self.codes:
-            return
         filename = code.co_filename
         if is_program_code(filename):
-            self.codes[code] = None
+            if not _is_importing(frame):
+                self._seen.add(code)
+                self.codes[code] = None
         elif filename == _SCHEDULES and code.co_name in ("step", "get_lr", "_update_lr"):
             self._refuse(
                 frame,
@@ -72,32 +84,37 @@ class Watch:
             self._refuse(frame, "compiled code runs", "capture the function without torch.compile inside")
         elif filename.endswith(("/random.py", "/logging/__init__.py", "/secrets.py")) and "torch" not in filename:
             self._from_program(frame.f_back, f"{code.co_name} of {filename.rsplit('/', 1)[-1]} is called")
+        else:
+            self._seen.add(code)
 
     def _called_c(self, frame: types.FrameType, function: Any) -> None:
         name = getattr(function, "__name__", "")
         owner = getattr(function, "__self__", None)
         if name in _VALUE_READS and isinstance(owner, torch.Tensor) and not self._is_paused():
-            self._refuse(
-                frame,
-                f"the values of a tensor are read ({name}()), and what follows from them would be fixed",
-                "compute with the tensor, or return it and read it outside of the captured function",
-            )
+            if not frame.f_code.co_filename.endswith(_COMPARING):
+                self._refuse(
+                    frame,
+                    f"the values of a tensor are read ({name}()), and what follows from them would be fixed",
+                    "compute with the tensor, or return it and read it outside of the captured function",
+                )
         elif name in _STATES and isinstance(owner, torch.Generator):
             if name == "set_state" and _puts_back(frame):
                 self.sets_state = True
-            elif frame.f_code.co_filename == _LISTENED:  # it tells the recorder itself
+            elif frame.f_code.co_filename in (_LISTENED, _CALIBRATED):  # it tells the recorder itself, or has its own
                 pass
             elif not self._is_paused():
                 self._refuse(frame, f"the state of a random generator is set ({name})", "do that outside")
         elif name in _OUTPUT and getattr(function, "__module__", None) in ("builtins", "io", "_io"):
             self._from_program(frame, f"{name}() is called")
         else:
-            module = getattr(function, "__module__", None)
-            if module in ("time", "_random", "posix") or type(owner).__module__ in ("random", "_random", "numpy.random"):
+            module = getattr(function, "__module__", None) or getattr(owner, "__module__", None)
+            if module in ("time", "_random", "posix", "datetime") or type(owner).__module__ in _UNREPEATABLE:
                 self._from_program(frame, f"{name}() of {module or type(owner).__name__} is called")
 
     def _from_program(self, frame: types.FrameType | None, what: str) -> None:
-        if frame is not None and is_program_code(frame.f_code.co_filename) and not self._is_paused():
+        if frame is None or not is_program_code(frame.f_code.co_filename) or self._is_paused():
+            return
+        if not _is_importing(frame):
             self._refuse(frame, what + ", which a program of operators would not repeat", "do that outside")
 
     def _refuse(self, frame: types.FrameType, what: str, hint: str) -> None:
@@ -111,7 +128,7 @@ class Watch:
 
     def _backward(self, frame: types.FrameType) -> None:
         given = frame.f_locals
-        roots = given.get("tensors", given.get("outputs"))
+        roots: Any = given["tensors"] if "tensors" in given else given["outputs"]
         retain = given["retain_graph"]
         if given["create_graph"] if retain is None else retain:
             return
@@ -123,6 +140,15 @@ class Watch:
             if node not in self.spent:
                 self.spent.add(node)
                 waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    """Whether code runs because a module is imported, which is done once."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _puts_back(frame: types.FrameType) -> bool:

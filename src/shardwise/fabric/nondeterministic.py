@@ -6,7 +6,8 @@ a value of its own. Ranks whose operands differ compute their own results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,21 @@ import torch
 from shardwise.fabric.shared_writes import agree, is_traced
 from shardwise.torch_private import OpOverload, tree_map
 
-__all__ = ["is_nondeterministic", "shape_only", "share_results"]
+__all__ = ["is_nondeterministic", "own_results", "shape_only", "share_results"]
+
+_shares = True
+
+
+@contextlib.contextmanager
+def own_results() -> Iterator[None]:
+    """Inside, every rank computes its own result: which ranks have equal operands is not looked at."""
+    global _shares
+    previous, _shares = _shares, False
+    try:
+        yield
+    finally:
+        _shares = previous
+
 
 # What torch.use_deterministic_algorithms names, by operator, and least squares, whose driver gelsy is given pivots from
 # uninitialized memory.
@@ -75,7 +90,7 @@ def share_results(
         written: where in a row the tensors are that it writes to, and the names of their arguments.
         unread: where in a row a tensor is of which only the shape counts.
     """
-    if any(is_traced(value) for value in rows[0] if isinstance(value, torch.Tensor)):
+    if not _shares or any(is_traced(value) for value in rows[0] if isinstance(value, torch.Tensor)):
         return [call(row) for row in rows]
     found: list[int] = []  # for each rank the first one with the same row
     for rank, row in enumerate(rows):

@@ -7,15 +7,17 @@ it runs. A key is all that the function can read: layouts, shapes, Python values
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from shardwise import modes
-from shardwise.capture.groups import noting_options
-from shardwise.capture.leaving import Effect, Leaving
+from shardwise.capture.binding import Binding, arguments_key
+from shardwise.capture.groups import recording_collectives
+from shardwise.capture.leaving import Effect, Leaving, Unsettled
 from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
 from shardwise.capture.program import Program, built
 from shardwise.capture.reachable import Reachable, Slots, global_hooks
@@ -25,6 +27,7 @@ from shardwise.capture.watch import Watch
 from shardwise.core.cache import BoundedCache
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.fabric.base import on_new_world
+from shardwise.fabric.nondeterministic import own_results
 from shardwise.fabric.rank_generators import draws, listen_to_states
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.virtual import parts_of
@@ -41,8 +44,10 @@ __all__ = ["Captured", "captured"]
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()
 on_new_world.append(lambda: [each.forget() for each in list(_all)])
-Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+
+MANY_UNSETTLED = 8  # calls in a row, after which there is a warning
 
 
 class _Entry(NamedTuple):
@@ -52,26 +57,30 @@ class _Entry(NamedTuple):
     result: Any
     effects: tuple[Effect, ...]
     written: tuple[int, ...]  # positions of tensors whose memory it writes to
+    renewed: tuple[tuple[int, int], ...]  # positions of tensors that get another gradient in place of one
+    changes_slots: bool  # whether it changes more than values and gradients
+    reads_states: bool  # whether it reads states of optimizers besides their steps, which the fast guard passes over
     kept: Any  # the objects that its key names by identity
 
 
-class Captured(Generic[Given, Result]):
+class Captured(Generic[Result]):
     """A captured function; made by `captured`."""
 
-    def __init__(self, function: Callable[Given, Result], max_programs: int, verify: bool) -> None:
+    def __init__(self, function: Callable[..., Result], max_programs: int, verify: bool) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.verify = verify
         self.programs: BoundedCache[Any, _Entry] = BoundedCache(max_programs)
         self._codes: dict[Any, None] = {}
         self._last: _Entry | None = None
-        self._state: Reachable | None = None
+        self._binding: Binding | None = None
+        self._unsettled = 0
         _all.add(self)
 
     def forget(self) -> None:
         """Drop all programs."""
         self.programs = BoundedCache(self.programs.limit)
-        self._state = None
+        self._binding = None
 
     def source(self) -> str:
         """The program that ran last, as Python text: local operators, collectives, and the lines they come from."""
@@ -83,18 +92,30 @@ class Captured(Generic[Given, Result]):
 
     # ---------------------------------------------------------------- calls
 
-    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if _is_watched():
             return self.function(*args, **kwargs)
-        state = self._reach()
+        ambient, binding = _ambient(), self._binding
+        if binding is None or not binding.holds():
+            binding = self._binding = None
+        if binding is not None and not kwargs and (quick := arguments_key(args, binding.state)) is not None:
+            entry = binding.entries.get((ambient, quick))
+            if entry is not None:
+                return self._run(entry, binding, args, ())
+        state = self._reach() if binding is None else binding.state
         given = Reachable(self._codes, self._is_tuned, state)
         given.visit(args, "arguments")
         given.visit(kwargs, "arguments")
-        key = (_ambient(), state.key, given.key)
+        key = (ambient, state.key, given.key)
         entry = self.programs.get(key)
         if entry is None:
+            self._binding = None
             return self._first(key, state, given, args, kwargs)
-        return self._run(entry, [*state.tensors, *given.tensors], [*state.slots, *given.slots])
+        if binding is None:
+            binding = self._binding = Binding(state)
+        if not kwargs and (quick := arguments_key(args, state)) is not None:
+            binding.entries[ambient, quick] = entry
+        return self._run(entry, binding, given.tensors, given.slots)
 
     def _is_tuned(self, optimizer: Any) -> bool:
         return is_elementwise(optimizer) and not any("param_groups" in code.co_names for code in self._codes)
@@ -106,12 +127,18 @@ class Captured(Generic[Given, Result]):
             found.visit(table, "hooks of all modules and optimizers")
         return found
 
-    def _run(self, entry: _Entry, roots: list[torch.Tensor], slots: Sequence[Slots]) -> Any:
+    def _run(self, entry: _Entry, binding: Binding, given: Sequence[Any], slots: Sequence[Slots]) -> Any:
+        """Execute a program, and put together what it leaves."""
         self._last = entry
-        inputs = [part for root in roots for part in parts_of(local_of(root))]
+        state = binding.state
+        roots = [*state.tensors, *given]
+        inputs = [*binding.inputs, *(part for tensor in given for part in parts_of(local_of(tensor)))]
         with torch.no_grad():
             values = entry.program.run(inputs)
-        return _left(entry, values, roots, slots)
+        result = _left(entry, values, roots, [*state.slots, *slots] if entry.changes_slots else ())
+        if entry.changes_slots or entry.reads_states or (entry.renewed and not binding.renew(entry.renewed)):
+            self._binding = None
+        return result
 
     # ---------------------------------------------------------------- recording
 
@@ -126,7 +153,7 @@ class Captured(Generic[Given, Result]):
             given.visit((args, kwargs), "arguments")
         if knows and (problems := [*state.problems, *given.problems]):
             raise UnsupportedError(
-                f"captured: the function can read {problems[0]}, and whether that changes cannot be seen",
+                f"captured: the function can read {problems[0]}; whether that changes cannot be seen",
                 hint="pass plain data and tensors, and keep such objects out of what the captured function uses",
             )
         roots = [*state.tensors, *given.tensors]
@@ -137,8 +164,13 @@ class Captured(Generic[Given, Result]):
         watch = Watch(lambda: tape.is_paused)
         shape = state_shape(state.optimizers)
         try:
-            with recording_steps(tape), noting_options(tape), listen_to_states(tape), tape, watch:
+            with recording_steps(tape), recording_collectives(tape), listen_to_states(tape), own_results(), tape, watch:
                 result = self.function(*args, **kwargs)
+            if tape.is_flying:
+                raise UnsupportedError(
+                    "captured: a collective is issued by other means than the methods of a process group",
+                    hint="use torch.distributed or shardwise for it",
+                )
             if watch.problem is not None:
                 what, line, hint = watch.problem
                 raise UnsupportedError(f"captured: {what} (at {line})", hint=hint)
@@ -148,15 +180,29 @@ class Captured(Generic[Given, Result]):
                     self._codes.update(watch.codes)
                     self.forget()
                 return result
-            entry = self._entry(tape, watch, state, given, before, slots, roots, result)
+            try:
+                entry = self._entry(tape, watch, state, given, before, slots, roots, result)
+            except Unsettled as unsettled:
+                self._unsettle(str(unsettled))
+                return result
             if self.verify:
                 result = self._verify(entry, tape, before, roots)
         except ShardwiseError:
             before.restore()
             raise
+        self._unsettled = 0
         self.programs.keep(key, entry)
         self._last = entry
         return result
+
+    def _unsettle(self, why: str) -> None:
+        """The step was not recorded. Caches fill once; what changes on every call would never let it be."""
+        self._unsettled += 1
+        if self._unsettled == MANY_UNSETTLED:
+            warnings.warn(
+                f"captured: {self._unsettled} calls could not be recorded and ran as always; the last because {why}",
+                stacklevel=4,
+            )
 
     def _entry(
         self,
@@ -178,15 +224,27 @@ class Captured(Generic[Given, Result]):
         for generator in tape.generators.values():
             known = any(id(generator) in reached._seen for reached in (state, given))
             if not known and all(generator is not other for other, _ in random_states()):
-                raise UnsupportedError(
-                    "captured: a generator of random numbers is made by the function", hint="make it outside"
-                )
+                raise Unsettled("a generator of random numbers is made by it")
         leaving = Leaving(tape, state, roots, watch.spent)
         described = leaving.describe(result, "the result")
         effects = tuple(leaving.changes(before, slots))
         program = Program(tape, tuple(leaving.values), _name(self.function))
         program.outcome = leaving.values
-        return _Entry(program, described, effects, _written(tape, before), (state._kept, given._kept))
+        renewed = [
+            (effect.target, state.position(before.held[effect.target].grad))
+            for effect in effects
+            if effect.kind == "grad"
+        ]
+        return _Entry(
+            program,
+            described,
+            effects,
+            _written(tape, before),
+            tuple((owner, at) for owner, at in renewed if at is not None and owner < state.count),
+            any(effect.kind != "grad" for effect in effects),
+            _reads(program, state.states, before),
+            (state._kept, given._kept),
+        )
 
     def _verify(self, entry: _Entry, tape: Tape, before: Snapshot, roots: list[torch.Tensor]) -> Any:
         """Run the program from the same state, and compare all that it leaves with what the step has left."""
@@ -200,22 +258,22 @@ class Captured(Generic[Given, Result]):
         with torch.no_grad():
             values = program.verifying()(inputs)
         pairs = [(values[at], wanted[number]) for at, number in enumerate(program.wanted)]
-        pairs += [pair for was, parts in zip(before.held, left, strict=True) for pair in zip(was.parts, parts, strict=True)]
+        pairs += [
+            pair for was, parts in zip(before.held, left, strict=True) for pair in zip(was.parts, parts, strict=True)
+        ]
         pairs += [(now[1], then[1]) for now, then in zip(random_states(), random, strict=True)]
         for found, expected in pairs:
             if not same_bits(found, expected):
                 raise UnsupportedError(
                     f"captured: the recorded program gives other values than the function, in a tensor of shape "
                     f"{tuple(expected.shape)}: it did something that is no operator of torch",
-                    hint="run the function as it is; what writes to memory besides torch's operators cannot be captured",
+                    hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
                 )
         program.received = tape.received = {}
         return _left(entry, values, roots, before.slots)
 
 
-def _left(
-    entry: _Entry, values: tuple[torch.Tensor, ...], roots: list[torch.Tensor], slots: Sequence[Slots]
-) -> Any:
+def _left(entry: _Entry, values: tuple[torch.Tensor, ...], roots: list[torch.Tensor], slots: Sequence[Slots]) -> Any:
     """Put results, gradients and attributes together."""
     found = dict(zip(entry.program.wanted, values, strict=True))
     made: dict[int, Any] = {}
@@ -244,10 +302,20 @@ def _written(tape: Tape, before: Snapshot) -> tuple[int, ...]:
     for at, was in enumerate(before.held):
         numbers = range(number, number + len(was.parts))
         number += len(was.parts)
-        if was.tensor.__class__ is DTensor and not was.tensor.is_inference():
-            if id(was.tensor) in touched or any(tape.memory_of[n] in memories for n in numbers):
-                found.append(at)
+        is_written = id(was.tensor) in touched or any(tape.memory_of[n] in memories for n in numbers)
+        if is_written and was.tensor.__class__ is DTensor and not was.tensor.is_inference():
+            found.append(at)
     return tuple(found)
+
+
+def _reads(program: Program, positions: set[int], before: Snapshot) -> bool:
+    """Whether a program is given any of the tensors at these positions."""
+    used, number = program.inputs(), 0
+    for at, was in enumerate(before.held):
+        if at in positions and any(n in used for n in range(number, number + len(was.parts))):
+            return True
+        number += len(was.parts)
+    return False
 
 
 def _name(function: Any) -> str:
@@ -298,15 +366,14 @@ def _ambient() -> tuple[Any, ...]:
     )
 
 
-def captured(
-    function: Callable[Given, Result], *, max_programs: int = 16, verify: bool = True
-) -> Captured[Given, Result]:
+def captured(function: Callable[..., Result], *, max_programs: int = 16, verify: bool = True) -> Captured[Result]:
     """Return `function` as one that runs as a program of local operators and collectives, without dispatch of DTensors.
 
     Args:
         function: a training step, an inference, any function of DTensors.
         max_programs: how many programs are kept, one for each combination of shapes, layouts and Python values.
-        verify: compare a new program with the function, bit by bit, before it is used. Takes the memory of the state twice.
+        verify: compare a new program with the function, bit by bit, before it is used. A call that is recorded then
+            takes the memory of the state twice more.
 
     Example:
         >>> import shardwise as sw

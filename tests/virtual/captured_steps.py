@@ -1,0 +1,358 @@
+"""Random training steps, captured and eager, over calls between which everything that a step can read may change.
+
+Two copies of one model run the same calls; after each call all that a user can see must have the same bits. Run many:
+`python -m tests.virtual.captured_steps --programs 2000 --seed 0 --jobs 8`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import shardwise as sw
+from shardwise.capture import captured
+from shardwise.fabric.virtual import parts_of
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+CALLS = 11
+CHANGED = (4, 6, 7, 9)  # the calls before which something changes
+WIDTH = 12
+MESHES = ((2,), (4,), (3,), (2, 2))
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "by hand": lambda p: ByHand(p, 0.01),
+}
+SCALE = 1.0  # a global that steps read
+
+
+class ByHand(torch.optim.Optimizer):
+    """An optimizer of the user's, which is recorded operator by operator."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+class Settings:
+    """Python values that a step reads."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.power = 2
+        self.clip: float | None = 1.0
+        self.names = ["a", "b"]
+
+
+class Model(torch.nn.Module):
+    """Linear layers with whatever a seed asks for."""
+
+    table: torch.Tensor
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, 2 * WIDTH, bias=draw.random() < 0.7)
+        self.second = torch.nn.Linear(2 * WIDTH, WIDTH, bias=draw.random() < 0.7)
+        self.norm = draw.choice([torch.nn.LayerNorm(WIDTH), torch.nn.RMSNorm(WIDTH), torch.nn.Identity()])
+        self.statistics = torch.nn.BatchNorm1d(WIDTH) if draw.random() < 0.3 else None
+        self.dropout = torch.nn.Dropout(draw.choice([0.0, 0.3]))
+        self.last = torch.nn.Linear(WIDTH, WIDTH)
+        if draw.random() < 0.2:
+            self.last.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_buffer("table", torch.randn(WIDTH))
+        self.slope = 0.1
+        self.calls = 0
+        self.counts = draw.random() < 0.1
+        self.keeps = draw.random() < 0.3
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls += 1
+        h = self.second(F.leaky_relu(self.first(x), self.slope))
+        h = self.norm(self.dropout(h))
+        if self.statistics is not None:
+            h = self.statistics(h)
+        if self.keeps:
+            self.kept = h.detach()
+        return self.last(h) + self.table
+
+
+class Job:
+    """One copy of a model with its optimizer, settings and step."""
+
+    def __init__(self, seed: int, mesh: Any) -> None:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.mesh = mesh
+        self.model = Model(draw)
+        tp = mesh if mesh.ndim == 1 else mesh["tp"]
+        self.plan = draw.choice(["tp", "tp", "replicated", "rows"])
+        if self.plan == "tp":
+            parallelize_module(self.model, tp, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        else:
+            layout = [sw.Replicate() if self.plan == "replicated" else sw.Shard(0)] * mesh.ndim
+            for module in self.model.modules():
+                for name, p in list(module.named_parameters(recurse=False)):
+                    own = layout if p.dim() > 1 else [sw.Replicate()] * mesh.ndim
+                    setattr(module, name, torch.nn.Parameter(sw.distribute_tensor(p.detach(), mesh, own)))
+                for name, b in list(module.named_buffers(recurse=False)):
+                    if b.dim() and isinstance(module, Model):
+                        module.register_buffer(name, sw.distribute_tensor(b, mesh, [sw.Replicate()] * mesh.ndim))
+        self.optimizer = OPTIMIZERS[draw.choice(list(OPTIMIZERS))](self.model.parameters())
+        self.settings = Settings()
+        self.gives = draw.choice(["DTensor", "plain"]) if self.plan == "tp" else "DTensor"
+        self.hooks: list[Any] = []
+        self.step = self.make_step(draw)
+
+    def make_step(self, draw: random.Random) -> Callable[..., Any]:
+        model, optimizer, settings = self.model, self.optimizer, self.settings
+        clears = draw.choice(["before", "after", "never"])
+        weight = 0.5
+        cast = draw.random() < 0.2
+
+        def clip(parameters: Any) -> Any:
+            return torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+
+        def step(x: torch.Tensor, y: torch.Tensor, extra: float = 1.0) -> Any:
+            if clears == "before":
+                optimizer.zero_grad()
+            if cast:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    out = model(x).float()
+            else:
+                out = model(x)
+            loss = (out - y).abs().pow(settings.power).mean() * (SCALE * settings.scale * weight * extra)
+            loss.backward()
+            norm = None
+            if settings.clip is not None and settings.names[0] == "a":
+                norm = clip(model.parameters())
+            optimizer.step()
+            if clears == "after":
+                optimizer.zero_grad()
+            return {"loss": loss, "norm": norm, "out": out.detach(), "names": tuple(settings.names)}
+
+        def set_weight(value: float) -> None:
+            nonlocal weight
+            weight = value
+
+        self.set_weight = set_weight
+        return step
+
+    def data(self, draw: random.Random, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(draw.randrange(1 << 30))
+        x, y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        if self.plan == "tp" and self.gives == "plain":
+            return x, y
+        whole = [sw.Replicate()] * self.mesh.ndim
+        split = [sw.Shard(0), *whole[1:]] if self.plan != "tp" else whole
+        mesh = self.mesh if self.plan != "tp" or self.mesh.ndim == 1 else self.mesh["tp"]
+        return tuple(sw.distribute_tensor(t, mesh, split[: mesh.ndim]) for t in (x, y))  # pyright: ignore[reportReturnType]
+
+
+def _change(job: Job, what: str, number: float) -> None:
+    """Change something that the step reads."""
+    global SCALE
+    model, settings = job.model, job.settings
+    optimizer: Any = job.optimizer
+    group = optimizer.param_groups[0]
+    match what:
+        case "lr":
+            group["lr"] = 0.001 + number / 50
+        case "hyperparameter":
+            names = [n for n in ("weight_decay", "eps", "momentum", "alpha") if isinstance(group.get(n), float)]
+            if names:
+                group[names[int(number * len(names))]] = 0.01 + number / 10
+            if "betas" in group:
+                group["betas"] = (0.8 + number / 10, 0.99)
+        case "scale":
+            settings.scale = 0.5 + number
+        case "weight":
+            job.set_weight(0.5 + number)
+        case "global":
+            SCALE = 1.0 + number
+        case "power":
+            settings.power = 1 + int(2 * number)
+        case "clip":
+            settings.clip = None if number < 0.3 else number
+        case "names":
+            settings.names[0] = "a" if number < 0.5 else "c"
+        case "slope":
+            model.slope = number
+        case "p":
+            model.dropout.p = number / 2
+        case "mode":
+            model.train(number < 0.5)
+        case "frozen":
+            model.first.weight.requires_grad_(number < 0.5)
+        case "epsilon":
+            if isinstance(model.norm, torch.nn.LayerNorm | torch.nn.RMSNorm):
+                model.norm.eps = 1e-4 * number
+        case "momentum":
+            if model.statistics is not None:
+                model.statistics.momentum = number
+        case "hook":
+            if job.hooks:
+                job.hooks.pop().remove()
+            else:
+                factor = 1.0 + number
+                job.hooks.append(model.last.register_forward_hook(lambda module, args, out: factor * out))  # pyright: ignore[reportOperatorIssue]
+        case "tensor hook":
+            job.hooks.append(model.second.weight.register_hook(lambda grad: grad * 0.5))
+        case "no gradients":
+            for p in model.parameters():
+                p.grad = None
+        case "values":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.9 + number / 10)
+        case "data":
+            weight = model.second.weight
+            weight.data = weight.detach().mul(0.5)
+        case "replaced":
+            model.table = model.table * 2
+        case "module":
+            model.norm = torch.nn.Identity()
+        case "state":
+            optimizer.load_state_dict(optimizer.state_dict())
+        case _:
+            raise AssertionError(what)
+
+
+CHANGES = (
+    "lr", "lr", "lr", "hyperparameter", "scale", "weight", "global", "power", "clip", "names", "slope", "p", "mode",
+    "frozen", "epsilon", "momentum", "hook", "tensor hook", "no gradients", "values", "data", "replaced", "module",
+    "state",
+)  # fmt: skip
+
+
+def _bits(tensor: Any) -> Any:
+    if tensor is None or not isinstance(tensor, torch.Tensor):
+        return tensor
+    local = tensor._local_tensor if isinstance(tensor, sw.DTensor) else tensor
+    spec = str(tensor.spec) if isinstance(tensor, sw.DTensor) else ""
+    values = [part.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for part in parts_of(local)]
+    return spec, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.grad_fn is None, values
+
+
+def _visible(job: Job, result: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {f"result {name}": _bits(value) for name, value in (result or {}).items()}
+    model, optimizer = job.model, job.optimizer
+    for name, p in model.named_parameters():
+        found[name] = _bits(p)
+        found[f"{name}.grad"] = _bits(p.grad)
+        for key, value in optimizer.state.get(p, {}).items():
+            found[f"{name}: {key}"] = _bits(value)
+    for name, b in model.named_buffers():
+        found[name] = _bits(b)
+    found |= {"calls": model.calls, "kept": _bits(model.kept), "random": torch.get_rng_state().tolist()[:64]}
+    return found
+
+
+def compare(seed: int, mesh: Any = None, calls: int = CALLS) -> tuple[int, int]:
+    """Run one seed; how many calls ran as programs, and how many programs there were. Raises where bits differ."""
+    global SCALE
+    SCALE = 1.0
+    draw = random.Random(seed)
+    if mesh is None:
+        shape = draw.choice(MESHES)
+        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns once, so that only one of both would see it
+        return _compare(seed, mesh, calls, draw)
+
+
+def _compare(seed: int, mesh: Any, calls: int, draw: random.Random) -> tuple[int, int]:
+    global SCALE
+    jobs = [Job(seed, mesh), Job(seed, mesh)]
+    step = captured(jobs[1].step)
+    rows, ran, extra = 8, 0, {}
+    for call in range(calls):
+        if call in CHANGED:
+            for _ in range(draw.choice([1, 1, 2])):
+                what, number = draw.choice(CHANGES), draw.random()
+                was = SCALE
+                for job in jobs:
+                    SCALE = was
+                    _change(job, what, number)
+        if call in CHANGED and draw.random() < 0.2:
+            rows = draw.choice([4, 8, 12])
+            extra = draw.choice([{}, {}, {}, {"extra": 2.0}])
+        x, y = jobs[0].data(draw, rows)
+        start = draw.randrange(1 << 30)
+        outcomes, errors = [], []
+        for job, run in zip(jobs, (jobs[0].step, step), strict=True):
+            torch.manual_seed(start)
+            before = step._last, len(step.programs)
+            try:
+                result, error = run(x, y, **extra), None
+            except RuntimeError as raised:  # nothing requires a gradient, say: then both raise
+                result, error = None, raised
+            if job is jobs[1]:
+                ran += len(step.programs) == before[1] and bool(before[1]) and error is None
+            outcomes.append(_visible(job, result))
+            errors.append(error)
+        if type(errors[0]) is not type(errors[1]):
+            raise AssertionError(f"seed {seed}, call {call}: eager raised {errors[0]!r}, captured {errors[1]!r}")
+        different = [name for name in outcomes[0] if outcomes[0][name] != outcomes[1].get(name)]
+        different += [name for name in outcomes[1] if name not in outcomes[0]]
+        if different:
+            raise AssertionError(f"seed {seed}, call {call}: captured differs from eager in {different[:6]}")
+    return ran, len(step.programs)
+
+
+def _one(seed: int) -> tuple[int, int, int, str]:
+    try:
+        ran, programs = compare(seed)
+        return seed, ran, programs, ""
+    except Exception:
+        return seed, 0, 0, traceback.format_exc(limit=-4)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args(arguments)
+    seeds = range(options.seed, options.seed + options.programs)
+    torch.set_num_threads(1)
+    if options.jobs > 1:
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+            found = pool.map(_one, seeds, chunksize=4)
+    else:
+        found = [_one(seed) for seed in seeds]
+    failed = [(seed, text) for seed, _, _, text in found if text]
+    for seed, text in failed[:5]:
+        print(f"seed {seed}:\n{text}", file=sys.stderr)
+    ran = sum(each[1] for each in found)
+    print(
+        f"{len(found)} steps, {CALLS} calls each: {ran} calls ran as programs, "
+        f"{sum(each[2] for each in found)} programs, {len(failed)} failed {[seed for seed, _ in failed][:20]}"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
