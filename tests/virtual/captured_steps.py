@@ -321,9 +321,9 @@ def _compare(seed: int, mesh: Any, calls: int, draw: random.Random) -> tuple[int
     return ran, len(step.programs)
 
 
-def _one(seed: int) -> tuple[int, int, int, str]:
+def _one(seed: int, calls: int) -> tuple[int, int, int, str]:
     try:
-        ran, programs = compare(seed)
+        ran, programs = compare(seed, calls=calls)
         return seed, ran, programs, ""
     except Exception:
         return seed, 0, 0, traceback.format_exc(limit=-4)
@@ -335,20 +335,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=CALLS)
     options = parser.parse_args(arguments)
     seeds = range(options.seed, options.seed + options.programs)
     torch.set_num_threads(1)
     if options.jobs > 1:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            found = pool.map(_one, seeds, chunksize=4)
+            found = pool.starmap(_one, [(seed, options.calls) for seed in seeds], chunksize=4)
     else:
-        found = [_one(seed) for seed in seeds]
+        found = [_one(seed, options.calls) for seed in seeds]
     failed = [(seed, text) for seed, _, _, text in found if text]
     for seed, text in failed[:5]:
         print(f"seed {seed}:\n{text}", file=sys.stderr)
     ran = sum(each[1] for each in found)
     print(
-        f"{len(found)} steps, {CALLS} calls each: {ran} calls ran as programs, "
+        f"{len(found)} steps, {options.calls} calls each: {ran} calls ran as programs, "
         f"{sum(each[2] for each in found)} programs, {len(failed)} failed {[seed for seed, _ in failed][:20]}"
     )
     return 1 if failed else 0

@@ -17,6 +17,7 @@ from shardwise.capture.reachable import Reachable
 from shardwise.capture.snapshot import local_of
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
+from shardwise.tensor.dtensor import REMEMBERED
 
 __all__ = ["Binding", "arguments_key"]
 
@@ -161,7 +162,7 @@ def arguments_key(args: tuple[Any, ...], state: Reachable) -> tuple[Any, ...] | 
             or (arg.__dict__ and kind is not DTensor)
         ):
             return None
-        if kind is DTensor and (arg._copied_view is not None or any(n != "_settled" for n in arg.__dict__)):
+        if kind is DTensor and (arg._copied_view is not None or any(n not in REMEMBERED for n in arg.__dict__)):
             return None
         ids.add(id(arg))
     return tuple(found)

@@ -26,13 +26,14 @@ from shardwise.capture.tape import Call, Tape, Unit
 from shardwise.capture.watch import Watch
 from shardwise.core.cache import BoundedCache
 from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.events import decision_made, route_started, scatter_started, tensor_entered, tensor_moved
 from shardwise.fabric.base import on_new_world
 from shardwise.fabric.nondeterministic import own_results
 from shardwise.fabric.rank_generators import draws, listen_to_states
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.virtual import parts_of
 from shardwise.plan.cost import current_cost_model
-from shardwise.tensor import DTensor, hooks
+from shardwise.tensor import DTensor, intercepted
 from shardwise.torch_private import (
     dispatch_mode_count,
     function_mode_count,
@@ -158,6 +159,8 @@ class Captured(Generic[Result]):
             )
         roots = [*state.tensors, *given.tensors]
         slots = [*state.slots, *given.slots]
+        if any(part.is_meta for root in roots for part in parts_of(local_of(root))):  # a dry run
+            return self.function(*args, **kwargs)
         before = Snapshot(slots, roots)
         inputs = [part for was in before.held for part in was.parts]
         tape = Tape(inputs, only_checks=not knows)
@@ -332,7 +335,8 @@ def _is_watched() -> bool:
         dispatch_mode_count()
         or function_mode_count()
         or transforms_active()
-        or hooks.is_observed()
+        or any(each.is_active for each in intercepted.values())
+        or any((route_started, scatter_started, decision_made, tensor_moved, tensor_entered))
         or rank_threads() is not None
         or torch.compiler.is_compiling()
         or torch.is_anomaly_enabled()

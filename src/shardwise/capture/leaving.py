@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.capture.program import Local, Made, Root, Same, Sequenced, Tabled
-from shardwise.capture.reachable import MEMORIES, MISSING, Reachable, Slots
+from shardwise.capture.reachable import MISSING, Reachable, Slots
 from shardwise.capture.snapshot import Snapshot, local_of
 from shardwise.capture.tape import Ref, Tape, refused
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
+from shardwise.tensor.dtensor import REMEMBERED
 
 __all__ = ["Effect", "Leaving", "Unsettled"]
 
@@ -98,7 +99,7 @@ class Leaving:
             )
         if value.is_leaf and value.grad is not None:
             raise refused(f"{path} is a new tensor with a gradient", "return the gradient instead")
-        others = [name for name in value.__dict__ if name not in (*MEMORIES, "tensors")]
+        others = [name for name in value.__dict__ if name not in (*REMEMBERED, "tensors")]
         if others or value._backward_hooks:
             raise refused(f"{path} is a new tensor with attributes ({others}) or hooks", "set them outside")
         spec = value._spec if isinstance(value, DTensor) else None

@@ -16,8 +16,8 @@ import torch
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise import modes
 from shardwise.capture.tape import Ref, Tape, Unit, refused
+from shardwise.events import user_line
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
 
@@ -151,7 +151,7 @@ def recording_steps(tape: Tape) -> Iterator[None]:
                     f"the gradient of a parameter {p._spec} does not lie as the parameter does",
                     "redistribute the gradient first; in strict mode nobody else does",
                 )
-        tape.append_unit(Unit(LocalStep(optimizer, counts), tuple(refs), modes.user_line()))
+        tape.append_unit(Unit(LocalStep(optimizer, counts), tuple(refs), user_line()))
         tape.pause()
 
     def after(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

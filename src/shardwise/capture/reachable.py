@@ -29,13 +29,13 @@ from shardwise.core.placement import Placement
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
+from shardwise.tensor.dtensor import REMEMBERED
 from shardwise.torch_private import OpOverload, OpOverloadPacket
 
-__all__ = ["MEMORIES", "MISSING", "Reachable", "Slots", "global_hooks", "is_program_code"]
+__all__ = ["MISSING", "Reachable", "Slots", "global_hooks", "is_program_code"]
 
 MAX_OBJECTS = 500_000
 MISSING: Any = object()
-MEMORIES = ("_settled", "_copied_view")  # what a DTensor remembers about itself; not part of its value
 _BY_VALUE: frozenset[type] = frozenset({
     type(None), bool, int, str, bytes, type(...), type(NotImplemented), range, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
@@ -426,7 +426,7 @@ class Reachable:
         self.visit(getattr(value, "_post_accumulate_grad_hooks", None), f"{path}: hooks after accumulation")
         self.tables.append(value.__dict__)
         for name, item in value.__dict__.items():
-            if name not in MEMORIES and not (kind is RankTensor and name == "tensors"):
+            if name not in REMEMBERED and not (kind is RankTensor and name == "tensors"):
                 self.parts.append(name)
                 self.visit(item, f"{path}.{name}")
 

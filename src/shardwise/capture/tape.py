@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise import modes
 from shardwise.errors import UnsupportedError
+from shardwise.events import is_library_file, user_line
 from shardwise.fabric.shared_writes import written_arguments
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
@@ -39,7 +39,7 @@ def _is_check() -> bool:
         filename, name = frame.f_code.co_filename, frame.f_code.co_name
         if name in _CHECKS and filename.startswith(_OWN):
             return True
-        if not modes.is_library_file(filename):
+        if not is_library_file(filename):
             return False
         frame = frame.f_back
     return False
@@ -47,7 +47,7 @@ def _is_check() -> bool:
 
 def refused(what: str, hint: str) -> UnsupportedError:
     """The error for a step that cannot be captured, with the user's line."""
-    return UnsupportedError(f"captured: {what} (at {modes.user_line()})", hint=hint)
+    return UnsupportedError(f"captured: {what} (at {user_line()})", hint=hint)
 
 
 @dataclass(frozen=True)  # a leaf of trees, which a named tuple is not
@@ -176,7 +176,7 @@ class Tape(TorchDispatchMode):
             if known.dtype is geometry.dtype:
                 args = (Ref(number), geometry.shape, geometry.stride, geometry.offset)
                 made = self._new(tensor)
-                self.calls.append(Call(torch.ops.aten.as_strided.default, args, {}, made, modes.user_line()))
+                self.calls.append(Call(torch.ops.aten.as_strided.default, args, {}, made, user_line()))
                 return made
         return None
 
@@ -221,11 +221,11 @@ class Tape(TorchDispatchMode):
         if not self._paused:
             self._put_back = put_back
             self.generators.update({id(generator): generator for generator in generators})
-            self.append_unit(Unit(keep, (), modes.user_line()))
+            self.append_unit(Unit(keep, (), user_line()))
 
     def put_back(self) -> None:
         if not self._paused:
-            self.append_unit(Unit(self._put_back, (), modes.user_line()))
+            self.append_unit(Unit(self._put_back, (), user_line()))
 
     def same(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
         self.pause()
@@ -308,7 +308,7 @@ class Tape(TorchDispatchMode):
         self.constants.append(tensor.detach().clone())
         made = self._new(result)
         self._lifted.add(made.number)
-        self.calls.append(Call(func, (Const(position),), {}, made, modes.user_line()))
+        self.calls.append(Call(func, (Const(position),), {}, made, user_line()))
         return result
 
     def _record(
@@ -326,7 +326,7 @@ class Tape(TorchDispatchMode):
         expected = self.options if communicates else None
         if not communicates and not any(isinstance(leaf, Ref) for leaf in found):
             expected = result if any(leaf is not None for leaf in found) else None
-        self.calls.append(Call(func, args, kwargs, made, modes.user_line(), expected, writes))
+        self.calls.append(Call(func, args, kwargs, made, user_line(), expected, writes))
 
     def arrived(self) -> None:
         """All collectives that were issued have been waited for."""
