@@ -67,6 +67,8 @@ class _Entry(NamedTuple):
 class Captured(Generic[Result]):
     """A captured function; made by `captured`."""
 
+    is_captured = True
+
     def __init__(self, function: Callable[..., Result], max_programs: int, verify: bool) -> None:
         functools.update_wrapper(self, function)
         self.function = function

@@ -7,6 +7,7 @@ without a value by identity. What can be neither compared nor identified is list
 from __future__ import annotations
 
 import collections
+import dis
 import enum
 import functools
 import operator
@@ -15,7 +16,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,8 @@ class Reachable:
         parts = self.parts
         if isinstance(value, torch.optim.Optimizer):
             self._optimizer(value, path)
+        elif getattr(kind, "is_captured", False):  # it may call one: what that knows is not its own
+            self.visit(value.function, path)
         elif isinstance(value, dict):
             parts.append((kind, len(value)))
             self.slots.append(Slots(value, path))
@@ -359,18 +362,18 @@ class Reachable:
                 self.slots.append(Slots(cell, f"{path}: {name}"))
                 held = _contents(cell)
                 self.visit(None if held is MISSING else held, name)
-        self._globals(code, value.__globals__)
+        self._globals(code, value.__globals__, _names_of(code))
 
-    def _globals(self, code: types.CodeType, values: dict[str, Any]) -> None:
+    def _globals(self, code: types.CodeType, values: dict[str, Any], used: frozenset[str]) -> None:
         """The global names that code may read, and what it may read of modules of the program."""
-        names = tuple(sorted(name for name in _names_of(code) if name in values and not name.startswith("__")))
+        names = tuple(sorted(name for name in used if name in values and not name.startswith("__")))
         self.parts.append(names)
         self.slots.append(Slots(values, f"globals of {code.co_name}", names))
         for name in names:
             value = values[name]
             self.visit(value, name)
             if isinstance(value, types.ModuleType) and is_program_code(getattr(value, "__file__", None) or "<frozen>"):
-                self._globals(code, vars(value))
+                self._globals(code, vars(value), _attributes_of(code))
 
     def _optimizer(self, value: torch.optim.Optimizer, path: str) -> None:
         """Parameters and states; hyperparameters unless they are read by the step itself."""
@@ -446,6 +449,17 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def _names_of(code: types.CodeType) -> frozenset[str]:
-    """The names that code uses, with those of the functions inside it."""
-    inner: Iterable[frozenset[str]] = (_names_of(item) for item in code.co_consts if isinstance(item, types.CodeType))
-    return frozenset(chain(code.co_names, *inner))
+    """The global names that code uses, with those of the functions inside it."""
+    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _GLOBAL}
+    return frozenset(chain(own, *(_names_of(item) for item in code.co_consts if isinstance(item, types.CodeType))))
+
+
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"})
+
+
+@functools.cache
+def _attributes_of(code: types.CodeType) -> frozenset[str]:
+    """The names that code uses in any way, with those of the functions inside it."""
+    return frozenset(
+        chain(code.co_names, *(_attributes_of(item) for item in code.co_consts if isinstance(item, types.CodeType)))
+    )
