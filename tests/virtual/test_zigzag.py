@@ -353,3 +353,26 @@ def test_locals_come_and_go() -> None:
     laid = sw.distribute_tensor(x, mesh, [Z1])
     again = sw.DTensor.from_local(laid.to_local() * 2, mesh, [Z1])
     assert torch.equal(again.full_tensor(), 2 * x)
+
+
+def _linear_attention(q: Any, k: Any, v: Any, chunks: int) -> Any:
+    """Causal linear attention by chunks, as models write it: states of earlier chunks, and the chunk itself."""
+    q, k, v = (x.unflatten(2, (chunks, -1)) for x in (q, k, v))
+    states = k.mT @ v
+    own = (q @ k.mT * torch.ones(q.shape[3], q.shape[3], dtype=q.dtype).tril()) @ v
+    return (own + q @ (states.cumsum(2) - states)).flatten(2, 3)
+
+
+@pytest.mark.parametrize("placement", [S2, Z2])
+def test_linear_attention_by_chunks_exchanges_states_alone(placement: sw.Placement) -> None:
+    """What is received does not depend on the length, and tokens stay where they are."""
+    mesh, received = sw.init_device_mesh("cpu", (4,)), set()
+    for length in (64, 128):
+        plain = [torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(3)]
+        laid = [sw.distribute_tensor(x, mesh, [placement]) for x in plain]
+        out, _, received_bytes = sequences.counted(lambda laid=laid: _linear_attention(*laid, 8))
+        received.add(received_bytes)
+        assert out.placements == (placement,)
+        torch.testing.assert_close(out.full_tensor(), _linear_attention(*plain, 8), rtol=1e-12, atol=1e-12)
+    assert len(received) == 1
+    assert received.pop() <= 3 * 8 * 2 * 4 * 4 * 8  # at most the states of all chunks for each other rank
