@@ -94,7 +94,7 @@ class Model(torch.nn.Module):
         if self.statistics is not None:
             h = self.statistics(h)
         if self.keeps:
-            self.kept = h.detach()
+            self.kept = h.detach().clone()
         return self.last(h) + self.table
 
 
