@@ -62,9 +62,9 @@ def test_operators_do_not_grow(name: str) -> None:
     assert not [layout for layout in found.layouts if layout.grows]
 
 
-@pytest.mark.parametrize("name", [names[0] for _, names in REASONS.values()])
+@pytest.mark.parametrize("name", [names[0] for key, (_, names) in REASONS.items() if key != "results"])
 def test_operators_with_a_reason_grow(name: str) -> None:
-    """One operator of each reason; `python -m tests.virtual.scaling` looks at all."""
+    """One operator of each reason, but of one with thousands of results; the audit's command looks at all."""
     assert audit(name).grows, f"{name} is flat now; take it out of tests/virtual/growing_operators.py"
 
 
