@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise import dlpack, jiterator, loading, optimizer_hook
+from shardwise import loading, optimizer_hook, raw_memory
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh, on_first_mesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
@@ -178,11 +178,11 @@ def _register_flex_attention(module: Any) -> None:
     importlib.import_module(_FLEX_ATTENTION).register()
 
 
-RULE_MODULES.append("shardwise.decompose.all_decompositions")
+RULE_MODULES.append("shardwise.decompose")
 # There are no DTensors before there is a mesh, and until then torch is left as it is.
 on_first_mesh.append(loading.wrap_load_state_dict)
-on_first_mesh.append(dlpack.wrap_to_dlpack)
-on_first_mesh.append(jiterator.wrap_jiterator)
+on_first_mesh.append(raw_memory.wrap_to_dlpack)
+on_first_mesh.append(raw_memory.wrap_jiterator)
 on_first_mesh.append(optimizer_hook.install)
 on_first_mesh.append(lambda: when_imported("torch.distributed.checkpoint.state_dict", _wrap_torch_state_dict))
 on_first_mesh.append(lambda: when_imported("torch.nn.attention.flex_attention", _register_flex_attention))

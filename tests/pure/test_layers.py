@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("decompose",),
     ("api", "random", "interop"),
-    ("factories", "loading", "dlpack", "jiterator", "optimizer_hook"),
+    ("factories", "loading", "raw_memory", "optimizer_hook"),
     ("extend",),
     ("parallel", "checkpoint", "debug", "capture"),
     ("__init__",),

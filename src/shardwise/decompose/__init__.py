@@ -1,1 +1,24 @@
-"""Operators computed from other operators, on DTensors: where that communicates less than their rules allow."""
+"""Operators computed from other operators, on DTensors: where that communicates less than their rules allow.
+
+Importing the package enters all of them in the registry; it is done with the rules, when the first operator runs.
+"""
+
+from shardwise.decompose import (  # noqa: F401  # read for what they declare
+    encoder,
+    equivalents,
+    random_sampling,
+    sharded_bags,
+    sharded_batch_norm,
+    sharded_extremes,
+    sharded_halves,
+    sharded_images,
+    sharded_indexing,
+    sharded_losses,
+    sharded_masks,
+    sharded_norms,
+    sharded_scans,
+    sharded_search,
+    sharded_softmax,
+    sharded_statistics,
+    tensor_lists,
+)

@@ -12,8 +12,7 @@ from shardwise.parallel.data_parallel.fully_shard import (
 )
 from shardwise.parallel.data_parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.data_parallel.replicate import ReplicateModule, replicate
-from shardwise.parallel.tensor_parallel.loss_parallel import loss_parallel
-from shardwise.parallel.tensor_parallel.parallelize import parallelize_module
+from shardwise.parallel.tensor_parallel.parallelize import loss_parallel, parallelize_module
 from shardwise.parallel.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from shardwise.parallel.tensor_parallel.style import ParallelStyle
 from shardwise.parallel.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel

@@ -8,7 +8,6 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     convolution,
     creation,
     embedding,
-    extremes,
     fft,
     foreach,
     grouped_matmul,

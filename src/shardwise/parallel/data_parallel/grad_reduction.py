@@ -16,7 +16,7 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import alike
 from shardwise.fabric.base import fabrics
-from shardwise.parallel.tensor_parallel.redistribute_many import redistributed_together
+from shardwise.parallel.tensor_parallel.value_layouts import redistributed_together
 from shardwise.tensor import DTensor
 
 __all__ = ["parts_of_sums"]

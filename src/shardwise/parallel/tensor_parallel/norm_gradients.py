@@ -19,7 +19,7 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import alike
 from shardwise.fabric.base import of_one_rank
-from shardwise.parallel.tensor_parallel.redistribute_many import redistributed_together
+from shardwise.parallel.tensor_parallel.value_layouts import redistributed_together
 from shardwise.tensor import DTensor
 from shardwise.torch_private import queue_callback
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from shardwise.parallel.tensor_parallel.adapters import convert_around_adapters
 from shardwise.parallel.tensor_parallel.module_parameters import check_parameters, keep_one_gradient, update_ties
 from shardwise.parallel.tensor_parallel.style import STYLES, ParallelStyle
 
-__all__ = ["parallelize_module"]
+__all__ = ["loss_parallel", "parallelize_module"]
 
 Plan = ParallelStyle | Mapping[str, Any] | None
 
@@ -150,3 +151,21 @@ def _checked(entries: list[PlannedModule], mesh: DeviceMesh) -> list[PlannedModu
         check_parameters(entry.module, placements, mesh, entry.who, known)
         fresh.append(entry)
     return fresh
+
+
+@contextlib.contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Changes nothing: `cross_entropy` of logits that are sharded over classes gathers none of them, inside or outside.
+
+    Example:
+        >>> import torch
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (4,))
+        >>> logits = sw.zeros(2, 8, device_mesh=mesh, placements=[sw.Shard(-1)])
+        >>> targets = sw.zeros(2, dtype=torch.int64, device_mesh=mesh)
+        >>> with loss_parallel():
+        ...     loss = torch.nn.functional.cross_entropy(logits, targets)
+        >>> round(loss.item(), 4)
+        2.0794
+    """
+    yield

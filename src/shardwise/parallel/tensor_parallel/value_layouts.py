@@ -6,6 +6,7 @@ rank of a data-parallel axis has a part. Then only the axis of the style changes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from shardwise.compilers import traceable
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Placement
-from shardwise.core.spec import DTensorSpec, checked_placements
+from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
+from shardwise.dispatch.flat_buffer import SideBySide
 from shardwise.errors import MeshError
-from shardwise.tensor import AnyDTensor, DTensor, is_dtensor
+from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
 from shardwise.torch_private import tree_map_only
 
-__all__ = ["in_layout", "in_layouts", "local_of"]
+__all__ = ["in_layout", "in_layouts", "local_of", "redistributed_together"]
 
 MAX_TARGETS = 4096
 _targets: BoundedCache[tuple[DTensorSpec, DeviceMesh, Placement], DTensorSpec] = BoundedCache(MAX_TARGETS)
@@ -98,3 +100,14 @@ def _replaced(spec: DTensorSpec, axis: int, wanted: Placement) -> DTensorSpec:
 def _order_of(spec: DTensorSpec) -> Any:
     """The shard order of a spec where it is not the order of the mesh."""
     return spec.shard_order if any(list(axes) != sorted(axes) for _, axes in spec.shard_order) else None
+
+
+def redistributed_together(tensors: Sequence[DTensor], placements: Sequence[Placement]) -> list[DTensor]:
+    """Tensors of one mesh, layout and dtype, sharded neither now nor afterwards, with these placements; contiguous."""
+    buffer = SideBySide.of([tensor._spec for tensor in tensors])
+    joined = dtensor_of(buffer.spec, buffer.joined(tensor._local_tensor for tensor in tensors))
+    parts = buffer.parts(joined.redistribute(placements=placements)._local_tensor)
+    return [
+        dtensor_of(DTensorSpec(joined.device_mesh, placements, TensorMeta(shape, dtype=joined.dtype)), part)
+        for shape, part in zip(buffer.shapes, parts, strict=True)
+    ]
