@@ -15,7 +15,6 @@ ALLOWED: dict[str, int] = {
     "core/spec.py": 1,
     "debug/parity_check/module_parity.py": 1,
     "debug/parity_check/op_parity.py": 1,
-    "dispatch/broadcast.py": 1,
     "dispatch/executors.py": 2,
     "dispatch/operands.py": 1,
     "dispatch/plain_operands.py": 2,

@@ -22,9 +22,7 @@ from shardwise.dispatch.signature import Executor, Signature
 from shardwise.dispatch.views import PHYSICAL
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.block_copies import compacted, local_step
-from shardwise.fabric.dry import dry
 from shardwise.fabric.routes import bound_route
-from shardwise.fabric.virtual import virtual
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.dims import wrapped
@@ -576,7 +574,7 @@ def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor | None:
         return None
     wrap, fabric = signature.wrapping.wrapper(target), fabric_of(mesh)
     here = fabric.coordinates(mesh)
-    is_alone = len(here) == 1 and mesh.fabric not in (virtual.name, dry.name)
+    is_alone = len(here) == 1 and fabric_of(mesh).one_rank
     if signature.info.op is aten.detach.default:
         steps = route.route.steps
         move = (local_step(steps[0], here[0]) if is_alone and len(steps) == 1 else None) or route.run
