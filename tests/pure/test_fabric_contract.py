@@ -10,6 +10,10 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 # Tests of `isinstance(..., RankTensor)` or of a fabric's name, by file.
 ALLOWED: dict[str, int] = {
+    "capture/binding.py": 1,
+    "capture/leaving.py": 1,
+    "capture/local_optimizer.py": 1,
+    "capture/reachable.py": 1,
     "checkpoint/operations/process_exchange.py": 1,
     "checkpoint/state_dicts/state_dict_values.py": 1,
     "core/spec.py": 1,
