@@ -132,6 +132,7 @@ def plain_tensors(policy: str) -> Iterator[None]:
 
     Example:
         >>> import shardwise as sw
+        >>> import torch
         >>> x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
         >>> (x + torch.arange(4)).full_tensor()
         tensor([1., 2., 3., 4.])
@@ -168,6 +169,7 @@ def implicit_replication() -> Iterator[None]:
 
     Example:
         >>> import shardwise as sw
+        >>> import torch
         >>> x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
         >>> with implicit_replication():
         ...     (x + torch.arange(4)).full_tensor()
@@ -211,6 +213,7 @@ def attention(*, prefer: str) -> Iterator[None]:
 
     Example:
         >>> import shardwise as sw
+        >>> import torch
         >>> x = torch.rand(1, 2, 8, 4)
         >>> q = sw.distribute_tensor(x, sw.init_device_mesh("cpu", (2,)), [sw.Shard(2)])
         >>> with attention(prefer="ring"):

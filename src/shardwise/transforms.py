@@ -80,6 +80,7 @@ def visible_spec(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
 
     Example:
         >>> from shardwise.core.mesh import DeviceMesh
+        >>> from shardwise.core.placement import Shard
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
         >>> visible_spec(DTensorSpec(mesh, [Shard(0), Shard(2)], TensorMeta((8, 4, 6))), (1, 2))
         f32[4,6] dp:R tp:S1
@@ -100,6 +101,7 @@ def with_batch_dim(spec: DTensorSpec, dim: int, meta: TensorMeta, like: DTensorS
 
     Example:
         >>> from shardwise.core.mesh import DeviceMesh
+        >>> from shardwise.core.placement import Shard
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
         >>> mapped = DTensorSpec(mesh, [Shard(0), Shard(2)], TensorMeta((8, 4, 6)))
         >>> one = DTensorSpec(mesh, [Replicate(), Shard(1)], TensorMeta((4, 6)))

@@ -183,6 +183,7 @@ class DTensorSpec(Interned):
             communication. Never a sharded dim, nor one of size one.
 
     Example:
+        >>> from shardwise.core.placement import Shard
         >>> mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("dp", "tp"))
         >>> spec = DTensorSpec(mesh, [Shard(0), Replicate()], TensorMeta((8, 32)))
         >>> spec, spec.local_shape((1, 0)), spec.global_offset((1, 0))
@@ -418,6 +419,7 @@ class DTensorSpec(Interned):
         """The layout on another mesh of the same grid: on the axes that both have, replicated along the others.
 
         Example:
+            >>> from shardwise.core.placement import Shard
             >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
             >>> DTensorSpec(mesh["tp"], [Shard(0)], TensorMeta((8,))).remapped(mesh)
             f32[8] dp:R tp:S0
@@ -492,6 +494,7 @@ def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
     """The order of the mesh's axes, for each dim that is split.
 
     Example:
+        >>> from shardwise.core.placement import Shard
         >>> default_shard_order([Shard(1), Replicate(), Shard(1)])
         (ShardOrderEntry(dim=1, axes=(0, 2)),)
     """

@@ -34,6 +34,7 @@ class Route:
     """The steps from one layout to another, and what the model says they cost.
 
     Example:
+        >>> from shardwise.core.placement import Shard
         >>> mesh = DeviceMesh("cpu", [0, 1, 2, 3])
         >>> spec = DTensorSpec(mesh, [Shard(0)], TensorMeta((8, 4)))
         >>> print(DTensorRedistributePlanner().plan(spec, spec.with_placements([Shard(1)])))
@@ -77,6 +78,7 @@ class DTensorRedistributePlanner:
         cost_model: the model to plan with; the current one by default.
 
     Example:
+        >>> from shardwise.core.placement import Shard
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
         >>> spec = DTensorSpec(mesh, [Shard(0), Shard(1)], TensorMeta((8, 8)))
         >>> route = DTensorRedistributePlanner().plan(spec, spec.with_placements([Shard(1), Shard(0)]))
@@ -205,6 +207,7 @@ def plain_route(source: DTensorSpec, target: DTensorSpec, cost_model: CostModel 
     """The step-by-step way: reduce each partial axis, gather every axis that changes, slice. For comparison.
 
     Example:
+        >>> from shardwise.core.placement import Shard
         >>> mesh = DeviceMesh("cpu", [0, 1])
         >>> spec = DTensorSpec(mesh, [Shard(0)], TensorMeta((4, 4)))
         >>> [step.describe() for step in plain_route(spec, spec.with_placements([Shard(1)])).steps]
