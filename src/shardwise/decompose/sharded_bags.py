@@ -15,7 +15,7 @@ MEAN = 1
 
 
 def bag_of_each(indices: Any, offsets: Any) -> Any:
-    """The bag of each index, of where bags begin."""
+    """The bag of each index, of where bags begin. What forward gives as such is empty after some of its kernels."""
     count = indices.shape[0]
     begins = offsets.new_zeros(count + 1).index_add(0, offsets, torch.ones_like(offsets))
     return begins[:count].cumsum(0) - 1
@@ -67,7 +67,7 @@ def embedding_bag_backward(
     """The gradient of each bag for each of its rows; gradients of a table go to their owners."""
     if sparse or not indices.shape[0]:
         return NotImplemented
-    bag = offset2bag if offset2bag.shape[0] else bag_of_each(indices, offsets)
+    bag = bag_of_each(indices, offsets)
     if mode == MAX or scale_grad_by_freq:
         return aten._embedding_bag_dense_backward.default(
             grad, indices, bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights,
@@ -89,6 +89,6 @@ def weights_backward(
     """Products of the gradient of a bag with its rows."""
     if not split_axes(weight, (0,)) or not indices.shape[0]:
         return NotImplemented
-    bag = offset2bag if offset2bag.shape[0] else bag_of_each(indices, offsets)
+    bag = bag_of_each(indices, offsets)
     products = (grad.index_select(0, bag) * aten.embedding.default(weight, indices)).sum(1)
     return torch.where(indices != padding_idx, products, 0)
