@@ -136,12 +136,13 @@ def audit(name: str) -> Scaling:
             ]
         except Exception:
             return found
-        by_shapes: dict[Any, Sample] = {}
+        by_shapes: dict[Any, list[Sample]] = {}
         for sample in samples:  # those of floats come first
-            by_shapes.setdefault(tuple(t.shape for t in sample.tensors), sample)
-        for sample in list(by_shapes.values())[:3]:
-            for dim in range(sample.tensors[0].dim()):
-                layout = _layout(sample, dim)
+            by_shapes.setdefault(tuple(t.shape for t in sample.tensors), []).append(sample)
+        for alike in list(by_shapes.values())[:3]:
+            for dim in range(alike[0].tensors[0].dim()):
+                # the first that can be measured: some need values, which a dry run has not
+                layout = next((made for sample in alike if (made := _layout(sample, dim)) is not None), None)
                 if layout is not None:
                     found.layouts.append(layout)
     return found
