@@ -28,7 +28,7 @@ from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.dims import wrapped
 from shardwise.rules.embedding import held_gradients
 from shardwise.rules.engine import Factors
-from shardwise.rules.interpolation import INTERPOLATIONS
+from shardwise.rules.interpolation_names import INTERPOLATIONS
 from shardwise.rules.joining import where_replaced
 from shardwise.rules.movement import where_triangle
 from shardwise.rules.reduction import local_share

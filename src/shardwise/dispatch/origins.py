@@ -22,7 +22,7 @@ from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OutputSharding
 from shardwise.plan.step import OwnerExchange
 from shardwise.rules.dims import wrapped
-from shardwise.rules.interpolation import INTERPOLATIONS
+from shardwise.rules.interpolation_names import INTERPOLATIONS
 from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import current_autograd_node
 

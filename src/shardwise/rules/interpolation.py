@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Window
+from shardwise.rules.interpolation_names import INTERPOLATIONS
 from shardwise.rules.pooling import leading
 from shardwise.rules.registry import Call, Halo, rule
 from shardwise.rules.taps import Resampling
@@ -93,21 +94,6 @@ def _scales(options: Sequence[Any], places: Places, first: int, space: int) -> l
     return [*others, *(None if first + i in places else scale for i, scale in enumerate(scales))]
 
 
-# by name: how many dims, which kind of resampling, whether smoothed
-INTERPOLATIONS = {
-    "upsample_nearest1d": (1, "nearest", False),
-    "upsample_nearest2d": (2, "nearest", False),
-    "upsample_nearest3d": (3, "nearest", False),
-    "_upsample_nearest_exact1d": (1, "nearest-exact", False),
-    "_upsample_nearest_exact2d": (2, "nearest-exact", False),
-    "_upsample_nearest_exact3d": (3, "nearest-exact", False),
-    "upsample_linear1d": (1, "linear", False),
-    "upsample_bilinear2d": (2, "linear", False),
-    "upsample_trilinear3d": (3, "linear", False),
-    "upsample_bicubic2d": (2, "cubic", False),
-    "_upsample_bilinear2d_aa": (2, "linear", True),
-    "_upsample_bicubic2d_aa": (2, "cubic", True),
-}
 for name, (space, kind, smooths) in INTERPOLATIONS.items():
     factors = functools.partial(leading, space=space, linear=True)
     how = {"space": space, "kind": kind, "smooths": smooths}
