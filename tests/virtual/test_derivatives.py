@@ -39,6 +39,7 @@ ONCE = {
     "shardwise.tensor.gradient_layouts.ProductOfOthers",
     "shardwise.fabric.target_kernels.FusedRMSNorm",
     "shardwise.parallel.data_parallel.gathered_params.Leaves",
+    "shardwise.capture.program._Spent",  # stands for a graph that was used up: its gradient raises too
 }
 NO_GRADIENT = {"shardwise.parallel.data_parallel.gathered_params.Completion"}  # a signal: nothing flows through it
 

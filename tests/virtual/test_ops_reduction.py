@@ -10,6 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.events import route_started
+from tests.torch_version import TORCH
 from tests.virtual.free import S0, S1, S2, P, R, collectives, tensor
 from tests.virtual.parity import assert_parity, bytes_moved, distribute, whole
 
@@ -69,7 +70,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "renorm": (along("renorm", 2, 0, 0.5), UNEVEN),
     "var without correction": (along("var", 0, correction=0), UNEVEN),
     "var of one": (along("var", 0, correction=1.5), t(2, 3)),
-    "trace": (torch.trace, t(7, 5)),
+    # before torch 2.13 the gradient of its own trace has an element too many where rows are more than columns
+    "trace": (torch.trace, t(7, 5) if TORCH >= (2, 13) else t(5, 5)),
     "trace wide": (torch.trace, t(5, 13)),
     "dist": (torch.dist, UNEVEN, UNEVEN + 1),
     "sum in place of a sum": (lambda x: (x * 1).sum(0).add_(1).mul_(2), EVEN),

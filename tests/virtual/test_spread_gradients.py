@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
+from tests.torch_version import TORCH
 
 MESHES = ((4,), (2, 2))
 ROWS = 22  # uneven over four ranks
@@ -68,6 +69,8 @@ def derivatives(program: Callable[[Any], Any], x: Any) -> list[Any]:
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_of_sums(name: str, shape: tuple[int, ...]) -> None:
+    if name == "trace" and TORCH < (2, 13):
+        pytest.skip("the gradient of torch's own trace has an element too many where rows are more than columns")
     value = torch.randn(ROWS, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mesh = sw.init_device_mesh("cpu", shape)
     placements = [sw.Shard(0), *[sw.Replicate()] * (mesh.ndim - 1)]

@@ -47,10 +47,17 @@ _BY_IDENTITY = (
     types.ModuleType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern, torch.Generator,
     torch.ScriptObject, torch.finfo, torch.iinfo, types.UnionType, types.GenericAlias,
 )  # fmt: skip
-_LIBRARIES = tuple(str(Path(folder).resolve()) for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_PARALLEL = str(Path(__file__).parents[1] / "parallel")
-_STANDARD = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
-_ADDED = (str(Path(sysconfig.get_paths()["purelib"]).resolve()), str(Path(sysconfig.get_paths()["platlib"]).resolve()))
+
+
+def _folders(*paths: str | Path) -> tuple[str, ...]:
+    """Folders as code may name them: by the path that was imported from, and without links."""
+    return tuple({str(form): None for path in paths for form in (Path(path), Path(path).resolve())})
+
+
+_LIBRARIES = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
+_PARALLEL = _folders(Path(__file__).parents[1] / "parallel")
+_STANDARD = _folders(sysconfig.get_paths()["stdlib"])
+_ADDED = _folders(sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 # What torch and this library use, and what checks types in tests.
 _DEPENDENCIES = tuple(
     f"{folder}/{name}/" for folder in _ADDED for name in ("numpy", "sympy", "mpmath", "networkx", "rich", "beartype")
