@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
 from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.base import Fabric
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
@@ -42,7 +43,7 @@ _BY_VALUE: frozenset[type] = frozenset({
     torch.layout, torch.memory_format,
 })  # fmt: skip
 _BY_IDENTITY = (
-    DeviceMesh, DTensorSpec, Placement, OpOverload, OpOverloadPacket, enum.Enum, types.BuiltinFunctionType,
+    DeviceMesh, DTensorSpec, Fabric, Placement, OpOverload, OpOverloadPacket, enum.Enum, types.BuiltinFunctionType,
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.ModuleType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern, torch.Generator,
     torch.ScriptObject, torch.finfo, torch.iinfo, types.UnionType, types.GenericAlias,
