@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from collections.abc import Callable
@@ -47,15 +48,20 @@ class Watch:
         self.sets_state = False  # checkpointing puts random states back
         self._is_paused = is_paused
         self._previous: Any = None
+        self._collects = False
         self._seen: set[types.CodeType] = set()  # code that need not be looked at again
 
     def __enter__(self) -> Watch:
+        self._collects = gc.isenabled()
+        gc.disable()  # a collection calls functions of others, which are no part of the step
         self._previous = sys.getprofile()
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.setprofile(self._previous)
+        if self._collects:
+            gc.enable()
 
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event == "call":
