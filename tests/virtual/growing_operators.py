@@ -52,8 +52,8 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("split", "unsafe_split", "unbind", "unbind_copy"),
     ),
     "draws": (
-        "Which elements draw a random number depends on the values of those before, so all are gathered.",
-        ("nn.functional.rrelu",),
+        "Which elements draw a random number, or are drawn, depends on the values of others, so all are gathered.",
+        ("nn.functional.rrelu", "multinomial"),
     ),
     "plain": (
         "torch makes a plain tensor for all rows or channels of the global one: two random numbers, a causal mask.",

@@ -142,7 +142,9 @@ def audit(name: str) -> Scaling:
         for alike in list(by_shapes.values())[:3]:
             for dim in range(alike[0].tensors[0].dim()):
                 # the first that can be measured: some need values, which a dry run has not
-                layout = next((made for sample in alike if (made := _layout(sample, dim)) is not None), None)
+                dtypes = [tensor.dtype for tensor in alike[0].tensors]
+                fitting = (sample for sample in alike if [tensor.dtype for tensor in sample.tensors] == dtypes)
+                layout = next((made for sample in fitting if (made := _layout(sample, dim)) is not None), None)
                 if layout is not None:
                     found.layouts.append(layout)
     return found

@@ -481,6 +481,7 @@ SPREADING: dict[Any, Callable[[Signature], list[int]]] = {
     **{getattr(aten, f"{name}_backward").default: _along_images for name in INTERPOLATIONS},
 }
 JOINED = {aten.cat.default, aten.slice_scatter.default}  # of these all operands are laid out alike, else the first
+TRANSFORMING = {"FftR2CBackward0"}  # nodes that need all of a dim next, which would be gathered again
 SMALL = 4  # times that a rank's part of a tensor must be larger than what is called small beside it
 
 
@@ -510,6 +511,8 @@ def spread_as_origin(signature: Signature, run: Executor) -> Executor:
     def run_or_spread(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         origin = origin_of(wrapping.tensor_class)
         if origin is None or origin.mesh is not spec.mesh or origin.ndim > spec.ndim or origin.is_strided:
+            return run(args, kwargs)
+        if type(current_autograd_node()).__name__ in TRANSFORMING:
             return run(args, kwargs)
         stored = math.prod([size for dim, size in enumerate(origin.shape) if dim not in once])
         is_split = any(origin.dim_axes[dim] for dim in dims if dim < origin.ndim)
