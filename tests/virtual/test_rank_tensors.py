@@ -469,35 +469,8 @@ def test_ranks_with_equal_operands_share_the_result_of_a_nondeterministic_operat
     assert len({result[1].data_ptr() for result in results}) == len(rows)
 
 
-@pytest.mark.parametrize("run", [
-    lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),  # one operand in front
-    lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),  # two
-    lambda x: F.adaptive_avg_pool2d(x, 2),  # two, of which one is read for its shape
-    lambda x: x.cummax(-1).values,  # whose rule gives each rank arguments of its own
-])  # fmt: skip
-def test_replicas_share_the_results_of_short_calls_too(
-    run: Callable[[Any], Any], mesh: sw.DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared: list[int] = []
-
-    def noting(rows: Any, call: Any, written: Any, unread: int | None) -> Any:
-        calls: list[int] = []
-        results = share_results(rows, lambda row: (calls.append(1), call(row))[1], written, unread)
-        shared.append(len(calls))
-        return results
-
-    monkeypatch.setattr(virtual, "share_results", noting)
-    x = sw.distribute_tensor(torch.randn(2, 3, 4, 4), mesh, [sw.Replicate()]).requires_grad_()
-    summed = sw.DTensor.from_local(
-        sw.RankTensor([torch.randn(2, 3, 4, 4) for _ in range(RANKS)]), mesh, [sw.Partial()]
-    ).requires_grad_()
-    run(x).sin().sum().backward()
-    run(summed).full_tensor().sin().sum().backward()
-    assert shared, "no operator on the way is known as nondeterministic"
-    assert set(shared) == {1}, "equal operands are computed with once"
-
-
-def test_replicas_share_what_runs_before_a_row_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def sharing_noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each nondeterministic call from now on the number of ranks, and how often the kernel runs."""
     shared: list[tuple[int, int]] = []
 
     def noting(rows: Any, call: Any, written: Any, unread: int | None) -> Any:
@@ -507,6 +480,31 @@ def test_replicas_share_what_runs_before_a_row_exchange(monkeypatch: pytest.Monk
         return results
 
     monkeypatch.setattr(virtual, "share_results", noting)
+    return shared
+
+
+@pytest.mark.parametrize("run", [
+    lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),  # one operand in front
+    lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),  # two
+    lambda x: F.adaptive_avg_pool2d(x, 2),  # two, of which one is read for its shape
+    lambda x: x.cummax(-1).values,  # whose rule gives each rank arguments of its own
+])  # fmt: skip
+def test_replicas_share_the_results_of_short_calls_too(
+    run: Callable[[Any], Any], mesh: sw.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = sharing_noted(monkeypatch)
+    x = sw.distribute_tensor(torch.randn(2, 3, 4, 4), mesh, [sw.Replicate()]).requires_grad_()
+    summed = sw.DTensor.from_local(
+        sw.RankTensor([torch.randn(2, 3, 4, 4) for _ in range(RANKS)]), mesh, [sw.Partial()]
+    ).requires_grad_()
+    run(x).sin().sum().backward()
+    run(summed).full_tensor().sin().sum().backward()
+    assert shared, "no operator on the way is known as nondeterministic"
+    assert {calls for _, calls in shared} == {1}, "equal operands are computed with once"
+
+
+def test_replicas_share_what_runs_before_a_row_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = sharing_noted(monkeypatch)
     grid = sw.init_device_mesh("cpu", (2, 2))
     plain = torch.randn(1, 8, 8, 64, dtype=torch.float64, requires_grad=True)
     x = sw.distribute_tensor(plain.detach(), grid, [sw.Shard(3), sw.Replicate()]).requires_grad_()

@@ -21,7 +21,7 @@ from shardwise.capture.leaving import Effect, Leaving, Unsettled
 from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
 from shardwise.capture.program import Program, built
 from shardwise.capture.reachable import Reachable, Slots, global_hooks
-from shardwise.capture.snapshot import Snapshot, local_of, random_states, same_bits
+from shardwise.capture.snapshot import Snapshot, local_of, random_states
 from shardwise.capture.tape import Call, Tape, Unit
 from shardwise.capture.watch import Watch
 from shardwise.core.cache import BoundedCache
@@ -31,6 +31,7 @@ from shardwise.fabric.base import on_new_world
 from shardwise.fabric.nondeterministic import own_results
 from shardwise.fabric.rank_generators import draws, listen_to_states
 from shardwise.fabric.rank_threads import rank_threads
+from shardwise.fabric.shared_writes import agree
 from shardwise.fabric.virtual import parts_of
 from shardwise.plan.cost import current_cost_model
 from shardwise.tensor import DTensor, intercepted
@@ -164,8 +165,7 @@ class Captured(Generic[Result]):
         if any(part.is_meta for root in roots for part in parts_of(local_of(root))):  # a dry run
             return self.function(*args, **kwargs)
         before = Snapshot(slots, roots)
-        inputs = [part for was in before.held for part in was.parts]
-        tape = Tape(inputs, only_checks=not knows)
+        tape = Tape(before.parts, only_checks=not knows)
         watch = Watch(lambda: tape.is_paused)
         shape = state_shape(state.optimizers)
         try:
@@ -256,19 +256,16 @@ class Captured(Generic[Result]):
         program = entry.program
         wanted = {number: value.detach().clone() for number, value in program.outcome.items()}
         program.outcome = {}
-        left = [[part.detach().clone() for part in was.parts] for was in before.held]
+        left = [part.detach().clone() for part in before.parts]
         random = random_states()
         before.restore()
-        inputs = [part for was in before.held for part in was.parts]
         with torch.no_grad():
-            values = program.verifying()(inputs)
+            values = program.verifying()(before.parts)
         pairs = [(values[at], wanted[number]) for at, number in enumerate(program.wanted)]
-        pairs += [
-            pair for was, parts in zip(before.held, left, strict=True) for pair in zip(was.parts, parts, strict=True)
-        ]
+        pairs += zip(before.parts, left, strict=True)
         pairs += [(now[1], then[1]) for now, then in zip(random_states(), random, strict=True)]
         for found, expected in pairs:
-            if not same_bits(found, expected):
+            if not agree(found, expected):
                 raise UnsupportedError(
                     f"captured: the recorded program gives other values than the function, in a tensor of shape "
                     f"{tuple(expected.shape)}: it did something that is no operator of torch",
@@ -299,14 +296,12 @@ def _left(entry: _Entry, values: tuple[torch.Tensor, ...], roots: list[torch.Ten
 def _written(tape: Tape, before: Snapshot) -> tuple[int, ...]:
     """The positions of DTensors whose memory is written to; plain tensors count their versions themselves."""
     memories = {tape.memory_of[number] for call in tape.calls for number in call.writes}
-    found, number = [], 0
+    found: list[int] = []
     touched: set[int] = set()
     for call in tape.calls:
         if isinstance(call, Unit) and isinstance(call.run, LocalStep):
             touched.update(map(id, call.run.tensors()))
-    for at, was in enumerate(before.held):
-        numbers = range(number, number + len(was.parts))
-        number += len(was.parts)
+    for at, (was, numbers) in enumerate(zip(before.held, before.numbers, strict=True)):
         is_written = id(was.tensor) in touched or any(tape.memory_of[n] in memories for n in numbers)
         if is_written and was.tensor.__class__ is DTensor and not was.tensor.is_inference():
             found.append(at)
@@ -315,12 +310,8 @@ def _written(tape: Tape, before: Snapshot) -> tuple[int, ...]:
 
 def _reads(program: Program, positions: set[int], before: Snapshot) -> bool:
     """Whether a program is given any of the tensors at these positions."""
-    used, number = program.inputs(), 0
-    for at, was in enumerate(before.held):
-        if at in positions and any(n in used for n in range(number, number + len(was.parts))):
-            return True
-        number += len(was.parts)
-    return False
+    used = program.inputs()
+    return any(number in used for at in positions for number in before.numbers[at])
 
 
 def _name(function: Any) -> str:

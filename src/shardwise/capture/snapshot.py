@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from shardwise.capture.reachable import Slots
 from shardwise.fabric.virtual import parts_of
 from shardwise.tensor import DTensor
 
-__all__ = ["Held", "Snapshot", "local_of", "random_states", "same_bits", "set_random_states"]
+__all__ = ["Held", "Snapshot", "local_of", "random_states", "set_random_states"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,6 +44,9 @@ class Snapshot:
         self.slots = list(slots)
         self.held = [_held(tensor) for tensor in tensors]
         self.random = random_states()
+        self.parts = [part for was in self.held for part in was.parts]  # in the order of a tape's inputs
+        ends = list(itertools.accumulate(len(was.parts) for was in self.held))
+        self.numbers = [range(end - len(was.parts), end) for was, end in zip(self.held, ends, strict=True)]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -83,19 +87,3 @@ def set_random_states(states: Iterable[tuple[Any, torch.Tensor]]) -> None:
     """Put generators into these states."""
     for generator, state in states:
         generator.set_state(state)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits; NaN as well.
-
-    Example:
-        >>> (
-        ...     same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")])),
-        ...     same_bits(torch.zeros(1), -torch.zeros(1)),
-        ... )
-        (True, False)
-    """
-    if a.shape != b.shape or a.dtype is not b.dtype:
-        return False
-    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(one, other)
