@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, reshard, save
 from shardwise.checkpoint.operations import save_checkpoint as writing
 from shardwise.checkpoint.operations.load_checkpoint import open_index
+from shardwise.fabric.c10d import c10d
 from tests.gloo import checkpoint_faults
 from tests.gloo.processes import ProcessPool
 from tests.virtual.checkpoints import OBJECTS, Trained, full, laid_out, mesh_of, same_bits, values, zeroed
@@ -44,6 +45,31 @@ def saves_and_loads(folder: str, seed: int) -> None:
     async_save({"tensors": target}, place / "behind-2", keep=1).wait()
     assert saving.done
     reshard(place / "virtual", place / "again", mesh_of((4,)))
+
+
+def settles_after_a_rank_saved_alone(folder: str) -> list[bool]:
+    """Plain tensors are compared before a save, among the processes that save; whether each comparison was made."""
+    x = sw.ones(8, device_mesh=mesh_of((4,)), placements=[sw.Shard(0)])
+    _ = x + torch.ones(8)
+    settled: list[bool] = []
+
+    def compared() -> None:
+        assert c10d._plain is not None
+        settled.append(c10d._plain._settled == c10d._settles)
+
+    with sw.virtual():
+        state = {"x": sw.ones(8, device_mesh=mesh_of((2, 3)), placements=[sw.Replicate(), sw.Replicate()])}
+        if dist.get_rank() == 0:
+            save(state, Path(folder) / "virtual")
+    save({"x": x}, Path(folder) / "all")
+    compared()
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        save({"y": torch.ones(2)}, Path(folder) / "some", process_group=group)
+        compared()
+    save({"x": x}, Path(folder) / "all", overwrite=True)
+    compared()
+    return settled
 
 
 def trains(folder: str) -> tuple[list[float], list[float]]:
@@ -191,6 +217,15 @@ def test_processes_save_and_load(gloo4: ProcessPool, tmp_path: Path) -> None:
     assert all(same_bits(behind[key], torch.zeros_like(tensor)) for key, tensor in tensors.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2x2", "4", "again", "behind-2", "virtual"]
     assert len(open_index(tmp_path / "again").files) == 4
+
+
+def test_processes_that_save_compare_plain_tensors(gloo4: ProcessPool, tmp_path: Path) -> None:
+    assert gloo4.run(settles_after_a_rank_saved_alone, str(tmp_path)) == [
+        [True] * 3,
+        [True] * 3,
+        [True] * 2,
+        [True] * 2,
+    ]
 
 
 def test_training_goes_on(gloo4: ProcessPool, tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ __all__ = [
     "raise_found",
     "rank_state",
     "report_found",
-    "settle_checks",
     "was_raised",
 ]
 
@@ -150,9 +149,6 @@ class Fabric(ABC):
         None where ranks cannot differ.
         """
         return None
-
-    def settle_checks(self) -> None:  # noqa: B027  # most check nothing
-        """Finish the comparisons that run beside the program. Raises what they have found."""
 
     def start(self, step: Step) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         """Like `bind`, but the callable returns at once with a function that waits. Only if `asynchronous`."""
@@ -298,12 +294,6 @@ def register(fabric: AnyFabric) -> AnyFabric:
     fabrics[fabric.name] = fabric
     mesh_module.hosts[fabric.name] = fabric
     return fabric
-
-
-def settle_checks() -> None:
-    """Finish the comparisons that run beside the program, on every fabric. Raises what they have found."""
-    for fabric in fabrics.values():
-        fabric.settle_checks()
 
 
 def fabric_of(mesh: DeviceMesh) -> Fabric:

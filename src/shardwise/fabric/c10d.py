@@ -115,6 +115,7 @@ class C10dFabric(Fabric):
         self._checked = 0  # how often it was begun, on every rank alike
         self._worlds = 0
         self._plain: PlainCheck | None = None
+        self._settles = Counter[tuple[int, ...]]()
         self._made: Counter[tuple[int, ...]] = Counter()  # how many groups of these ranks
 
     def exchange(self, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -151,6 +152,7 @@ class C10dFabric(Fabric):
         if self._plain is not None:
             self._plain.close(wait=False)
             self._plain = None
+        self._settles.clear()
         if former is not None:
             self._forget()
         self._restart_check()
@@ -263,9 +265,16 @@ class C10dFabric(Fabric):
 
         return check
 
-    def settle_checks(self) -> None:
+    def settle_checks(self, ranks: Sequence[int] | None = None) -> None:
+        """Finish the comparisons that run beside the program. Raises what they have found.
+
+        Args:
+            ranks: those that call it; all of the job by default.
+        """
+        among = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        self._settles[among] += 1  # also on a rank that compares nothing yet: all count alike
         if self._plain is not None:
-            self._plain.settle()
+            self._plain.settle(among, self._settles[among])
             raise_found()
 
     def end(self) -> None:

@@ -35,6 +35,7 @@ GRACE = 10.0  # seconds to wait at the end for a rank that has posted nothing so
 LEAVING = 2.0  # seconds that a program which fails gives others to hear of a disagreement
 WAITING = 5.0  # seconds in which a program that is not waiting for others comes to its next operator
 PATIENCE = 30.0  # seconds to wait at the end for ranks that take part
+ENDED = 1  # the mark of a rank: 0 once it takes part, this once its program has ended
 CHUNK = 1 << 18  # words of a tensor that are mixed at a time, on devices
 
 
@@ -159,9 +160,9 @@ class PlainCheck:
         self._counts: dict[tuple[Any, ...], itertools.count[int]] = {}
         self._posted: deque[Use] = deque()
         self._streams: dict[Ranks, _Stream] = {}
-        self._marks = 0
+        self._asked: dict[Ranks, int] = {}  # the number of the last `settle`, by the ranks that take part
+        self._settled: dict[Ranks, int] = {}  # the number of the last one that is done
         self._wake, self._turn, self._ended = threading.Event(), threading.Condition(), False
-        self._asked = 0
         self._let_others_run = let_others_run
         self._main = threading.main_thread().ident if let_others_run is None else threading.get_ident()
         self._thread: threading.Thread | None = None
@@ -209,22 +210,27 @@ class PlainCheck:
         name = threading.current_thread().name
         return "backward" if name.startswith("Dummy") else name
 
-    def settle(self, patience: float = PATIENCE) -> None:
-        """Compare what has been posted so far: waits until the neighbours have posted as much."""
+    def settle(self, ranks: Ranks, number: int, patience: float = PATIENCE) -> None:
+        """Compare what has been posted so far: waits until the neighbours among `ranks` have posted as much.
+
+        Args:
+            ranks: those that call it, this one among them.
+            number: how many times they have.
+            patience: seconds to wait.
+        """
         deadline = time.monotonic() + patience
         if self._thread is None:
-            self._asked += 1
-            while self._marks < self._asked and not self.verdict and time.monotonic() < deadline:
+            self._asked[ranks] = number
+            while self._settled.get(ranks, 0) < number and not self.verdict and time.monotonic() < deadline:
                 self._look()
                 self._pause()
             return
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         with self._turn:
-            self._asked += 1
-            wanted = self._asked
+            self._asked[ranks] = number
             self._wake.set()
-            while self._marks < wanted and self._thread.is_alive() and time.monotonic() < deadline:
+            while self._settled.get(ranks, 0) < number and self._thread.is_alive() and time.monotonic() < deadline:
                 self._turn.wait(0.1)
 
     def close(self, wait: bool) -> None:
@@ -258,7 +264,7 @@ class PlainCheck:
             while not self._ended and not self.verdict:
                 self._wake.wait(pause)
                 self._wake.clear()
-                busy = self._look() or self._asked > self._marks
+                busy = self._look() or bool(self._to_settle())
                 pause = BUSY if busy else min(2 * pause, IDLE)
             self._finish()
         except dist.DistError:  # the store is gone, and with it whoever could be compared with
@@ -270,17 +276,22 @@ class PlainCheck:
 
     def _look(self) -> bool:
         """Post, read, compare. Whether anything happened or is still waited for."""
-        asked = self._asked
+        to_settle = self._to_settle()
         happened = self._send()
-        if asked > self._marks and self._neighbours_reach(asked):
-            self._receive()
-            self._hear()  # before `settle` returns: who asked raises what was found
-            with self._turn:
-                self._marks = asked
-                self._turn.notify_all()
+        for ranks, asked in to_settle.items():
+            if self._neighbours_reach(ranks, asked):
+                self._receive()
+                self._hear()  # before `settle` returns: who asked raises what was found
+                with self._turn:
+                    self._settled[ranks] = asked
+                    self._turn.notify_all()
         happened = self._receive() or happened
         self._hear()
         return happened
+
+    def _to_settle(self) -> dict[Ranks, int]:
+        with self._turn:
+            return {ranks: asked for ranks, asked in self._asked.items() if asked > self._settled.get(ranks, 0)}
 
     def _send(self) -> bool:
         fresh: dict[Ranks, list[Any]] = {}
@@ -303,13 +314,17 @@ class PlainCheck:
                 self._store.compare_set("verdict", "", stream.difference)
         return happened
 
-    def _neighbours_reach(self, mark: int) -> bool:
-        """Whether all neighbours have posted what they had when they were asked for the `mark`-th time."""
-        self._store.set(f"mark{self.rank}", str(mark))
-        return all(self._mark_of(stream.before, mark) >= mark for stream in self._streams.values())
+    def _neighbours_reach(self, ranks: Ranks, asked: int) -> bool:
+        """Whether the neighbours among `ranks` have posted what they had when they were asked for the n-th time."""
+        name = f"asked/{_name_of(ranks)}/"
+        self._store.set(f"{name}{self.rank}", str(asked))
+        neighbours = {stream.before for stream in self._streams.values()}
+        return all(
+            self._number(f"{name}{rank}", 0) >= asked or self._number(f"mark{rank}", ENDED) == ENDED
+            for rank in neighbours.intersection(ranks)
+        )
 
-    def _mark_of(self, rank: int, absent: int) -> int:
-        key = f"mark{rank}"
+    def _number(self, key: str, absent: int) -> int:
         return int(self._store.get(key)) if self._store.check([key]) else absent
 
     def _hear(self) -> None:
@@ -330,14 +345,14 @@ class PlainCheck:
     def _finish(self) -> None:
         """The last comparisons: wait for the neighbours to end, then for all to have compared."""
         self._send()
-        self._store.set(f"mark{self.rank}", str(1 << 62))
+        self._store.set(f"mark{self.rank}", str(ENDED))
         start = time.monotonic()
         while not self.verdict and time.monotonic() < start + PATIENCE:
-            marks = [self._mark_of(stream.before, -1) for stream in self._streams.values()]
+            marks = [self._number(f"mark{stream.before}", -1) for stream in self._streams.values()]
             self._receive()
             self._hear()
             late = any(mark < 0 for mark in marks) and time.monotonic() < start + GRACE
-            if not late and all(mark < 0 or mark == 1 << 62 for mark in marks):
+            if not late and all(mark < 0 or mark == ENDED for mark in marks):
                 break
             self._pause()
         self._store.add("done", 1)
@@ -356,6 +371,11 @@ class PlainCheck:
         return int(self._store.get(key))
 
 
+def _name_of(ranks: Ranks) -> str:
+    """A short name of these ranks, the same on all of them."""
+    return hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+
+
 class _Stream:
     """What this rank and the one before it in a group have posted, and where they differ.
 
@@ -365,7 +385,7 @@ class _Stream:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.before = ranks[ranks.index(rank) - 1]
         self.difference = ""
-        name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        name = _name_of(ranks)
         self._mine, self._theirs = f"{name}/{rank}/", f"{name}/{self.before}/"
         self._sent = self._read = 0
         self._rank, self._ranks = rank, ranks

@@ -63,6 +63,16 @@ class Processes:
         """Whether there is no process group."""
         return self.group is None
 
+    def settle_checks(self, outcome: Outcome) -> None:
+        """Finish the comparisons of plain tensors among these processes. What they have found goes to `outcome`.
+
+        A process does this also after an error: the others wait for it.
+        """
+        if self.group is not None:
+            settling = Outcome()
+            settling.attempt(lambda: c10d.settle_checks(self.ranks), None)
+            outcome.error = outcome.error or settling.error
+
     def exchange(self, outcome: Outcome) -> list[Any]:
         """Gather the values of all processes, by rank; an error of one process is raised on all."""
         if self.group is None or len(self.ranks) == 1:

@@ -32,7 +32,7 @@ from shardwise.checkpoint.operations.process_exchange import Outcome, Processes,
 from shardwise.checkpoint.partition.boxes import HeldBox, full_box, held_boxes
 from shardwise.checkpoint.partition.write_assignment import TensorToWrite, WriteShare, assign_writes
 from shardwise.errors import AgreementError, CheckpointError
-from shardwise.fabric.base import fabric_of, settle_checks
+from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
 
 __all__ = ["SaveJob", "TensorDescription", "async_save", "execute_save", "save"]
@@ -147,9 +147,9 @@ def prepare_save(
     An error after the exchange is stored in `outcome`, for the next exchange in `execute_save`.
     """
     outcome.attempt(finish_pending, None)
-    outcome.attempt(settle_checks, None)
     tree = outcome.attempt(lambda: expand(state), None)
     processes = processes_of(outcome, tensors_in(state if tree is None else tree.root), group)
+    processes.settle_checks(outcome)
     nothing: tuple[Any, dict[str, torch.Tensor]] = ({}, {})
     encoded, tensors = outcome.attempt(lambda: encode_state(tree.root if tree else {}), nothing)
 
