@@ -201,14 +201,17 @@ def from_inductor() -> int:
 
 
 def inductor_twice(folder: str) -> list[int]:
-    """The second time as in a new process: no group has been made, and the code is on disk."""
+    """In two worlds, each as in a new process: no group has been made. The second time the code is on disk."""
+    found: list[int] = []
     with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TORCHINDUCTOR_COMPILE_THREADS="1"):
-        found = [from_inductor()]
-        rank, world = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        process_groups.c10d._made.clear()
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-        return [*found, from_inductor()]
+        for world in range(2):
+            rank, size = dist.get_rank(), dist.get_world_size()
+            dist.destroy_process_group()
+            process_groups.c10d._made.clear()
+            store = dist.FileStore(f"{folder}/store{world}", size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            found.append(from_inductor())
+    return found
 
 
 def test_inductor_on_uneven_shards_compiled_and_from_disk(gloo4, tmp_path: Path):
