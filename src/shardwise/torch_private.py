@@ -52,6 +52,7 @@ __all__ = [
     "current_graph_task",
     "current_raw_stream",
     "decomposition_of",
+    "dict_version",
     "disabled_torch_function",
     "dispatch_mode_count",
     "dispatch_mode_of",
@@ -63,6 +64,7 @@ __all__ = [
     "forward_ad",
     "function_mode_count",
     "functorch",
+    "guard_managers",
     "has_thread_object",
     "is_alias_of",
     "is_key_excluded",
@@ -136,6 +138,7 @@ has_thread_object = _C._is_key_in_tls  # the same
 # ---------------------------------------------------------------- torch.func and compilers
 functorch = _C._functorch  # the wrappers that transformed functions are given
 transforms_active = _C._are_functorch_transforms_active  # whether one runs
+dict_version = _C._dynamo.guards.dict_version  # a number that changes with the contents of a dict
 opaque_types: Any = getattr(_library, "opaque_object", None)  # classes whose values are constants in a graph
 
 # ---------------------------------------------------------------- operators
@@ -151,6 +154,13 @@ def current_raw_stream(device: int) -> int:
 def dynamo_frames() -> Any:
     """Dynamo's frame evaluation, which marks functions that are never compiled. AttributeError where torch moved it."""
     return _C._dynamo.eval_frame
+
+
+def guard_managers() -> tuple[Any, Any]:
+    """The trees of guards that Dynamo checks in C++, and the kind of their ordinary nodes. Dynamo is imported."""
+    from torch._dynamo.guards import GuardManagerType
+
+    return _C._dynamo.guards.RootGuardManager, GuardManagerType.GUARD_MANAGER
 
 
 def scalar_lookups() -> Any:

@@ -86,6 +86,62 @@ def test_python_values_are_guarded() -> None:
     FACTOR = 2.0
 
 
+def test_what_the_fast_guard_compares() -> None:
+    """Changes that leave dicts, objects or functions in place, and some that leave their contents."""
+    mesh = mesh_of(2)
+
+    class Options:
+        def __init__(self) -> None:
+            self.factor = 2.0
+            self.unused = 0
+
+        def scaled(self, x: Any, by: float = 1.0) -> Any:
+            return x * (self.factor * by)
+
+    class Others(Options):
+        def scaled(self, x: Any, by: float = 1.0) -> Any:
+            return x * 100.0
+
+    options, weights, names = Options(), [1.0, 2.0], {"a"}
+    globals().pop("abs", None)
+    weight = nn.Parameter(sw.ones(4, device_mesh=mesh, placements=[sw.Shard(0)]))
+
+    def function() -> Any:
+        factor = abs(weights[0]) + weights[1] + len(names)
+        return (options.scaled(weight.detach()) * factor, weight.requires_grad, weight.grad is None)
+
+    step = captured(function)
+
+    def check() -> None:
+        for _ in range(3):
+            found, wanted = step(), function()
+            assert same(found[0], wanted[0])
+            assert found[1:] == wanted[1:]
+
+    check()
+    before = len(step.programs)
+    options.unused, options.unused = 1, 0  # other contents and back: the same program
+    check()
+    assert len(step.programs) == before
+    assert step._binding is not None
+    for change in (
+        lambda: setattr(options, "__dict__", {"factor": 7.0, "unused": 0}),
+        lambda: setattr(options, "__class__", Others),
+        lambda: setattr(options, "__class__", Options),
+        lambda: setattr(Options.scaled, "__defaults__", (3.0,)),
+        lambda: setattr(Options, "scaled", Others.scaled),
+        lambda: (weights.clear(), weights.extend([5.0, 6.0])),
+        lambda: names.add("b"),
+        lambda: globals().update(abs=lambda value: 10 * value),
+        lambda: weight.requires_grad_(False),
+        lambda: setattr(weight, "grad", torch.zeros_like(weight)),
+        lambda: setattr(weight, "data", weight.detach() * 2),
+    ):
+        change()
+        check()
+    globals().pop("abs")
+
+
 def test_settings_of_torch_are_guarded() -> None:
     mesh = mesh_of(2)
     weight = nn.Parameter(sw.randn(8, 8, device_mesh=mesh, placements=[sw.Shard(0)]))

@@ -5,25 +5,25 @@ Where it is not, everything reachable is followed anew, which takes milliseconds
 
 from __future__ import annotations
 
+import collections
 import operator
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
-from shardwise.capture.reachable import Reachable
+from shardwise.capture.dict_versions import DictVersions, dict_of_class, names_of, table_of
+from shardwise.capture.reachable import Reachable, cell_contents
 from shardwise.capture.snapshot import local_of
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
+from shardwise.torch_private import DisableTorchFunctionSubclass
 
 __all__ = ["Binding", "arguments_key"]
 
-_FACTS = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_LAYOUT = operator.attrgetter("_local_tensor", "_spec")
 _GEOMETRY = operator.attrgetter("shape", "dtype", "device")
 
 
@@ -43,65 +43,108 @@ class Binding:
         for tensor in state.tensors:
             self.first.append(count)
             count += len(parts_of(local_of(tensor)))
-        whole = [slots for slots in state.slots if slots.names is None]
-        self._dicts = [slots.holder for slots in whole if isinstance(slots.holder, dict)]
-        self._cells = [slots.holder for slots in whole if isinstance(slots.holder, types.CellType)]
-        self._sets = [(slots.holder, slots.before) for slots in whole if isinstance(slots.holder, set)]
-        kinds = (dict, set, types.CellType)
-        self._lists = [slots.holder for slots in whole if not isinstance(slots.holder, kinds)]
-        self._globals = [(slots.holder, slots.names) for slots in state.slots if slots.names]
-        self._dicts += state.tables
-        self._empty = [each for each in self._dicts if not each]
-        self._dicts = [each for each in self._dicts if each]
-        self._class_dicts = [vars(kind) for kind in state.classes]
-        self._facts: Sequence[Any] = ()
-        self._freeze()
+        self._freeze_dicts()
+        self._freeze_others()
+        self._freeze_tensors()
 
-    def _freeze(self) -> None:
-        tensors = self.state.tensors
-        states = self.state.states
-        self._tensors = [tensor for at, tensor in enumerate(tensors) if at not in states]
-        self._laid_out = [tensor for tensor in tensors if tensor.__class__ is DTensor]
-        self._plain = [tensor for tensor in self._tensors if tensor.__class__ is not DTensor]
-        self._facts = self._read()
-        self._geometry = self._geometries()
+    # ---------------------------------------------------------------- freezing
 
-    def _read(self) -> list[Any]:
-        found = list(chain.from_iterable(map(dict.values, self._dicts)))
-        found.extend(chain.from_iterable(self._dicts))
-        found.extend(chain.from_iterable(self._lists))
-        found.extend(cell.cell_contents for cell in self._cells)
+    def _freeze_dicts(self) -> None:
         state = self.state
-        found.append(not any(self._empty))
-        found.extend(map(type, state.objects))
-        found.extend([table.get("forward") for table in state.forwards])
-        found.extend(chain.from_iterable(map(_FUNCTION, state.functions)))
-        for table in self._class_dicts:
-            found.extend(table.values())
-        for value, slots in state.slotted:
-            found.extend([getattr(value, name, None) for name in slots])
-        for values, names in self._globals:
-            found.extend([values[name] for name in names])
-        found.extend(chain.from_iterable(map(_FACTS, self._tensors)))
-        found.extend(chain.from_iterable(map(_LAYOUT, self._laid_out)))
-        return found
+        objects = [value for value in state.objects if isinstance(getattr(value, "__dict__", None), dict)]
+        owned = {id(vars(value)) for value in objects}
+        holders = [slots.holder for slots in state.slots if slots.names is None]
+        holders += [*state.tables, *map(dict_of_class, state.classes)]
+        dicts = {id(held): held for held in holders if isinstance(held, Mapping) and id(held) not in owned}
+        self._empty: list[Any] = [held for held in dicts.values() if not held]
+        self._empty += [held for held in holders if isinstance(held, set) and not held]
+        full = [table_of(held) for held in dicts.values() if held] + [table_of(vars(each), each) for each in objects]
+        full += [names_of(values, names) for values, names in state.global_names()]
+        self._volatile = [table for table in full if not isinstance(table.held, dict)]  # compared by their contents
+        self._tables = [table for table in full if isinstance(table.held, dict)]
+        self._versions = DictVersions(self._tables)
 
-    def _geometries(self) -> list[Any]:
-        return [(_GEOMETRY(tensor), tensor.stride(), tensor.storage_offset()) for tensor in self._flat()]
+    def _freeze_others(self) -> None:
+        state = self.state
+        whole = [slots.holder for slots in state.slots if slots.names is None]
+        self._sets = [(held, set(held)) for held in whole if isinstance(held, set) and held]
+        self._lists = [held for held in whole if isinstance(held, list | collections.deque)]
+        self._lengths = list(map(len, self._lists))
+        self._items = list(chain.from_iterable(self._lists))
+        self._cells = [(held, cell_contents(held)) for held in whole if isinstance(held, types.CellType)]
+        self._slots = [(each, name, getattr(each, name, None)) for each, names in state.slotted for name in names]
+        self._functions = [
+            (function, function.__code__, function.__defaults__, function.__kwdefaults__)
+            for function in state.functions
+            if function.__code__ in state.codes  # others did not run: nothing of them was read
+        ]
 
-    def _flat(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self._plain if not isinstance(tensor, RankTensor)]
+    def _freeze_tensors(self) -> None:
+        state = self.state
+        tensors = list(enumerate(state.tensors))
+        self._rows = {at: _row(tensor) for at, tensor in tensors if at not in state.states}
+        self._laid_out = {at: _layout(tensor) for at, tensor in tensors if tensor.__class__ is DTensor}
+        kinds = (DTensor, RankTensor)
+        self._plain = {
+            at: _geometry(tensor) for at, tensor in tensors if at in self._rows and not isinstance(tensor, kinds)
+        }
+
+    # ---------------------------------------------------------------- comparing
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        try:
-            now = self._read()
-        except (KeyError, ValueError):  # a name or the contents of a cell are gone
+        return (
+            (self._versions.hold() or self._hold_the_same())
+            and not any(self._empty)
+            and self._same_tensors()
+            and self._same_others()
+        )
+
+    def _hold_the_same(self) -> bool:
+        """Whether dicts of other versions hold what they held. From then on these are compared by their contents."""
+        tables = self._tables
+        if not all(table.is_same() for table in tables):
             return False
-        facts = self._facts
-        if len(now) != len(facts) or not all(map(operator.is_, now, facts)):
+        changed = self._versions.changed()
+        self._volatile += [tables[at] for at in changed]
+        self._tables = [table for at, table in enumerate(tables) if at not in changed]
+        self._versions = DictVersions(self._tables)
+        return True
+
+    def _same_tensors(self) -> bool:
+        with DisableTorchFunctionSubclass():  # reading an attribute of a subclass takes three times as long otherwise
+            for tensor, kind, grad, requires_grad, hooks, after in self._rows.values():
+                if (
+                    tensor.grad is not grad
+                    or tensor.requires_grad is not requires_grad
+                    or tensor._backward_hooks is not hooks
+                    or tensor._post_accumulate_grad_hooks is not after
+                    or tensor.__class__ is not kind
+                ):
+                    return False
+        for tensor, local, spec in self._laid_out.values():
+            if tensor._local_tensor is not local or tensor._spec is not spec:
+                return False
+        tensors = self.state.tensors
+        return all(_geometry(tensors[at]) == was for at, was in self._plain.items())
+
+    def _same_others(self) -> bool:
+        for function, code, defaults, named in self._functions:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                return False
+            if function.__kwdefaults__ is not named:
+                return False
+        if list(map(len, self._lists)) != self._lengths:
             return False
-        return all(held == before for held, before in self._sets) and self._geometries() == self._geometry
+        if not all(map(operator.is_, chain.from_iterable(self._lists), self._items)):
+            return False
+        for cell, was in self._cells:
+            if cell_contents(cell) is not was:
+                return False
+        for each, name, was in self._slots:
+            if getattr(each, name, None) is not was:
+                return False
+        return all(held == was for held, was in self._sets) and all(table.is_same() for table in self._volatile)
 
     def renew(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Take new gradients in place of those that were there; whether they are of the same kind.
@@ -110,9 +153,10 @@ class Binding:
             pairs: the positions of tensors, each with that of its gradient.
         """
         tensors, seen = self.state.tensors, self.state._seen
+        tables = {id(table): at for at, table in enumerate(self._empty)}
         for owner, at in pairs:
             old, new = tensors[at], tensors[owner].grad
-            if new is None or not _alike(old, new):
+            if new is None or not _alike(old, new) or new.__dict__ or id(old.__dict__) not in tables:
                 return False
             seen.pop(id(old), None)
             seen[id(new)] = at
@@ -120,8 +164,26 @@ class Binding:
             first = self.first[at]
             parts = parts_of(local_of(new))
             self.inputs[first : first + len(parts)] = parts
-        self._freeze()
+            self._empty[tables[id(old.__dict__)]] = new.__dict__
+            self._rows[owner], self._rows[at] = _row(tensors[owner]), _row(new)
+            if at in self._laid_out:
+                self._laid_out[at] = _layout(new)
+            if at in self._plain:
+                self._plain[at] = _geometry(new)
         return True
+
+
+def _row(tensor: torch.Tensor) -> tuple[Any, ...]:
+    kind, hooks, after = tensor.__class__, tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return tensor, kind, tensor.grad, tensor.requires_grad, hooks, after
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return tensor, tensor._local_tensor, tensor._spec
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return _GEOMETRY(tensor), tensor.stride(), tensor.storage_offset()
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:

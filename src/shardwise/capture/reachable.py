@@ -25,6 +25,7 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
 from shardwise.core.spec import DTensorSpec
@@ -34,7 +35,7 @@ from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
 from shardwise.torch_private import OpOverload, OpOverloadPacket
 
-__all__ = ["MISSING", "Reachable", "Slots", "global_hooks", "is_program_code"]
+__all__ = ["MISSING", "Reachable", "Slots", "cell_contents", "global_hooks", "is_program_code"]
 
 MAX_OBJECTS = 500_000
 MISSING: Any = object()
@@ -105,7 +106,7 @@ class Slots:
         if self.names is not None:
             return {name: holder.get(name, MISSING) for name in self.names}
         if isinstance(holder, types.CellType):
-            return {"": _contents(holder)}
+            return {"": cell_contents(holder)}
         if isinstance(holder, dict):
             return dict(holder)
         if isinstance(holder, set):
@@ -144,7 +145,8 @@ class Slots:
             holder.update(contents)
 
 
-def _contents(cell: types.CellType) -> Any:
+def cell_contents(cell: types.CellType) -> Any:
+    """What a closure holds; MISSING where the name is not bound."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -179,10 +181,10 @@ class Reachable:
         self.functions: list[types.FunctionType] = []
         self.objects: list[Any] = []
         self.slotted: list[tuple[Any, tuple[str, ...]]] = []  # objects with attributes outside of a dict
-        self.classes: list[type] = []  # of the program, whose dicts were looked at
-        self.forwards: list[Any] = []  # the dicts of other classes that have a `forward`
+        self.classes: list[type] = []  # those whose dicts were looked at
         self.states: set[int] = set()  # positions of tensors that only the step of an optimizer knows
         self.known = known
+        self._looked_up: list[tuple[dict[str, Any], frozenset[str]]] = []  # global names, also those of builtins
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that identities stay those of the same objects
 
@@ -203,6 +205,16 @@ class Reachable:
     def count(self) -> int:
         """How many tensors were reached."""
         return len(self.tensors)
+
+    def global_names(self) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+        """Each dict of globals with the names that code looks up in it, whether they are there or not."""
+        found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        for slots in self.slots:
+            if slots.names is not None:
+                found.setdefault(id(slots.holder), (slots.holder, set()))[1].update(slots.names)
+        for values, names in self._looked_up:
+            found[id(values)][1].update(name for name in names if not name.startswith("__"))
+        return [(values, tuple(sorted(names))) for values, names in found.values()]
 
     def visit(self, value: Any, path: str) -> None:
         """Follow a value."""
@@ -249,6 +261,8 @@ class Reachable:
             self._optimizer(value, path)
         elif getattr(kind, "is_captured", False):  # it may call one: what that knows is not its own
             self.visit(value.function, path)
+        elif kind is BoundedCache:  # what a cache holds changes no value
+            self._identity(value)
         elif isinstance(value, dict):
             parts.append((kind, len(value)))
             self.slots.append(Slots(value, path))
@@ -343,7 +357,7 @@ class Reachable:
                         else:
                             self.visit(item, f"{path}.{name}")
             elif isinstance(forward := vars(base).get("forward"), types.FunctionType):
-                self.forwards.append(vars(base))
+                self.classes.append(base)
                 self._identity(forward)
 
     def _function(self, value: types.FunctionType, path: str) -> None:
@@ -357,7 +371,7 @@ class Reachable:
         if not is_program_code(code.co_filename):
             # a wrapper of the standard library or of torch holds functions of the program
             for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-                held = _contents(cell)
+                held = cell_contents(cell)
                 if isinstance(held, types.FunctionType | types.MethodType | functools.partial):
                     self.visit(held, f"{path}.{name}")
             return
@@ -368,9 +382,11 @@ class Reachable:
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             if not self._again(cell):
                 self.slots.append(Slots(cell, f"{path}: {name}"))
-                held = _contents(cell)
+                held = cell_contents(cell)
                 self.visit(None if held is MISSING else held, name)
-        self._globals(code, value.__globals__, _names_of(code))
+        names = _names_of(code)
+        self._looked_up.append((value.__globals__, names))
+        self._globals(code, value.__globals__, names)
 
     def _globals(self, code: types.CodeType, values: dict[str, Any], used: frozenset[str]) -> None:
         """The global names that code may read, and what it may read of modules of the program."""
