@@ -272,8 +272,8 @@ GRID = [[0, 1], [2, 3]]
 @pytest.mark.parametrize(
     ("ranks", "names", "problem", "hint"),
     [
-        ([0, 1, 0], None, "ranks [0] stand more than once", "one place"),
-        ([[5, 2], [2, 5]], None, "ranks [2, 5] stand more than once", "one place"),
+        ([0, 1, 0], None, "ranks [0] are in the mesh more than once", "name each rank once"),
+        ([[5, 2], [2, 5]], None, "ranks [2, 5] are in the mesh more than once", "name each rank once"),
         (GRID, ("dp", "dp"), "axis names repeat in ('dp', 'dp')", "a name of its own"),
         (GRID, ("dp",), "1 names ('dp',) for a mesh of 2 axes", "one name for each axis"),
         (GRID, ("dp", "tp", "cp"), "3 names ('dp', 'tp', 'cp') for a mesh of 2 axes", "one name for each axis"),
@@ -311,7 +311,7 @@ def test_what_is_no_mesh(ranks: Any, names: Any, problem: str, hint: str) -> Non
         (lambda m: m.size("pp"), "has no axis 'pp'", "it has dp, tp"),
         (lambda m: m.ranks_along("pp", 0), "has no axis 'pp'", "it has dp, tp"),
         (lambda m: m[()], "an empty selection of axes", 'mesh["dp"]'),
-        (lambda m: m["dp", "dp"], "an axis stands twice in ('dp', 'dp')", "each axis once"),
+        (lambda m: m["dp", "dp"], "an axis is named twice in ('dp', 'dp')", "each axis once"),
         (lambda m: m.flatten([]), "cannot flatten the axes []", "each axis once"),
         (lambda m: m.flatten(["dp", 0]), "cannot flatten the axes ['dp', 0]", "each axis once"),
         (lambda m: m.flatten(["pp"]), "has no axis 'pp'", "it has dp, tp"),

@@ -87,18 +87,19 @@ OPERATORS: dict[str, Any] = {
     "distances": lambda x: torch.cdist(x, x.flip(1)).square(),
     "bucketed": lambda x: x * torch.bucketize(x.detach(), torch.tensor([-1.0, 0.0, 1.0])),
 }  # fmt: skip
-LAYOUTS: tuple[tuple[tuple[int, ...], tuple[Any, ...], int], ...] = (
-    ((4,), (Z1,), 16), ((3,), (Z1,), 13), ((2, 2), (S0, Z1), 10), ((2, 2), (Z1, Shard(1)), 11),
-    ((2, 2), (Zigzag(1, blocks=(2, 0, 3, 1, 4, 5)), Shard(2)), 12), ((4,), (Z1,), 6), ((2, 2), (Z1, Z0), 8),
+UNEVEN: tuple[tuple[int, ...], tuple[Any, ...], int] = ((3,), (Z1,), 13)
+LAYOUTS: tuple[tuple[tuple[int, ...], tuple[Any, ...], int], ...] = (  # mesh, placements, length; 6 leaves blocks empty
+    ((4,), (Z1,), 16), ((2, 2), (S0, Z1), 10), ((2, 2), (Z1, Shard(1)), 11), ((4,), (Z1,), 6),
+    ((2, 2), (Zigzag(1, blocks=(2, 0, 3, 1, 4, 5)), Shard(2)), 12), ((2, 2), (Z1, Z0), 8),
 )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::shardwise.ReplicationWarning")  # boolean masks, as on other dims than the first
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_give_the_values_of_one_device(name: str) -> None:
-    """And their gradients, on even, uneven and empty blocks."""
-    fn = OPERATORS[name]
-    for shape, placements, length in LAYOUTS:
+    """And their gradients: each operator on uneven blocks and two more layouts, each layout with many operators."""
+    fn, number = OPERATORS[name], list(OPERATORS).index(name)
+    for shape, placements, length in (UNEVEN, LAYOUTS[number % 6], LAYOUTS[(number + 2) % 6]):
         generator = torch.Generator().manual_seed(length)
         plain = torch.randn(2, length, 4, dtype=torch.float64, generator=generator).requires_grad_()
         laid: Any = sw.distribute_tensor(plain.detach(), sw.init_device_mesh("cpu", shape), placements)
@@ -193,8 +194,10 @@ LENGTHS = ((16, 16), (13, 13), (9, 6), (5, 11), (3, 3))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_as_on_one_device(mask: str, way: str) -> None:
-    for i, lengths in enumerate(LENGTHS):
-        given = case(mask, lengths)
+    """Two pairs of lengths for each mask and way; over the ways, a mask meets all of them."""
+    first = MASKS.index(mask) + WAYS.index(way)
+    for i in (first % len(LENGTHS), (first + 2) % len(LENGTHS)):
+        given = case(mask, LENGTHS[i])
         shape, placements = MESHES[(i + WAYS.index(way)) % len(MESHES)]
         got = on_mesh(given, sw.init_device_mesh("cpu", shape), placements, way)
         assert_close(got, on_one_device(given))

@@ -1,4 +1,4 @@
-"""A dict with a bound: the oldest entries go where it is full. Knows nothing of what is kept in it."""
+"""A dict with a limited number of entries: when it is full, the oldest are removed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict that holds at most `limit` entries, if they are put in by `keep`.
+    """A dict of at most `limit` entries, if they are added by `keep`.
 
-    Looking one up is what it is in any dict: no lock, no count of uses. Threads may keep the same entry at once; the
-    last one stays.
+    A look-up is that of a plain dict: no lock, no count of uses. If several threads add the same key at once, the
+    last value remains.
 
     Args:
-        limit: how many entries there may be.
+        limit: the largest number of entries.
 
     Example:
         >>> squares: BoundedCache[int, int] = BoundedCache(4)
@@ -35,7 +35,7 @@ class BoundedCache(dict[K, V]):
         self.limit = limit
 
     def keep(self, key: K, value: V) -> V:
-        """Put an entry in and give its value back; where there is no room, a quarter of the others goes first."""
+        """Add an entry and return its value. A full cache first removes its oldest quarter."""
         if len(self) >= self.limit and key not in self:
             for old in list(islice(self, max(self.limit // 4, len(self) - self.limit + 1))):  # dicts keep their order
                 self.pop(old, None)

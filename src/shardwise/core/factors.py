@@ -1,4 +1,4 @@
-"""Sizes of row-major grids: which finer grid two grids of the same ranks have in common. Knows numbers only."""
+"""The coarsest common refinement of two row-major grids of the same ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["common_factors", "groups_of"]
 
 
 def common_factors(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
-    """The fewest sizes of which both sequences are groups, in row-major order; None if there are none.
+    """The fewest sizes whose neighbours multiply to both sequences, in row-major order; None if there are none.
 
-    Sizes of 1 are left out.
+    Sizes of 1 are omitted.
 
     Example:
         >>> common_factors((4, 2), (2, 1, 4)), common_factors((2, 3), (3, 2))
@@ -25,7 +25,7 @@ def common_factors(first: Sequence[int], second: Sequence[int]) -> tuple[int, ..
 
 
 def groups_of(sizes: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each size the positions of the factors that it is the product of; none for a size of 1.
+    """For each size, the positions of the factors whose product it is; empty for a size of 1.
 
     Example:
         >>> groups_of((4, 1, 2), (2, 2, 2))

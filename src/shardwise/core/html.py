@@ -1,4 +1,4 @@
-"""A layout as a few lines of HTML, for notebooks. Data only: nothing is asked of a tensor's values."""
+"""A layout as HTML, for notebooks. The values of tensors are not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_RANKS = 16
 
 
 def escaped(text: str) -> str:
-    """Text as HTML shows it. Three characters need no module with a table of all entities.
+    """Text escaped for HTML. The module `html` would import a table of all entities.
 
     Example:
         >>> escaped("a < b & c")
@@ -23,7 +23,7 @@ def escaped(text: str) -> str:
 
 
 def spec_html(spec: DTensorSpec, text: str) -> str:
-    """The layout, which rank holds what, and `text` to unfold.
+    """The layout, the indices of each rank, and `text` in a section that can be unfolded.
 
     Args:
         spec: the layout.

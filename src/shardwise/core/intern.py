@@ -1,7 +1,4 @@
-"""Hash-consing: equal values are one object, so equality is identity and hashing is the pointer's.
-
-Knows nothing of what is interned.
-"""
+"""Hash-consing: equal values are one object, so equality is identity and the hash is that of the pointer."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from shardwise.core.symbolic import has_symbols, named, settled
 
 __all__ = ["Interned", "pool_size"]
 
-# One pool for all classes. Weak, so that layouts of sizes seen once do not stay for ever. Backward runs on other
+# One pool for all classes. Weak, so that layouts of sizes seen once are freed. Backward runs on other
 # threads, so creation is locked, re-entrantly: a value may be derived from others. A hit is not:
 # WeakValueDictionary.get is safe to race.
 _pool: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
@@ -78,14 +75,14 @@ class Interned(metaclass=ConstantMeta):
         return type(self), tuple(getattr(self, name) for name in self._fields)
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """How generated code writes this value: the call that gives it back, and what the names in it mean."""
+        """How generated code writes this value: a call that rebuilds it, and the values of the names in it."""
         make, arguments = self.__reduce__()
         meanings: dict[str, Any] = {make.__name__: make}
         return f"{make.__name__}({', '.join([_in_code(value, meanings) for value in arguments])})", meanings
 
 
 def _settled(value: Any) -> Any:
-    """A sequence of sizes with those that are known by now as numbers."""
+    """A sequence of sizes; those whose value is known by now are plain numbers."""
     if isinstance(value, tuple | list) and has_symbols(value):
         return type(value)([settled(size) for size in value])
     return value
@@ -106,7 +103,7 @@ def _in_code(value: Any, meanings: dict[str, Any]) -> str:
 
 
 def pool_size() -> int:
-    """How many interned values are alive.
+    """The number of interned values that are alive.
 
     Example:
         >>> pool_size() >= 0

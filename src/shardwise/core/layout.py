@@ -1,6 +1,6 @@
 """Which part of a global dim a coordinate holds: even, uneven, empty, nested, strided.
 
-Pure arithmetic over integers. Knows nothing of meshes or placements: a dim of some size meets a list of cuts.
+Arithmetic over integers: the size of a dim and a list of cuts.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Segment(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The rows of one tensor that rows of another are computed from: row i from `first` to `last`, both `step * i` on.
+    """The rows of one tensor from which row i of another is computed: `first` to `last`, both shifted by `step * i`.
 
-    In parts of a row: `(step * i + first) // per` up to and including `(step * i + last) // per`. Rows may lie outside
-    of the tensor, as padding.
+    In fractions of a row: `(step * i + first) // per` up to and including `(step * i + last) // per`. Rows outside of
+    the tensor are padding.
 
     Example:
         >>> Window(-1, 1).over(4, 8)  # a kernel of three rows with a padding of one
@@ -71,18 +71,18 @@ class Window(NamedTuple):
     per: int = 1
 
     def over(self, start: Any, length: Any) -> tuple[Any, Any]:
-        """Start and length of what `length` rows from `start` on need: integers, or arrays of them."""
+        """Start and length of the rows that `length` rows from `start` on need: integers, or arrays of them."""
         low = (self.step * start + self.first) // self.per
         high = (self.step * (start + length - 1) + self.last) // self.per + 1
         return low, (high - low) * (length > 0)
 
 
 class Cut(NamedTuple):
-    """One splitting of what is left of a dim: into `parts`, of which `index` is kept.
+    """One split of the remaining part of a dim into `parts`, of which `index` is kept.
 
-    `rows` is None for an ordinary cut. Otherwise what is left consists of that many rows, and each row is split. With
-    `blocks` a row is cut into as many blocks, and part `i` of `parts` is made of the i-th group of `blocks`, equally
-    many in each, in the order of the row.
+    `rows` is None for an ordinary cut. Otherwise the remaining part consists of that many rows, and each row is split.
+    With `blocks` a row is cut into as many blocks, and part `i` of `parts` consists of the i-th group of `blocks`,
+    equally many in each, in the order of the row.
     """
 
     parts: int
@@ -92,7 +92,7 @@ class Cut(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How a dim is cut, whichever part is kept: a `Cut` without its index."""
+    """How a dim is cut: a `Cut` without the index of the part that is kept."""
 
     parts: int
     rows: int | None = None
@@ -100,7 +100,7 @@ class Division(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What one coordinate holds: for each dim its runs of global indices, concatenated in this order.
+    """The local part of one coordinate: for each dim its runs of global indices, concatenated in this order.
 
     `offset` is the first index in each dim; where a dim of the block is empty, the global size, as in torch.
     """
@@ -111,7 +111,7 @@ class Block(NamedTuple):
 
 
 def chunk(size: int, parts: int, index: int) -> Run:
-    """The part of `torch.chunk(size, parts)` that `index` gets; late ones may be short or empty.
+    """Part `index` of `torch.chunk(size, parts)`; the last parts may be short or empty.
 
     Example:
         >>> [tuple(chunk(5, 4, i)) for i in range(4)]
@@ -124,7 +124,7 @@ def chunk(size: int, parts: int, index: int) -> Run:
 
 @lru_cache(maxsize=65536)
 def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
-    """The runs of global indices that are left of a dim of `size` after `cuts`, major first. Never empty.
+    """The runs of global indices that remain of a dim of `size` after `cuts`, major first. Never empty.
 
     Example:
         >>> runs_of(10, (Cut(2, 1),))
@@ -156,7 +156,7 @@ def _parts_of_row(length: int, cut: Cut) -> list[Run]:
 
 @lru_cache(maxsize=256)
 def blocks_of_parts(parts: int, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The blocks that each part is made of, in ascending order.
+    """The blocks of each part, in ascending order.
 
     Example:
         >>> blocks_of_parts(2, (3, 0, 1, 2))
@@ -167,7 +167,7 @@ def blocks_of_parts(parts: int, blocks: tuple[int, ...]) -> tuple[tuple[int, ...
 
 
 def nested_chunk(size: int, parts: Iterable[tuple[int, int]]) -> Run:
-    """The run that is left of a dim of `size` after ordinary cuts, `(parts, index)` each: `runs_of` without rows.
+    """The run that remains of a dim of `size` after ordinary cuts, `(parts, index)` each: `runs_of` without rows.
 
     Example:
         >>> nested_chunk(10, [(2, 1), (2, 0)])
@@ -182,7 +182,7 @@ def nested_chunk(size: int, parts: Iterable[tuple[int, int]]) -> Run:
 
 
 class Level(NamedTuple):
-    """Consecutive parts of one cut that are alike: `count` of them from `first` on, `extent` indices each."""
+    """Consecutive parts of equal length of one cut: `count` of them from `first` on, `extent` indices each."""
 
     first: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count, which nobody needs here
@@ -198,10 +198,10 @@ class EqualChunks(NamedTuple):
 
 
 def equal_chunks(size: int, parts: Sequence[int]) -> list[EqualChunks]:
-    """All non-empty chunks of a dim of `size` that is cut into `parts`, nested, major first; equal ones together.
+    """All non-empty chunks of a dim of `size` that is cut into `parts`, nested, major first, grouped by length.
 
-    Each cut has full chunks and at most one short one. So there are at most two to the power of the cuts, whatever the
-    number of parts.
+    Each cut has full chunks and at most one short one. So there are at most `2 ** cuts` groups, whatever the number of
+    parts.
 
     Example:
         >>> [(chunks.length, [level.count for level in chunks.levels]) for chunks in equal_chunks(10, [3])]
@@ -223,7 +223,7 @@ def equal_chunks(size: int, parts: Sequence[int]) -> list[EqualChunks]:
 
 
 def _pick(runs: tuple[Run, ...], wanted: list[Run]) -> tuple[Run, ...]:
-    """The positions `wanted` of the concatenation of `runs`, as runs of the indices these stand for."""
+    """The positions `wanted` of the concatenation of `runs`, as runs of indices."""
     if len(runs) == 1:
         start = runs[0].start
         picked = [Run(start + w.start, w.length) for w in wanted]
@@ -242,7 +242,7 @@ def _pick(runs: tuple[Run, ...], wanted: list[Run]) -> tuple[Run, ...]:
 
 
 def _merged(runs: list[Run]) -> tuple[Run, ...]:
-    """Without empty runs (one is kept if there is nothing else) and with adjacent ones joined."""
+    """The runs with adjacent ones joined and empty ones removed, except for one if all are empty."""
     full = [run for run in runs if run.length]
     if not full:
         return (runs[0],)
@@ -269,7 +269,7 @@ def block_of(shape: Sequence[int], runs: tuple[tuple[Run, ...], ...]) -> Block:
 
 
 def whole_block(shape: Sequence[int]) -> Block:
-    """The block that is all of a tensor of `shape`.
+    """The block of a replicated tensor of `shape`.
 
     Example:
         >>> whole_block((4, 6)).runs
@@ -279,9 +279,9 @@ def whole_block(shape: Sequence[int]) -> Block:
 
 
 def longest(size: int, divisions: Sequence[Division]) -> int:
-    """The most indices of a dim of `size` that any coordinate holds after it is divided so, major first.
+    """The largest number of indices of a dim of `size` in any local part after these divisions, major first.
 
-    Of ordinary cuts the first part is the longest. Others may leave more of a shorter block, so there all count.
+    The first part of an ordinary cut is the longest. Other cuts may leave more of a shorter block, so all parts count.
 
     Example:
         >>> longest(7, [Division(2), Division(2, 3)])  # 4 and 3 indices: 2 + 2 + 0 and 1 + 1 + 1; the first halves
@@ -299,14 +299,14 @@ def longest(size: int, divisions: Sequence[Division]) -> int:
 
 @lru_cache(maxsize=1024)
 def _part_lengths(size: int, division: Division) -> frozenset[int]:
-    """The different lengths of the parts into which each of the rows of a dim is split. Rows are alike but the last."""
+    """The different lengths of the parts into which the rows of a dim are split. Only the last row may be shorter."""
     parts, rows = division.parts, division.rows or 1
     row = max(-(-size // rows), 1)
     full, last = divmod(size, row)
     if division.blocks is not None:
         cuts = [Cut(parts, index, rows, division.blocks) for index in range(parts)]
         return frozenset(full * _length(_parts_of_row(row, c)) + _length(_parts_of_row(last, c)) for c in cuts)
-    ends = {0}  # the parts of a row are alike up to one of these
+    ends = {0}  # the parts of a row have one length up to one of these
     for length in (row, last):
         step = max(-(-length // parts), 1)
         ends.update((length // step, length // step + 1))
@@ -318,7 +318,7 @@ def _length(runs: Iterable[Run]) -> int:
 
 
 def intersect(a: Sequence[Run], b: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Where two lists of runs name the same global indices: (position in a, position in b, length) each.
+    """The global indices that two lists of runs share: (position in a, position in b, length) each.
 
     Example:
         >>> intersect([Run(0, 4)], [Run(2, 1), Run(3, 5)])
@@ -353,7 +353,7 @@ def normalize_dim(dim: int, ndim: int) -> int | None:
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dims lie in memory in the order that the strides `like` have.
+    """Strides of a dense tensor of `shape` whose dims have the memory order of the strides `like`.
 
     Example:
         >>> dense_strides((2, 3, 4)), dense_strides((2, 3), like=(1, 2))

@@ -1,8 +1,8 @@
-"""DeviceMesh as data: a grid of ranks, which of its axes one looks at, and their names.
+"""DeviceMesh as data: a grid of ranks, the selected axes of the grid, and their names.
 
-A sliced mesh (`mesh["tp"]`) keeps the whole grid and selects axes of it, so it means the same thing on every rank: each
-rank lives in the slice that goes through it. Holds no process groups; what depends on "my rank" is asked of the
-host that the fabric layer registers here.
+A sliced mesh (`mesh["tp"]`) keeps the full grid and selects axes of it, so it is the same value on every rank; each
+rank is in one slice. A mesh has no process groups: everything that depends on the current rank comes from the host that
+the fabric layer registers here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Coordinate = tuple[int, ...]  # of a rank: its index along each axis
 
 @runtime_checkable
 class Host(Protocol):
-    """What a mesh must ask of whoever runs it."""
+    """What depends on the current rank; implemented by fabrics."""
 
     name: str
 
@@ -44,17 +44,17 @@ class Host(Protocol):
         ...
 
 
-# Filled by the fabric layer: the host of each fabric by name, and how to choose one when the user does not say.
+# Filled by the fabric layer: the host of each fabric by name, and how to choose one if the user names none.
 hosts: dict[str, Host] = {}
 choose_fabric: list[Callable[[], str]] = []
-# Run once, when the first mesh is made: what must be in place before there are DTensors, and not earlier.
+# Called once, when the first mesh is made: set-up that DTensors need and imports should not do.
 on_first_mesh: list[Callable[[], None]] = []
 fabric_mode = ModeStack[str]("fabric")  # what `virtual()` and `dry_run()` choose
 _mesh_mode: ModeStack[Any] = ModeStack("mesh")  # what `with mesh:` chooses
 
 
 def chosen_fabric() -> str:
-    """The fabric of a mesh that is made here and names none.
+    """The fabric of a mesh that is made now without naming one.
 
     Example:
         >>> with fabric_mode.holding("dry"):
@@ -68,7 +68,7 @@ def chosen_fabric() -> str:
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The mesh of the innermost `with mesh:`, None outside of any.
+    """The mesh of the innermost `with mesh:`; None outside of one.
 
     Example:
         >>> with DeviceMesh("cpu", [0, 1]):
@@ -81,13 +81,13 @@ def current_mesh() -> DeviceMesh | None:
 
 @constant_to_compilers
 class DeviceMesh(Interned):
-    """A grid of ranks with named axes. Inside `with mesh:` it is the mesh of whatever names none.
+    """A grid of ranks with named axes. Inside `with mesh:` it is the default mesh.
 
     Args:
         device_type: "cpu" or "cuda".
         mesh: the ranks: a nested list, an array or an integer tensor.
         mesh_dim_names: a name for each axis.
-        fabric: "c10d", "virtual" or "dry"; chosen from the surroundings when not given.
+        fabric: "c10d", "virtual" or "dry"; chosen from the context if not given.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], mesh_dim_names=("dp", "tp"))
@@ -112,14 +112,14 @@ class DeviceMesh(Interned):
         "shape",
     )
     _fields = ("device_type", "fabric", "grid_shape", "grid_ranks", "grid_names", "axes", "mesh_dim_names")
-    _untold = ("coordinates", "host", "mesh")  # to compilers: asked of whoever runs it, or long
+    _untold = ("coordinates", "host", "mesh")  # to compilers: they depend on the rank, or are long
 
     device_type: str
     fabric: str
     grid_shape: tuple[int, ...]
     grid_ranks: range | tuple[int, ...]  # row-major; a range where the ranks are consecutive
     grid_names: tuple[str, ...] | None
-    axes: tuple[tuple[int, ...], ...]  # for each axis of this mesh the axes of the grid it stands for, major first
+    axes: tuple[tuple[int, ...], ...]  # for each axis of this mesh the axes of the grid in it, major first
     mesh_dim_names: tuple[str, ...] | None
     shape: tuple[int, ...]
     ndim: int
@@ -140,9 +140,7 @@ class DeviceMesh(Interned):
         flat = tuple(ranks.reshape(-1).tolist())
         if len(set(flat)) != len(flat):
             repeated = sorted(rank for rank, count in Counter(flat).items() if count > 1)
-            raise MeshError(
-                f"ranks {repeated} stand more than once in the mesh", hint="each rank has one place in a mesh"
-            )
+            raise MeshError(f"ranks {repeated} are in the mesh more than once", hint="name each rank once")
         if min(flat) < 0:
             raise MeshError(
                 f"the ranks of a mesh count from 0, got {min(flat)}", hint="name each rank by its number in the world"
@@ -162,12 +160,12 @@ class DeviceMesh(Interned):
             on_first_mesh.pop(0)()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a plain tuple: torch.load(weights_only=True) knows no range
+        # a plain tuple: torch.load(weights_only=True) refuses a range
         values = [tuple(v) if isinstance(v := getattr(self, n), range) else v for n in self._fields]
         values[self._fields.index("fabric")] = _kind(self.fabric)
         return rebuild_mesh, tuple(values)
 
-    # ---------------------------------------------------------------- looking at parts
+    # ---------------------------------------------------------------- axes and slices
 
     def axis(self, axis: Axis) -> int:
         """The index of an axis given by name or (possibly negative) index.
@@ -187,17 +185,17 @@ class DeviceMesh(Interned):
         return index % self.ndim
 
     def __getitem__(self, names: str | Iterable[Axis]) -> DeviceMesh:
-        """The mesh of the named axes: `mesh["tp"]`, `mesh["dp", "tp"]`. It keeps the grid it was cut from."""
+        """The mesh of the named axes: `mesh["tp"]`, `mesh["dp", "tp"]`. It keeps the full grid."""
         chosen = [self._named_axis(name) for name in ((names,) if isinstance(names, str) else names)]
         if not chosen:
             raise MeshError("an empty selection of axes", hint='name at least one, as in mesh["dp"]')
         grid = [g for axes, _ in chosen for g in axes]
         if len(set(grid)) != len(grid):
-            raise MeshError(f"an axis stands twice in {names!r}", hint="name each axis once")
+            raise MeshError(f"an axis is named twice in {names!r}", hint="name each axis once")
         return self._select(tuple(axes for axes, _ in chosen), tuple(name for _, name in chosen))
 
     def _named_axis(self, axis: Axis) -> tuple[tuple[int, ...], str]:
-        """The axes of the grid that an axis stands for, and its name: an own one, or one that `_flatten` has named."""
+        """The axes of the grid that an axis consists of, and its name, which `_flatten` may have given."""
         if isinstance(axis, str) and axis not in (self.mesh_dim_names or ()):
             joined = _flattened.get(self.root, {}).get(axis)
             if joined is not None and set(joined) <= {g for own in self.axes for g in own}:
@@ -221,7 +219,7 @@ class DeviceMesh(Interned):
         return self._select((joined,), names)
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """As torch's: one axis out of all, which the mesh that this one was cut from knows by its name from now on.
+        """As in torch: one axis out of all. The mesh from which this one was sliced can name it afterwards.
 
         Example:
             >>> mesh = DeviceMesh("cpu", [[[0, 1], [2, 3]]], mesh_dim_names=("dp", "cp", "tp"))
@@ -246,7 +244,7 @@ class DeviceMesh(Interned):
         mesh_dim_names: Iterable[str],
         backend_override: Mapping[str, Any] | None = None,
     ) -> DeviceMesh:
-        """As torch's: an axis split into several, the first one major.
+        """As in torch: an axis split into several, the first one major.
 
         Example:
             >>> world = DeviceMesh("cpu", range(8), mesh_dim_names=("world",))
@@ -267,7 +265,7 @@ class DeviceMesh(Interned):
                 hint="give sizes whose product is that of the axis, and that do not cut across axes it was made of",
             )
         kept = _checked_names([*names[:at], *new_names, *names[at + 1 :]], self.ndim - 1 + len(sizes))
-        # the axes of the finer grid that each axis of the grid becomes, and that each new axis stands for
+        # the axes of the finer grid that each axis of the grid becomes, and that each new axis consists of
         finer: list[int] = []
         becomes: dict[int, tuple[int, ...]] = {}
         pieces = dict(zip(self.axes[at], groups_of(joined, factors), strict=True))
@@ -291,13 +289,13 @@ class DeviceMesh(Interned):
         if sorted(g for axis in axes for g in axis) == list(range(len(grid))) and all(len(axis) == 1 for axis in axes):
             order = [axis[0] for axis in axes]
             wide = [g for g in order if grid[g] > 1]
-            if wide == sorted(wide):  # axes of one rank may stand anywhere: the mesh is the whole grid
+            if wide == sorted(wide):  # axes of one rank may be anywhere: the mesh is the full grid
                 grid, axes = tuple(grid[g] for g in order), tuple((a,) for a in range(len(grid)))
                 return self._intern(self.device_type, self.fabric, grid, self.grid_ranks, names, axes, names)
         return self._intern(self.device_type, self.fabric, grid, self.grid_ranks, None, axes, names)
 
     def _select(self, axes: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> DeviceMesh:
-        # the whole grid with numbers for names is the mesh without names
+        # the full grid with numbers for names is the mesh without names
         everything = range(len(self.grid_shape))
         unnamed = axes == tuple((a,) for a in everything) and names == tuple(map(str, everything))
         kept = None if unnamed else names
@@ -307,7 +305,7 @@ class DeviceMesh(Interned):
 
     @property
     def root(self) -> DeviceMesh:
-        """The mesh over the whole grid that this one was cut from (itself, if it was not cut)."""
+        """The mesh over the full grid from which this one was sliced (itself, if it is no slice)."""
         axes = tuple((a,) for a in range(len(self.grid_shape)))
         return self._intern(
             self.device_type, self.fabric, self.grid_shape, self.grid_ranks, self.grid_names, axes, self.grid_names
@@ -352,7 +350,7 @@ class DeviceMesh(Interned):
 
     @property
     def grid_size(self) -> int:
-        """How many ranks the whole grid has: more than `size()` on a slice."""
+        """The number of ranks of the full grid: more than `size()` on a slice."""
         return len(self.grid_ranks)
 
     @property
@@ -370,7 +368,7 @@ class DeviceMesh(Interned):
         return table
 
     def position_of(self, rank: int) -> int | None:
-        """Where `rank` stands in the grid (row-major), or None if it is not in it.
+        """The position of `rank` in the grid (row-major), or None if it is not in it.
 
         Example:
             >>> DeviceMesh("cpu", [4, 2]).position_of(2)
@@ -449,11 +447,11 @@ class DeviceMesh(Interned):
             raise MeshError(f"rank {rank} is not in {self}")
         return [self.grid_ranks[i] for i in self.group_through((self.axis(axis),), position)]
 
-    # ---------------------------------------------------------------- what depends on my rank: asked of the host
+    # ---------------------------------------------------------------- the current rank: answered by the host
 
     @property
     def host(self) -> Host:
-        """Whoever runs this mesh."""
+        """The host of this mesh's fabric."""
         try:
             return hosts[self.fabric]
         except KeyError:
@@ -508,7 +506,7 @@ class DeviceMesh(Interned):
         return f"DeviceMesh({self.device_type} {sizes}{part}{ranks}, {_kind(self.fabric)})"
 
 
-# For the mesh over a whole grid, the names that `_flatten` has given to several of its axes. As long as it is alive: a
+# For the mesh over a full grid, the names that `_flatten` has given to several of its axes. As long as it is alive: a
 # program that makes it again names them again.
 _flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -545,7 +543,7 @@ def on_one_grid(first: DeviceMesh, second: DeviceMesh) -> tuple[DeviceMesh, Devi
 
 
 def _check_backends(chosen: Mapping[Any, Any]) -> None:
-    """Groups are made on first use, so "fake", which spares them, is as good as nothing; others are refused."""
+    """Accept "fake" only: groups are made on first use, so it changes nothing. Other backends are refused."""
     for axis, backend in chosen.items():
         if backend != "fake":
             raise UnsupportedError(
@@ -555,24 +553,24 @@ def _check_backends(chosen: Mapping[Any, Any]) -> None:
 
 
 def _kind(fabric: str) -> str:
-    """The kind of a fabric: where ranks are threads of one process, the name of each one's has a number after it."""
+    """The kind of a fabric: if ranks are threads of one process, the name of each rank's fabric ends with a number."""
     return fabric.partition("/")[0]
 
 
 def _here(fabric: str) -> str:
-    """The name that the fabric of this kind has on the rank that is running."""
+    """The name of the fabric of this kind on the current rank."""
     return hosts[fabric].name if fabric in hosts else fabric
 
 
 def rebuild_mesh(
     device_type: str, fabric: str, grid_shape: tuple[int, ...], grid_ranks: tuple[int, ...], *rest: Any
 ) -> DeviceMesh:
-    """The mesh of these fields; what pickle calls."""
+    """The mesh of these fields; called by pickle."""
     return DeviceMesh._intern(device_type, _here(fabric), grid_shape, _as_range(grid_ranks), *rest)
 
 
 def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:
-    """A range where the ranks are consecutive: it hashes and compares at once, whatever their number."""
+    """A range if the ranks are consecutive: hashing and comparing it takes constant time."""
     consecutive = range(ranks[0], ranks[0] + len(ranks))
     return consecutive if ranks == tuple(consecutive) else ranks
 

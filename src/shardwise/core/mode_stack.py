@@ -1,8 +1,8 @@
-"""Modes: what is in force between entering a context and leaving it, for the program that entered it.
+"""Modes: values that are active between entering a context and leaving it.
 
-An entry belongs to the thread, or the asyncio task, that made it, and to every backward that it starts, on whichever
-thread autograd runs that: torch hands its own thread-local objects to those threads. Leaving a context ends its own
-entry, wherever it is in the stack and on whichever thread it happens.
+An entry belongs to the thread, or the asyncio task, that made it, and to every backward that it starts, on any thread
+of autograd: torch copies its thread-local objects to those threads. Leaving a context ends its own entry, at any depth
+of the stack and on any thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEY = "shardwise_modes"
 
 
 def _counts_references() -> bool:
-    """Whether torch counts its reference to an object that is stashed. Old versions do not, but drop one in the end."""
+    """Whether torch counts its reference to a stashed object. Old versions do not, but release one at the end."""
     probe = object()
     before = sys.getrefcount(probe)
     keep_thread_object("shardwise_probe", probe)
@@ -41,7 +41,7 @@ def _counts_references() -> bool:
 
 
 def _keep(value: object) -> None:
-    """Count a reference to `value`, which torch will drop."""
+    """Add a reference to `value`, which torch will release."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
@@ -49,7 +49,7 @@ _COUNTED = _counts_references()
 
 
 class Entry(Generic[T]):
-    """One entry of one mode: in force until it is left."""
+    """One entry of one mode: active until it is left."""
 
     __slots__ = ("live", "mode", "value")
 
@@ -61,11 +61,11 @@ Entries = tuple[Entry[Any], ...]
 
 
 class _Stashed(NamedTuple):
-    """What a thread leaves for the threads of its backward."""
+    """The entries of a thread, stored for the threads of its backward."""
 
     thread: int
-    entries: Entries  # all that are in force on it
-    base: Entries  # those that it was left by another
+    entries: Entries  # all that are active on it
+    base: Entries  # those that it inherited from another
 
 
 _entered: ContextVar[Entries] = ContextVar("shardwise_modes", default=())
@@ -73,7 +73,7 @@ live_entries: dict[Entry[Any], None] = {}  # on all threads, in the order in whi
 
 
 def _base(thread: int) -> Entries:
-    """The entries that this thread was left by the one whose backward it runs."""
+    """The entries that this thread inherits from the one whose backward it runs."""
     if not has_thread_object(_KEY):
         return ()
     stashed: _Stashed = thread_object(_KEY)
@@ -81,7 +81,7 @@ def _base(thread: int) -> Entries:
 
 
 def entries_in_force() -> list[Entry[Any]]:
-    """The entries of all modes that are in force here, the innermost last.
+    """The active entries of all modes, the innermost last.
 
     Example:
         >>> entries_in_force()
@@ -138,7 +138,7 @@ class ModeStack(Generic[T]):
 
     @contextlib.contextmanager
     def holding(self, value: T) -> Iterator[T]:
-        """Inside, `value` is in force."""
+        """Inside, `value` is active."""
         entry = self.enter(value)
         try:
             yield value
@@ -146,11 +146,11 @@ class ModeStack(Generic[T]):
             self.leave(entry)
 
     def values(self) -> list[T]:
-        """The values in force here, the innermost last."""
+        """The active values, the innermost last."""
         return [entry.value for entry in entries_in_force() if entry.mode is self] if live_entries else []
 
     def values_anywhere(self) -> list[T]:
-        """The values in force on any thread, in the order in which they were entered."""
+        """The values that are active on any thread, in the order in which they were entered."""
         return [entry.value for entry in tuple(live_entries) if entry.mode is self]
 
 
@@ -169,7 +169,7 @@ def _uncompiled(function: AnyFunction) -> AnyFunction:
 class ModeContext(Generic[T]):
     """A context that can be entered any number of times, also before it is left, and that decorates functions.
 
-    What runs is written as for `contextlib.contextmanager`, in `_run`.
+    `_run` is written as for `contextlib.contextmanager`.
     """
 
     def _run(self) -> Generator[T, None, None]:
@@ -185,7 +185,7 @@ class ModeContext(Generic[T]):
 
     @_uncompiled
     def __exit__(self, *error: Any) -> bool | None:
-        # the last one opened here; one that is left on another thread or task than it was entered on was opened there
+        # the last one opened on this thread; one that was entered on another thread or task is in the list of that one
         still = self.__dict__.get("_open", [])
         here = [manager for context, manager in _opened.get() if context is self and manager in still]
         if not still:

@@ -1,6 +1,6 @@
-"""Layouts from their short notation: `f32[8,32] dp:S0 tp:R order 0:tp>dp`, the inverse of `repr(spec)`; axes, too.
+"""Layouts from their short notation: `f32[8,32] dp:S0 tp:R order 0:tp>dp`, the inverse of `repr(spec)`; also meshes.
 
-Pure parsing; an error points at the character.
+Errors point at the character.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PLACEMENT = re.compile(
 
 
 def parse_spec(text: str, mesh: DeviceMesh, *, meta: TensorMeta | None = None, start: int = 0) -> DTensorSpec:
-    """The spec that `text` (from `start` on) writes for `mesh`.
+    """The spec on `mesh` that `text` (from `start` on) describes.
 
     Args:
-        text: `f32[8,32] dp:S0 tp:R`; the dtype and sizes may be left out where `meta` gives them.
+        text: `f32[8,32] dp:S0 tp:R`; the dtype and sizes may be omitted if `meta` is given.
         mesh: whose axis names (or, without names, whose order) the placements refer to.
-        meta: the tensor, when the text does not name one.
-        start: where in `text` to begin; errors point into the whole text.
+        meta: the tensor, if the text does not describe one.
+        start: where in `text` to begin; errors show all of the text.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
@@ -72,7 +72,7 @@ def parse_spec(text: str, mesh: DeviceMesh, *, meta: TensorMeta | None = None, s
 
 
 def parse_meta(text: str, start: int = 0) -> TensorMeta:
-    """The tensor that `f32[8,32]` names."""
+    """The tensor that `f32[8,32]` describes."""
     found = _META.match(text, start)
     if found is None:
         raise NotationError.at(text, _skip(text, start), "expected a dtype and sizes such as f32[8,32]")
@@ -101,7 +101,7 @@ def parse_layout(
 def _layout(
     text: str, mesh: DeviceMesh, start: int, ndim: int | None
 ) -> tuple[list[Placement], dict[int, tuple[int, ...]] | None]:
-    """As `parse_layout`; where the tensor's `ndim` is known, each word is also checked against it."""
+    """As `parse_layout`; if the tensor's `ndim` is known, each word is also checked against it."""
     words = [(word.start(), word[0]) for word in _WORD.finditer(text, start)]
     split = next((i for i, (_, word) in enumerate(words) if word == "order"), len(words))
     placements = _placements(text, words[:split], mesh, ndim)
@@ -128,10 +128,10 @@ def _placements(text: str, words: Sequence[Word], mesh: DeviceMesh, ndim: int | 
 def _order(
     text: str, words: Sequence[Word], mesh: DeviceMesh, placements: list[Placement], ndim: int | None
 ) -> dict[int, tuple[int, ...]]:
-    """The entries after `order`, which may stand before each of them."""
+    """The entries after `order`, which may be repeated before each of them."""
     order: dict[int, tuple[int, ...]] = {}
     wanted = False
-    for at, word in [*words, (len(text), "order")]:  # the end is no better than another `order`
+    for at, word in [*words, (len(text), "order")]:  # nothing follows, or another `order`
         dim, _, names = word.partition(":")
         if word == "order" and not wanted:
             wanted = True
@@ -154,7 +154,7 @@ def _order(
 
 
 def _axis(text: str, at: int, name: str, mesh: DeviceMesh) -> int:
-    """An axis by its name or, where none is named so, by its number."""
+    """An axis by its name or, if there is no such name, by its number."""
     named = name in (mesh.mesh_dim_names or ())
     try:
         return mesh.axis(int(name) if not named and _NUMBER.fullmatch(name) else name)
@@ -186,7 +186,7 @@ def _placement(word: str) -> Placement:
 
 @contextmanager
 def _pointing_at(text: str, at: int) -> Iterator[None]:
-    """What is refused inside is an error that points at `text[at]`."""
+    """Errors raised inside point at `text[at]`."""
     try:
         yield
     except ShardwiseError as error:

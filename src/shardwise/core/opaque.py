@@ -1,7 +1,4 @@
-"""How torch's compiler sees our data: as constants, compared by identity and written into code by what rebuilds them.
-
-Knows the registry of such types in torch, nothing of what is registered.
-"""
+"""Interned data for torch's compiler: constants, compared by identity, which generated code rebuilds by a call."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ __all__ = ["ConstantMeta", "constant_to_compilers", "why_not_constant"]
 
 Value = TypeVar("Value")
 _failed: list[str] = []
-# Before torch 2.13 the registry asks for a metaclass of its own. It slows isinstance down, so it is not used elsewhere.
+# Before torch 2.13 the registry needs a metaclass. It slows isinstance down, so it is used for those versions alone.
 ConstantMeta: Any = type if torch.__version__ >= "2.13" else getattr(opaque_types, "OpaqueBaseMeta", type)
 
 
 def constant_to_compilers(kind: type[Value]) -> type[Value]:
-    """Declare a class of interned values: a compiler may take its values as constants and ask them what it likes.
+    """Register a class of interned values: compilers take its values as constants and may read their attributes.
 
     Example:
         >>> why_not_constant() is None
@@ -28,7 +25,7 @@ def constant_to_compilers(kind: type[Value]) -> type[Value]:
     """
     try:
         use = opaque_types.MemberType.USE_REAL
-        # the compiler asks for all of them beforehand, so what not every value can tell is left out
+        # the compiler reads all of them beforehand, so those that may raise are omitted
         asked = [name for name in dir(kind) if not name.startswith("_") and name not in getattr(kind, "_untold", ())]
         members = dict.fromkeys([*asked, *filter(kind.__dict__.__contains__, ["__getitem__"]), "__eq__", "__ne__"], use)
         opaque_types.register_opaque_type(kind, typ="value", members=members)

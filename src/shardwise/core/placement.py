@@ -1,6 +1,6 @@
-"""How a tensor lies along ONE mesh axis: Shard, StridedShard, Zigzag, Replicate, Partial, MaskPartial.
+"""Placements, the layout along one mesh axis: Shard, StridedShard, Zigzag, Replicate, Partial, MaskPartial.
 
-Pure data. Knows nothing of meshes, of communication, or of torch's own placements beyond their field names.
+Placements of torch are recognised by their class and field names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "min", "max", "product")
-NORM = "norm"  # with the order behind it: "norm2"
+NORM = "norm"  # followed by the order: "norm2"
 
 
 @constant_to_compilers
@@ -52,7 +52,7 @@ class AnyShard(Placement):
     dim: int
 
     def on_dim(self, dim: int) -> Self:
-        """The same split of another dim."""
+        """The same kind of split, on another dim."""
         if dim == self.dim:
             return self
         return self._intern(dim, *[getattr(self, name) for name in self._fields[1:]])
@@ -90,13 +90,13 @@ class Shard(AnyShard):
 class StridedShard(AnyShard):
     """Dim `dim` is a flattened pair (`split_factor` x rest) and the minor part, the rest, is split over the axis.
 
-    This is what a `[B, T, D]` tensor sharded on T becomes when it is viewed as `[B*T, D]`: each rank holds a piece of
-    every one of the `split_factor` rows. It is not an ordering device: which axis splits a dim first is the
-    spec's shard order.
+    This is what a `[B, T, D]` tensor sharded on T becomes when it is viewed as `[B*T, D]`: each rank holds a part of
+    each of the `split_factor` rows. It does not express the order in which axes split a dim: that is the shard order
+    of the spec.
 
     Args:
         dim: the tensor's dim.
-        split_factor: how many rows the dim consists of, on the block that the axes before this one leave.
+        split_factor: how many rows the dim consists of, in the block that remains after the axes before this one.
 
     Example:
         >>> StridedShard(0, split_factor=4)
@@ -127,9 +127,9 @@ class Zigzag(AnyShard):
 
     Args:
         dim: the tensor's dim.
-        blocks: another assignment: all blocks in the order of the ranks, equally many for each. A rank holds its
+        blocks: another assignment: all blocks in the order of the ranks, equally many for each. A rank stores its
             blocks in the order of the tensor.
-        split_factor: how many rows the dim consists of, each of which is cut so; more than one where dims have been
+        split_factor: how many rows the dim consists of, each cut in this way; more than one if dims have been
             flattened.
 
     Example:
@@ -158,7 +158,7 @@ class Zigzag(AnyShard):
         object.__setattr__(self, "short", f"Z{self.dim}{rows}{order}")
 
     def blocks_over(self, ranks: int) -> tuple[int, ...]:
-        """The blocks in the order of so many ranks, equally many for each.
+        """The blocks in the order of the ranks, equally many for each.
 
         Example:
             >>> Zigzag(0).blocks_over(3)
@@ -200,11 +200,11 @@ class Replicate(Placement):
 
 @constant_to_compilers
 class Partial(Placement):
-    """The value is the reduction of what the ranks along the axis hold.
+    """The value is the reduction of the local tensors along the axis.
 
     Args:
-        reduce_op: "sum", "avg", "min", "max" or "product"; or "norm2", the norm of what the ranks hold, of this or
-            another order, which is how the norm of a sharded tensor lies.
+        reduce_op: "sum", "avg", "min", "max" or "product"; or "norm2", the norm (of this or another
+            order) of the local tensors, as in the norm of a sharded tensor.
 
     Example:
         >>> Partial(), Partial("max"), Partial("max").is_partial("sum")
@@ -228,7 +228,7 @@ class Partial(Placement):
 
     @property
     def linear(self) -> bool:
-        """Whether the reduction is a linear function of what the ranks hold (sum and avg)."""
+        """Whether the reduction is a linear function of the local tensors (sum and avg)."""
         return self.reduce_op in ("sum", "avg")
 
     def __repr__(self) -> str:
@@ -239,8 +239,8 @@ class Partial(Placement):
 class MaskPartial(Partial):
     """A `Partial("sum")` in which at most one rank holds each element and the others hold zero there.
 
-    A look-up in a table whose rows are sharded gives this. Since nothing is really added, the reduction is exact in
-    every dtype, and whatever keeps zero at zero may be computed before it.
+    It is the layout of a look-up in a table with sharded rows. Each element has one addend that is not zero, so the
+    reduction is exact in every dtype, and operators that map zero to zero may be computed before it.
 
     Example:
         >>> MaskPartial(), MaskPartial().is_partial("sum")
@@ -305,9 +305,9 @@ def _as_rows(split_factor: Any, where: str) -> int:
 
 
 def as_placement(value: object) -> Placement:
-    """Our placement for `value`: itself, or the translation of one of torch's own placement objects.
+    """`value` as a placement: itself, or the translation of a placement of torch.
 
-    torch's are recognised by where their class is defined, so that torch.distributed.tensor need not be imported.
+    These are recognised by the module of their class, so that torch.distributed.tensor need not be imported.
 
     Example:
         >>> as_placement(Shard(0))

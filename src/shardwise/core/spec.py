@@ -1,6 +1,6 @@
-"""TensorMeta, ShardOrder and DTensorSpec: how one global tensor lies over a mesh.
+"""TensorMeta, ShardOrder and DTensorSpec: the layout of one global tensor on a mesh.
 
-Pure data: knows its local shape and offset for every coordinate; moves nothing.
+A spec has the local shape and offset of every coordinate.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _as_size(size: Any) -> Any:
-    # asking a symbolic integer for its index would fix it to one value
+    # operator.index would fix a symbolic integer to one value
     return size if isinstance(size, torch.SymInt) else operator.index(size)
 
 
@@ -105,17 +105,17 @@ class TensorMeta(Interned):
         return self.stride == dense_strides(self.shape)
 
     def dense(self) -> TensorMeta:
-        """What a copy of the tensor has: the same order of dims in memory, without gaps and overlaps."""
+        """The metadata of a copy of the tensor: the same order of dims in memory, without gaps and overlaps."""
         return _dense(self) if self.is_symbolic else known_dense(self)
 
     def hinted(self) -> TensorMeta:
-        """The same with the sizes of the inputs that a compiler traces with: itself, where all sizes are known."""
+        """The same with the sizes of the inputs that a compiler traces with: itself, if all sizes are known."""
         if not self.is_symbolic:
             return self
         return self._intern(torch.Size(hinted(self.shape)), hinted(self.stride), self.dtype)
 
     def specialized(self) -> TensorMeta:
-        """The same with sizes that are numbers; a compiler traces anew for others."""
+        """The same with sizes that are numbers; a compiler traces again for others."""
         if not self.is_symbolic:
             return self
         return self._intern(torch.Size(specialized(self.shape)), specialized(self.stride), self.dtype)
@@ -127,7 +127,7 @@ class TensorMeta(Interned):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor, stored densely."""
+        """Bytes of the global tensor, stored densely."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ known_dense = functools.lru_cache(maxsize=4096)(_dense)  # by identity: interned
 
 
 class ShardOrderEntry(NamedTuple):
-    """The mesh axes that split tensor dim `dim`, in the order they do it: the first one is major."""
+    """The mesh axes that split tensor dim `dim`, in order: the first one is major."""
 
     dim: int
     axes: tuple[int, ...]
@@ -156,7 +156,7 @@ _LOCAL = ["_local_tensor"]
 
 
 class ByRank(tuple[Any, ...]):
-    """The context of a tensor that compilers know by each virtual rank's tensor, because their shapes may differ."""
+    """The context of a tensor that compilers see as the tensors of all virtual ranks: their shapes may differ."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ def _rank_names(count: int) -> list[str]:
 
 @constant_to_compilers
 class DTensorSpec(Interned):
-    """How one global tensor lies over a mesh: a placement for each axis, and which axis splits a dim first.
+    """The layout of one global tensor on a mesh: a placement for each axis, and the order of axes that split one dim.
 
     Args:
         mesh: the mesh.
@@ -211,9 +211,9 @@ class DTensorSpec(Interned):
     is_replicated: bool
     is_lazy: bool  # whether one device would have stored a broadcast dim: a write must materialize it first
     context: Context  # all but the metadata
-    # what compilers guard of a tensor: where its local, or each virtual rank's, is; the context
+    # what compilers guard of a tensor: the attributes of its local, or of each virtual rank's; the context
     flattened: tuple[list[str], tuple[Any, ...]]
-    is_strided: bool  # whether some placement may leave a rank several runs of a dim: it is no `Shard`
+    is_strided: bool  # whether some placement may give a rank several runs of a dim: it is no `Shard`
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
 
@@ -240,7 +240,7 @@ class DTensorSpec(Interned):
         dim_axes: Iterable[tuple[int, ...]],
         broadcast: Iterable[int] = (),
     ) -> DTensorSpec:
-        """The spec whose placements and order are known to fit; no checks."""
+        """The spec for placements and an order that are known to be valid; no checks."""
         order = tuple([ShardOrderEntry(dim, axes) for dim, axes in enumerate(dim_axes) if axes])
         if broadcast:
             broadcast = broadcastable(broadcast, tensor_meta, order)
@@ -248,7 +248,7 @@ class DTensorSpec(Interned):
 
     @classmethod
     def from_context(cls, context: Context, tensor_meta: TensorMeta) -> DTensorSpec:
-        """The spec of a tensor that lies as another of as many dims does; no checks."""
+        """The spec of a tensor with the layout of another of as many dims; no checks."""
         mesh, placements, order, broadcast = context
         return cls._intern(mesh, placements, tensor_meta, order, broadcast)
 
@@ -276,17 +276,17 @@ class DTensorSpec(Interned):
         put(self, "_largest", None)
 
     def _is_uneven(self) -> bool:
-        """Whether some ranks' parts may differ in shape. A symbolic size that is sharded divides evenly."""
+        """Whether local shapes may differ between ranks. A symbolic size that is sharded divides evenly."""
         for dim, axes in self.shard_order:
             pieces = [(d.rows or 1) * (len(d.blocks) if d.blocks else d.parts) for d in map(self.division, axes)]
             if isinstance(size := self.shape[dim], int) and size % math.prod(pieces):
                 return True
         return False
 
-    # ---------------------------------------------------------------- what a coordinate holds
+    # ---------------------------------------------------------------- the local part of a coordinate
 
     def block(self, coordinate: Iterable[SupportsIndex]) -> Block:
-        """The block that the rank at `coordinate` holds."""
+        """The block of the rank at `coordinate`."""
         key = tuple(coordinate)
         found = self._blocks.get(key)
         if found is None:
@@ -296,7 +296,7 @@ class DTensorSpec(Interned):
         return found
 
     def runs(self, dim: int, coordinate: tuple[int, ...]) -> tuple[Run, ...]:
-        """The runs of indices of `dim` that the rank at `coordinate`, which must be one of the mesh, holds."""
+        """The runs of indices of `dim` of the rank at `coordinate`, which must be in the mesh."""
         size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
         if not axes:
             return (Run(0, size),)
@@ -329,7 +329,7 @@ class DTensorSpec(Interned):
         return start, length
 
     def _equal_run(self, dim: int, coordinate: tuple[int, ...]) -> Run | None:
-        """The run of a dim whose size a compiler does not know, where ranks hold equal parts of it."""
+        """The run of a dim of symbolic size, which all ranks share equally."""
         size, axes, sizes = self.shape[dim], self.dim_axes[dim], self.mesh.shape
         parts = math.prod([sizes[a] for a in axes])
         if any(self.rows(a) for a in axes) or size % parts != 0:
@@ -360,13 +360,13 @@ class DTensorSpec(Interned):
         return Division(parts, self.rows(axis), placement.blocks_over(parts) if isinstance(placement, Zigzag) else None)
 
     def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
-        """The shape of what the rank at `coordinate` holds."""
+        """The local shape of the rank at `coordinate`."""
         return self.block(coordinate).shape
 
     def share(self, coordinate: Iterable[SupportsIndex], dims: Iterable[int]) -> tuple[int, int]:
-        """How many of the elements along `dims` the rank at `coordinate` holds, and of how many.
+        """The number of local elements along `dims` of the rank at `coordinate`, and the global number.
 
-        A symbolic size is split into equal parts or not at all, so that they are counted in its parts.
+        A symbolic size is split into equal parts or not at all, and counted in such parts.
         """
         local, held, total = self.local_shape(coordinate), 1, 1
         for dim in dims:
@@ -381,7 +381,7 @@ class DTensorSpec(Interned):
         return self.block(coordinate).offset
 
     def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
-        """The strides of a local block: 0 for broadcast dims, else dense, in memory as those of the global tensor."""
+        """The strides of a local block: 0 for broadcast dims, else dense, in the memory order of the global tensor."""
         shape = list(self.local_shape(coordinate))
         for dim in self.broadcast:
             shape[dim] = 1
@@ -390,7 +390,7 @@ class DTensorSpec(Interned):
 
     @property
     def largest_local_shape(self) -> tuple[int, ...]:
-        """The most indices of each dim that any rank holds; of symbolic sizes, for the inputs at hand."""
+        """The largest local size of each dim; of symbolic sizes, for the current inputs."""
         found = self._largest
         if found is None:
             divisions = [[self.division(a) for a in axes] for axes in self.dim_axes]
@@ -400,11 +400,11 @@ class DTensorSpec(Interned):
 
     @property
     def local_bytes(self) -> int:
-        """The most bytes any rank holds."""
+        """The bytes of the largest local tensor."""
         stored = [size for dim, size in enumerate(self.largest_local_shape) if dim not in self.broadcast]
         return math.prod(stored) * self.tensor_meta.dtype.itemsize
 
-    # ---------------------------------------------------------------- the same with something changed
+    # ---------------------------------------------------------------- changed copies
 
     def with_placements(
         self,
@@ -412,11 +412,11 @@ class DTensorSpec(Interned):
         shard_order: Iterable[Any] | None = None,
         mesh: DeviceMesh | None = None,
     ) -> DTensorSpec:
-        """The same tensor laid out otherwise."""
+        """The same tensor in another layout."""
         return DTensorSpec(mesh or self.mesh, placements, self.tensor_meta, shard_order)
 
     def remapped(self, mesh: DeviceMesh, tensor_meta: TensorMeta | None = None) -> DTensorSpec:
-        """The layout on another mesh of the same grid: on the axes that both have, replicated along the others.
+        """The layout on another mesh of the same grid: unchanged on common axes, replicated along the others.
 
         Example:
             >>> from shardwise.core.placement import Shard
@@ -433,7 +433,7 @@ class DTensorSpec(Interned):
         return DTensorSpec.from_dim_axes(mesh, tuple(placements), tensor_meta or self.tensor_meta, dim_axes)
 
     def reduced(self) -> DTensorSpec:
-        """The same layout once every Partial is reduced: those axes are replicated."""
+        """The layout after every Partial is reduced: those axes are replicated."""
         if not self.partial_axes:
             return self
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements)
@@ -448,7 +448,7 @@ class DTensorSpec(Interned):
         return self.with_meta(self.tensor_meta) if self.broadcast else self
 
     def compact(self) -> DTensorSpec:
-        """What a rank stores: broadcast dims have size one and are replicated."""
+        """The spec of the stored elements: broadcast dims have size one and are replicated."""
         meta, dims = self.tensor_meta, self.broadcast
         shape = [1 if dim in dims else size for dim, size in enumerate(meta.shape)]
         stored = TensorMeta(shape, dense_strides(shape, like=meta.stride), meta.dtype)
@@ -482,7 +482,7 @@ def broadcastable(dims: Iterable[int], meta: TensorMeta, order: ShardOrder) -> t
 
 
 def _is_long(size: Any) -> bool:
-    # compilers trace anew for sizes of zero and one, so that a symbolic one is larger
+    # compilers trace again for sizes of zero and one, so a symbolic one is larger
     return size.__class__ is not int or size > 1
 
 
@@ -506,7 +506,7 @@ def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
 
 
 def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
-    """`placements` as ours, with dims counted from the front, or an error that says what does not fit."""
+    """`placements` as values of `Placement`, dims counted from the front. An error says what does not fit."""
     if isinstance(placements, Placement):
         placements = (placements,)
     try:
@@ -535,7 +535,7 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
 
 
 def _with_blocks_over(placement: Zigzag, mesh: DeviceMesh, axis: int) -> Placement:
-    """The placement of `axis`, by its short name if its blocks are the usual ones; an error if they do not fit."""
+    """The placement of `axis`, without `blocks` if these are the usual ones; an error if they do not fit."""
     assert placement.blocks is not None
     blocks, ranks = len(placement.blocks), mesh.shape[axis]
     if blocks % ranks:

@@ -1,7 +1,7 @@
-"""Sizes that are not known yet: the symbolic integers with which a compiler traces a program for many sizes at once.
+"""Symbolic integers: the sizes with which a compiler traces a program for many sizes at once.
 
-Knows how to name them in a key and what they are for the inputs at hand; nothing of tensors, layouts or compilers.
-Comparing symbolic integers makes the compiler remember how the comparison came out (a guard). Here none are compared.
+Their names in keys, and their values for the current inputs. Comparing symbolic integers makes the compiler record the
+result (a guard), so this module compares none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def has_symbols(sizes: Iterable[Any]) -> bool:
 
 
 def settled(size: Any) -> Any:
-    """A symbolic integer of which the compiler knows that it has one value only is that value; others stay.
+    """The value of a symbolic integer that the compiler knows to have only one; others unchanged.
 
     Example:
         >>> settled(8)
@@ -44,7 +44,7 @@ def settled(size: Any) -> Any:
 
 
 def named(value: Any) -> Any:
-    """What stands for a value in a key: symbolic integers by the expression they are; sequences item by item.
+    """The form of a value in keys: symbolic integers as their expressions; sequences item by item.
 
     Example:
         >>> named((8, "x"))
@@ -55,15 +55,15 @@ def named(value: Any) -> Any:
     return tuple(map(named, value)) if isinstance(value, tuple | list) else value
 
 
-_seen: list[Any] = [0, lambda: None]  # how many graphs have been recorded, and who records the last of them
+_seen: list[Any] = [0, lambda: None]  # the number of graphs recorded so far, and the recorder of the last
 
 
 def _stage() -> int:
-    """Which graph is recorded, or was last.
+    """The number of the graph that is recorded now, or was recorded last.
 
-    A compiler runs a program several times before it records it, and knows sizes by the objects they are: one of an
-    earlier run may have become the size of a gradient, on which no forward may depend. So sizes of one graph are never
-    taken for those of another.
+    A compiler runs a program several times before it records it, and identifies sizes by their objects: one of an
+    earlier run may be the size of a gradient now, on which no forward may depend. So sizes of one graph are never
+    used for another.
     """
     mode: Any = dispatch_mode_of(_MODES.PROXY)
     if mode is not None and _seen[1]() is not mode.tracer:
@@ -72,7 +72,7 @@ def _stage() -> int:
 
 
 def hinted(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """What the integers are for the inputs that are traced with. Nothing is guarded: good for costs, not for layouts.
+    """The integers for the inputs of the trace. No guard is made: fit for costs, not for layouts.
 
     Example:
         >>> hinted((8, 4))
@@ -85,11 +85,11 @@ def _hint(size: torch.SymInt) -> int:
     node = size.node
     if node.has_hint():
         return int(node.hint)
-    return 4096  # of a size that only running the program tells, nothing is known
+    return 4096  # a size that depends on data has no hint
 
 
 def specialized(sizes: Iterable[Any]) -> tuple[int, ...]:
-    """The integers as they are now; the compiler will trace anew for others.
+    """The integers of the current inputs; the compiler traces again for others.
 
     Example:
         >>> specialized((8, 4))
@@ -99,7 +99,7 @@ def specialized(sizes: Iterable[Any]) -> tuple[int, ...]:
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    """Inside, what is computed on the side (what a result would look like) is not recorded by a tracer.
+    """Inside, operators (to find the metadata of a result) are not recorded by a tracer.
 
     Example:
         >>> with unrecorded():
@@ -110,9 +110,9 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 
 
 def introduce_sizes() -> None:
-    """See to it that the tracer that records now finds symbolic integers by their expressions.
+    """Make the current tracer find symbolic integers by their expressions.
 
-    A size that was computed on the side is known to it by that alone.
+    A size that was computed outside of the graph has nothing else to be found by.
 
     Example:
         >>> introduce_sizes()
@@ -123,11 +123,11 @@ def introduce_sizes() -> None:
 
 
 class _KnownSizes(dict[Any, Any]):
-    """What a tracer knows of symbolic integers: from an expression to where the graph has it.
+    """The symbolic integers of a tracer: from an expression to its node in the graph.
 
-    A symbol stays what it was first, an input. torch would take the latest integer that comes to it (`2 * s - s`); its
-    parts may be known by the same name alone, so that it would be computed from itself. And powers, maxima and minima,
-    which torch does not take apart, are computed from their parts.
+    A symbol remains the input that it was first. torch would take the latest integer of that value (`2 * s - s`), whose
+    parts may have the same name, so that it would be computed from itself. Powers, maxima and minima, which torch does
+    not decompose, are computed from their parts.
     """
 
     def __init__(self, tracer: Any) -> None:
@@ -164,7 +164,7 @@ _TRACERS = (_MODES.FAKE, _MODES.FUNCTIONAL, _MODES.PROXY)
 
 
 def is_tracing() -> bool:
-    """Whether operators go into a graph now instead of being run.
+    """Whether operators are recorded in a graph now instead of being run.
 
     Example:
         >>> is_tracing()

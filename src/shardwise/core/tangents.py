@@ -1,7 +1,7 @@
-"""Plain gradients where compiled code expects those of a tensor subclass, as the zeros of an output that is not used.
+"""Plain gradients where compiled code expects a tensor subclass, such as the zeros of an unused output.
 
-The compiler asks the gradient itself to become what it expects, and a plain tensor has no such method until it is given
-one. It speaks for the registered classes alone: of anything else it says None, as if it were not there.
+The compiler calls a method of the gradient to convert it, which plain tensors lack. This module adds the method. It
+converts to registered classes, and returns None for any other, as if the method did not exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _made: dict[type, Callable[[torch.Tensor, Any], torch.Tensor]] = {}
 
 
 def made_from_plain(expected: type, make: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
-    """Register how a plain gradient becomes one of a class, given what that class's `__tensor_flatten__` says of it."""
+    """Register how a plain gradient becomes one of a class, given the context of that class's `__tensor_flatten__`."""
     _made[expected] = make
 
 
@@ -28,6 +28,6 @@ def accept_plain_tangents() -> None:
 
 
 def plain_tangent(tangent: torch.Tensor, expected: Any, expected_type: type | None = None) -> torch.Tensor | None:
-    """A plain gradient, alike on every rank, as compiled code expects it."""
+    """A plain gradient, equal on every rank, in the class that compiled code expects."""
     make = None if expected_type is None else _made.get(expected_type)
     return None if make is None or tangent.__class__ is not torch.Tensor else make(tangent, expected)
