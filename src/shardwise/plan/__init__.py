@@ -1,1 +1,1 @@
-"""Pure decisions: which steps carry a tensor from one layout to another, and which layout an operator runs in."""
+"""Decisions: the steps of a redistribution, and the layouts in which an operator runs."""

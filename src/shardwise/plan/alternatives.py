@@ -1,7 +1,4 @@
-"""What else an operator could have done: every row of each axis with its cost, and the one change that moves nothing.
-
-Asks the propagator and the planner again; decides nothing itself.
-"""
+"""Alternatives of a call: every row of each axis with its cost, and changes of one operand that need no communication."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from shardwise.rules.registry import find_rule
 __all__ = ["Candidate", "Change", "candidates_of", "changes_without_communication", "rule_text"]
 
 MOST_NAMED = 8  # tensors of a list that are named
-MAX_TRIED = 64  # layouts of one operand: what few axes allow, and a bound for meshes of many
+MAX_TRIED = 64  # layouts tried for one operand: all on meshes of few axes, bounded on others
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One row of one axis: how operands and results would lie, and the seconds to bring the operands there.
+    """One row of one axis: placements of operands and results, and the seconds to redistribute the operands.
 
-    `owed` are the seconds to make whole what it leaves Partial; among rows that move something they count too.
+    `owed` are the seconds to reduce results that it leaves Partial; among rows that move something they count too.
     """
 
     axis: int
@@ -45,12 +42,12 @@ class Change:
 
     operand: int
     spec: DTensorSpec
-    route: Route  # what it takes to bring the operand there from where it lies
+    route: Route  # to redistribute the operand to this layout
     outputs: tuple[DTensorSpec, ...]
 
 
 def rule_text(sharding: OutputSharding) -> str:
-    """The rule that a call went by: its factors, and the row that was taken on each axis.
+    """The rule of a call: its factors, and the row that was taken on each axis.
 
     Example:
         >>> from shardwise.core.mesh import DeviceMesh
@@ -74,7 +71,7 @@ def rule_text(sharding: OutputSharding) -> str:
 
 
 def _named(tensors: Sequence[Sequence[str | None]]) -> str:
-    """Factors as rules write them; those of a list of tensors are many, and alike."""
+    """Factors in the notation of rules; long lists of tensors, which repeat, are shortened."""
     spell = "" if all(name is None or len(name) == 1 for dims in tensors for name in dims) else " "
     texts = [spell.join(name or "1" for name in dims) for dims in tensors[:MOST_NAMED]]
     return f",{spell}".join(texts) + (",..." if len(tensors) > MOST_NAMED else "")
@@ -135,17 +132,17 @@ def changes_without_communication(
 
 
 def _partials(change: Change) -> int:
-    """Results that wait for a reduction put the communication off; others are rid of it."""
+    """The number of Partial results: these only postpone the communication."""
     return sum(len(spec.partial_axes) for spec in change.outputs)
 
 
 def _asked_for(asked: OutputSharding | None, schema: OpSchema, operand: int) -> tuple[DTensorSpec, ...]:
-    """The layout in which the operator wants an operand, where that is another one."""
+    """The layout that the operator needs of an operand, if it is another one."""
     return () if asked is None or asked.inputs[operand] is schema.specs[operand] else (asked.inputs[operand],)
 
 
 def _other_layouts(schema: OpSchema, results: tuple[TensorMeta, ...], operand: int) -> Iterator[DTensorSpec]:
-    """Layouts of one operand that some row has beside the others as they lie, on every axis."""
+    """Layouts of one operand for which, on every axis, some row has the other operands in their current layouts."""
     rule = find_rule(schema.op)
     factors = None if rule is None or rule.layouts is not None else rule.factors(schema.call(results))
     if factors is None:
@@ -155,7 +152,7 @@ def _other_layouts(schema: OpSchema, results: tuple[TensorMeta, ...], operand: i
     for axis in range(schema.mesh.ndim):
         given = _on_axis(schema.specs, axis)
         rows = candidates(factors, given)
-        if any(all(map(_is_free, given, row.inputs)) for row in rows):  # nothing moves on this axis: it stays
+        if any(all(map(_is_free, given, row.inputs)) for row in rows):  # nothing moves on this axis: it is unchanged
             allowed.append([spec.placements[axis]])
             continue
         others = [
@@ -176,7 +173,7 @@ def _other_layouts(schema: OpSchema, results: tuple[TensorMeta, ...], operand: i
 def _tried(
     schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...], operand: int, spec: DTensorSpec
 ) -> Change | None:
-    """The change of one operand, if the operator then really moves nothing and the layout can be reached."""
+    """The change of one operand, if the operator then moves nothing and the layout can be reached."""
     specs = tuple(spec if i == operand else other for i, other in enumerate(schema.specs))
     sharding = ShardingPropagator().propagate(OpSchema(schema.op, schema.arguments, specs), results, pinned)
     planner = DTensorRedistributePlanner()
@@ -187,13 +184,13 @@ def _tried(
         return None
     try:
         route = planner.plan(schema.specs[operand], spec)
-    except LayoutError:  # nothing becomes Partial but by an operator
+    except LayoutError:  # only operators make a tensor Partial
         return None
     return Change(operand, spec, route, sharding.outputs)
 
 
 def _is_free(have: Placement, want: Placement) -> bool:
-    """Whether an operand that stays where it is can be used as a row wants it: as it lies, or a part of it."""
+    """Whether a row can use an operand without communication: in its layout, or a slice of it."""
     return have is want or (have.is_replicate() and not want.is_partial())
 
 

@@ -1,7 +1,4 @@
-"""Seconds and bytes of a step, from one model of the links: a start-up time and a time per byte for each axis.
-
-Pure arithmetic. Knows nothing of how steps are chosen or carried out.
-"""
+"""Seconds and bytes of a step, from one model of the links: a start-up time and a time per byte for each axis."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What it costs to talk: `alpha` seconds to start a collective, `beta` seconds for each byte a rank receives."""
+    """Speed of a link: `alpha` seconds to start a collective, `beta` seconds for each byte that a rank receives."""
 
     alpha: float
     beta: float
@@ -40,7 +37,7 @@ CUDA_LINK = Link(alpha=15e-6, beta=1 / 150e9)  # NCCL over NVLink
 
 @dataclass(frozen=True)
 class CostModel:
-    """Links by device type, and by axis name where axes differ (nodes are slower to cross than NVLink).
+    """Links by device type, and by axis name if axes differ (links between nodes are slower than NVLink).
 
     Args:
         devices: the link of each device type.
@@ -77,7 +74,7 @@ class CostModel:
 
 
 class AxisGroup(NamedTuple):
-    """The ranks along some axes: how many, and the link between them."""
+    """The ranks along some axes: their number, and the link between them."""
 
     size: int
     alpha: float
@@ -89,7 +86,7 @@ class AxisGroup(NamedTuple):
 
 
 class MeshLinks:
-    """The links of one mesh in one model, worked out once: of each axis, of groups of axes, the best of all."""
+    """The links of one mesh in one model, computed once: of each axis, of groups of axes, the best of all."""
 
     __slots__ = ("_groups", "_mesh", "_model", "best", "by_speed", "each", "uniform")
 
@@ -125,7 +122,7 @@ def links_of(model: CostModel, mesh: DeviceMesh) -> MeshLinks:
 
 
 _current: list[CostModel] = [CostModel()]
-# Called when the model changes: what was chosen by the one before is to be forgotten.
+# Called when the model changes, to empty caches of decisions.
 on_new_model: list[Callable[[], None]] = []
 
 
@@ -140,7 +137,7 @@ def current_cost_model() -> CostModel:
 
 
 def set_cost_model(model: CostModel) -> CostModel:
-    """Plan with `model` from now on; returns the one before.
+    """Plan with `model` from now on; returns the previous one.
 
     Example:
         >>> before = set_cost_model(CostModel())

@@ -1,6 +1,6 @@
-"""Whether an operator is computed from others: by small reductions, or by its rule with the operands moved.
+"""Whether an operator is decomposed into small reductions, or run by its rule on redistributed operands.
 
-Pure: seconds of the cost model on both sides. Runs nothing.
+Compares the seconds of the cost model.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ __all__ = ["worth_decomposing"]
 def worth_decomposing(
     sharding: OutputSharding, specs: Sequence[DTensorSpec], routes: Sequence[Route], reductions: int | None
 ) -> bool:
-    """Whether what a rule would move takes longer than what the decomposition does.
+    """Whether the redistribution for the rule takes longer than the reductions of the decomposition.
 
     Args:
-        sharding: where operands must lie by the rule, which looks at one axis at a time.
-        specs: where they lie.
-        routes: what they would go through to get there.
-        reductions: the small reductions of the decomposition, along dims that the rule wants whole; None where nothing
-            is known of them, and the decomposition is taken.
+        sharding: the layouts that the rule needs, axis by axis.
+        specs: the current layouts of the operands.
+        routes: the routes of the operands to the layouts of the rule.
+        reductions: the small reductions of the decomposition, along dims that must not be sharded; None if they are
+            not known, and the decomposition is taken.
     """
     if not any(route.collectives for route in routes):
         return False
-    # a size of a compiler stays one where nothing is moved along its dim
+    # a symbolic size is not fixed if nothing moves along its dim
     if reductions is None or any(spec.tensor_meta.is_symbolic for spec in specs):
         return True
     sizes = [math.prod(spec.shape) for spec in specs]
-    # the last of the largest: gradients come before what they are the gradients of, and are laid out like it
+    # the last of the largest: gradients precede their tensors, and get their layout
     main = len(sizes) - 1 - sizes[::-1].index(max(sizes))
     split = _split_wrongly(sharding, main, specs[main])
     return bool(split) and sum(route.seconds for route in routes) > _seconds(specs, main, split, reductions)
 
 
 def _split_wrongly(sharding: OutputSharding, operand: int, spec: DTensorSpec) -> dict[int, int]:
-    """The axes that split an operand along dims that its rule wants whole, each with the dim."""
+    """The axes that split an operand along dims that must not be sharded, each with the dim."""
     factors = sharding.factors
     if factors is None:
         return {}
@@ -52,7 +52,7 @@ def _split_wrongly(sharding: OutputSharding, operand: int, spec: DTensorSpec) ->
 
 
 def _seconds(specs: Sequence[DTensorSpec], main: int, split: Mapping[int, int], reductions: int) -> float:
-    """Reductions of one element for each row of an operand, after all of its shape are laid out like it, and whole."""
+    """Reductions of one element for each row of an operand, after all operands of its shape get its layout, reduced."""
     planner, spec, settled = DTensorRedistributePlanner(), specs[main], specs[main].reduced()
     alike = [other for other in specs if other.shape == spec.shape]
     seconds = sum(planner.plan(other, settled.with_meta(other.tensor_meta)).seconds for other in alike)

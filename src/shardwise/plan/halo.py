@@ -1,7 +1,4 @@
-"""Operators whose windows slide over sharded dims: the row exchanges around them, and where each rank works.
-
-Pure: made of specs and what the rule says of windows.
-"""
+"""Operators whose windows slide over sharded dims: the row exchanges around them, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ Windows = tuple[tuple[int, Window, DTensorSpec], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HaloExchange:
-    """What is exchanged around an operator, dim by dim: so corners come from the ranks that have them.
+    """The exchanges around an operator, dim by dim, so that corners come from the right ranks.
 
     Args:
-        halo: what the rule says.
+        halo: the windows of the rule.
         before: for each operand the exchanges that give it halos.
         after: for each result the exchanges that add up its windows.
         windows: the dims with halos.
@@ -43,12 +40,12 @@ class HaloExchange:
         return sum(row_exchange_route(step).seconds for steps in (*self.before, *self.after) for step in steps)
 
     def made(self, outputs: Sequence[DTensorSpec]) -> list[DTensorSpec | Windowed]:
-        """How the results lie before windows of them are added up."""
+        """The results before overlapping windows of them are added."""
         pairs = enumerate(outputs)
         return [Windowed(spec, self.windows) if i in self.halo.adds else spec for i, spec in pairs]
 
     def places(self, coordinate: Coordinate) -> dict[int, WindowPart]:
-        """Where the rank at `coordinate` works, by dim."""
+        """By dim, the rows on which the rank at `coordinate` works."""
         found = {}
         for dim, window, reference in self.windows:
             ((start, length),) = reference.runs(dim, coordinate)
@@ -59,7 +56,7 @@ class HaloExchange:
 def halo_exchange(
     halo: Halo, factors: Factors, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
 ) -> HaloExchange | None:
-    """The exchanges around an operator that is laid out so; None where no dim with a window is sharded."""
+    """The exchanges around an operator in these layouts; None if no dim with a window is sharded."""
     reference = outputs[0] if halo.reference is None else inputs[halo.reference]
     names = factors.results[0] if halo.reference is None else factors.operands[halo.reference]
     windows = tuple(
@@ -75,7 +72,7 @@ def halo_exchange(
 
 
 def _exchanges(spec: DTensorSpec, windows: Windows, adds: bool) -> tuple[RowExchange, ...]:
-    """One exchange for each dim whose rows are not where they are needed; of what is added up in reverse order."""
+    """One exchange for each dim with rows that other ranks need; in reverse order for results that are added."""
     steps: list[RowExchange] = []
     plain: DTensorSpec | Windowed = spec
     for i, (dim, window, reference) in enumerate(windows):
@@ -89,6 +86,6 @@ def _exchanges(spec: DTensorSpec, windows: Windows, adds: bool) -> tuple[RowExch
 
 
 def halo_rows(halo: Halo, name: Dim) -> float:
-    """About how many rows of a factor a rank receives, where shards are longer than the window."""
+    """The approximate number of rows of a factor that a rank receives if shards are longer than the window."""
     window = halo.windows.get(name or "")
     return 0.0 if window is None else max((window.last - window.first + window.per - window.step) / window.per, 0.0)

@@ -1,7 +1,4 @@
-"""Lower bounds: never more than the rest of a way can cost, so that a search may leave out what cannot win.
-
-Knows what every way has in common, and nothing of single moves.
-"""
+"""Admissible heuristics: lower bounds on the remaining cost, used to prune the search."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ from shardwise.plan.state import Dims, DistState, Problem, Splits, common_beginn
 
 __all__ = ["seconds_left", "seconds_left_at_least"]
 
-SAFELY = 1 - 1e-9  # rounding must not make a bound exceed what it bounds
+SAFELY = 1 - 1e-9  # rounding must not make a bound exceed the cost
 
 
 def seconds_left(problem: Problem, state: DistState) -> float:
-    """The least that the way from `state` to the goal costs: start-ups, and what surely must move."""
+    """A lower bound on the seconds from `state` to the goal: start-ups, and bytes that must move in any case."""
     if state == problem.leaf:
         return 0.0
-    if not problem.same_mesh:  # the last collective is between the meshes, whose ranks may hold anything of the goal
+    if not problem.same_mesh:  # the last collective is between the meshes, whose ranks may hold any part of the goal
         between = problem.links.group(())
         return (between.alpha + (_reducing(problem, state) if state.partial else 0.0)) * SAFELY
     best, held = problem.links.best, problem.mean(state.dims)
     moving = _leaving(problem, state.dims).alpha
-    if not state.partial or problem.goal_mean > held * (1 + 1e-9):  # there is more to come than reductions
+    if not state.partial or problem.goal_mean > held * (1 + 1e-9):  # more follows than reductions
         moving = max(moving, best.alpha)
     reducing = 0.0
     if state.partial:
@@ -37,13 +34,13 @@ def seconds_left(problem: Problem, state: DistState) -> float:
 
 
 def seconds_left_at_least(problem: Problem, state: DistState) -> float:
-    """Like `seconds_left`, closer and slower to work out: what a rank lacks must come, over links it can come by."""
+    """Like `seconds_left`, tighter and slower: missing bytes of ranks cross the links by which they can arrive."""
     if state == problem.leaf or not problem.same_mesh:
         return 0.0
-    if problem.links.uniform and not state.partial:  # the exchange, which comes next, tells
+    if problem.links.uniform and not state.partial:  # the exchange comes next and has the exact cost
         return 0.0
     seconds = _reducing(problem, state) if state.partial else 0.0
-    if missing(problem, state.dims):  # a reduction moves nothing else: another collective brings it
+    if missing(problem, state.dims):  # a reduction moves nothing else: this takes another collective
         seconds += _bringing(problem, state)
     return seconds * SAFELY
 
@@ -52,7 +49,7 @@ def seconds_left_at_least(problem: Problem, state: DistState) -> float:
 
 
 def _reducing(problem: Problem, state: DistState) -> float:
-    """What is pending is reduced at once, over the slowest of its links; or else in two collectives or more."""
+    """Partial axes are reduced in one collective, over the slowest of their links; or else in two or more."""
     links, held = problem.links, problem.mean(state.dims)
     group = links.group(state.partial)
     at_once = group.seconds(held * (group.size - 1) / group.size)
@@ -66,16 +63,16 @@ def _reducing(problem: Problem, state: DistState) -> float:
 
 
 def _waiting(problem: Problem, state: DistState) -> int:
-    """Into how many parts more the goal splits by axes that are free, once those before them are there.
+    """The number of further parts into which the goal splits by unused axes, once the axes before them are in place.
 
-    A first reduction may bring that about, so that those after it have less to reduce.
+    A first reduction may make these slices possible, so that later ones have less to reduce.
     """
     used = problem.used_axes(state)
     return math.prod([problem.sizes[axis] for axis in problem.wanted_dim if axis not in used])
 
 
 def _by_single_axes(problem: Problem, state: DistState, held: float) -> float:
-    """The seconds for the bytes, if each axis had a collective of its own, the slowest last."""
+    """The seconds for the bytes if each axis had its own collective, the slowest last."""
     seconds = 0.0
     for axis in problem.links.by_speed:
         if axis in state.partial:
@@ -124,7 +121,7 @@ def _find_leaving(problem: Problem, dims: Dims) -> Leaving:
 
 
 def _gathering_left(problem: Problem, state: DistState) -> float:
-    """The least to gather all that splits nothing in the goal; a reduction may scatter what must be gathered then."""
+    """A lower bound on gathering axes that split nothing in the goal; a reduction may scatter onto such axes."""
     axes = _leaving(problem, state.dims).unwanted
     if not axes or not state.partial:
         return _gathering(problem, axes)
@@ -134,9 +131,9 @@ def _gathering_left(problem: Problem, state: DistState) -> float:
 
 
 def _gathering(problem: Problem, axes: tuple[int, ...]) -> float:
-    """What ranks along `axes` hold apart they must hold together in the goal: some of the axes are gathered first.
+    """Parts of ranks along `axes` that each of them needs in the goal: some of the axes are gathered first.
 
-    Before that a rank holds at most this part of its block in the goal, since what comes later only adds as much again.
+    Before that a rank has at most this part of its block in the goal, since later collectives at most double it.
     """
     if not axes:
         return 0.0
@@ -154,9 +151,9 @@ def _gathering(problem: Problem, axes: tuple[int, ...]) -> float:
 
 
 def _bringing(problem: Problem, state: DistState) -> float:
-    """One collective over all axes that must leave their dims brings what is missing; or else there are two or more.
+    """One collective over all axes that must leave their dims moves the missing bytes; or else there are two or more.
 
-    A native one frees one dim, and an exchange what is left.
+    A native one frees one dim, and an exchange the others.
     """
     best, lacks = problem.links.best, missing(problem, state.dims)
     if problem.links.uniform:
@@ -167,7 +164,7 @@ def _bringing(problem: Problem, state: DistState) -> float:
 
 
 def _by_speed(problem: Problem, state: DistState) -> float:
-    """What ranks that the fastest axes connect all lack must cross a slower axis, once for all of them; and so on."""
+    """Bytes that all ranks connected by the fastest axes lack must cross a slower axis, once for all; and so on."""
     links = problem.links
     lacks = missing(problem, state.dims)
     where = {split % problem.axes: dim for dim, splits in enumerate(state.dims) for split in splits}
@@ -188,6 +185,6 @@ def _by_speed(problem: Problem, state: DistState) -> float:
 
 
 def _pooled(problem: Problem, splits: Splits, axis: int) -> Splits:
-    """Who splits what the ranks along `axis` hold together of a dim; at least that, where it is no run of the dim."""
+    """The splits of the union of the parts along `axis` of a dim; a superset of it, if it is no run of the dim."""
     axes = tuple([split % problem.axes for split in splits]) if problem.strided else splits
     return splits[: axes.index(axis)] if axis in axes else splits

@@ -1,6 +1,6 @@
-"""What ranks lack: the bytes of their blocks in the goal that they do not hold. The least that must move.
+"""The bytes that ranks lack of their blocks in the goal: a lower bound on the bytes that must move.
 
-Works dim by dim on the coordinates of the axes that matter, never rank by rank. Knows nothing of moves or links.
+Computed dim by dim on the coordinates of the axes involved, never rank by rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardwise.plan.state import Dims, Problem, Splits, common_beginning, divisi
 __all__ = ["missing"]
 
 Cuts = tuple[Division, ...]  # of each split of a dim, major first
-Places = Sequence[np.ndarray]  # for each cut which part ranks have: arrays that broadcast to all ranks looked at
+Places = Sequence[np.ndarray]  # for each cut the part of each rank: arrays that broadcast to all ranks involved
 ROUNDING = 1e-12
 
 
 def missing(problem: Problem, dims: Dims) -> float:
-    """Bytes that a rank lacks for the goal when `dims` are split so, on average over the ranks."""
+    """Bytes that a rank lacks for the goal if `dims` are split in this way, on average over the ranks."""
     found = problem.missing_of.get(dims)
     if found is None:
         if problem.same_mesh:
@@ -36,9 +36,9 @@ def missing(problem: Problem, dims: Dims) -> float:
 
 
 def _shared_elements(problem: Problem, dims: Dims) -> float:
-    """How many elements a rank holds of its block in the goal, on average.
+    """The average number of elements that a rank has of its block in the goal.
 
-    The average of the product over the dims is the product of the averages, if what varies does so independently.
+    The average of the product over the dims is the product of the averages, if the dims vary independently.
     """
     if not problem.nbytes:
         return 0.0
@@ -54,7 +54,7 @@ def _shared_elements(problem: Problem, dims: Dims) -> float:
 
 
 class SharedIndices(NamedTuple):
-    """The indices of a dim that a rank holds before and after: how many on average, and the axes they vary along."""
+    """The indices of a dim that a rank has before and after: their average number, and the axes on which it depends."""
 
     average: float
     varies_along: tuple[int, ...]
@@ -63,7 +63,7 @@ class SharedIndices(NamedTuple):
 @lru_cache(maxsize=16384)
 def _shared_of_dim(sizes: tuple[int, ...], size: int, have: Splits, want: Splits) -> SharedIndices:
     """Each index has one owner before and one after. So ranks share size / parts of them on average, if no axis counts
-    twice; an axis that does stands twice among those that it varies along."""
+    twice; an axis that counts twice is repeated in `SharedIndices`."""
     axes, common = len(sizes), common_beginning(have, want)
     splits = have + want[common:]
     parts = math.prod([sizes[split % axes] for split in splits])
@@ -75,7 +75,7 @@ def _shared_of_dim(sizes: tuple[int, ...], size: int, have: Splits, want: Splits
 
 @lru_cache(maxsize=4096)
 def _shared_on_mesh(sizes: tuple[int, ...], size: int, have: Splits, want: Splits) -> np.ndarray:
-    """The indices of a dim that a rank holds before and after: an array over the axes that split it, 1 along others."""
+    """The number of indices of a dim that a rank has before and after: an array over the axes that split it."""
     return _shared(size, *_cut_on_mesh(sizes, have), *_cut_on_mesh(sizes, want))
 
 
@@ -95,7 +95,7 @@ def _cuts(sizes: tuple[int, ...], splits: Splits) -> Cuts:
 
 
 def _missing_between_meshes(problem: Problem, dims: Dims) -> float:
-    """The elements that a rank lacks where the goal is on another mesh, on average over the ranks of that one."""
+    """The elements that a rank lacks if the goal is on another mesh, on average over the ranks of that mesh."""
     if not problem.nbytes:
         return 0.0
     source, target = problem.mesh, problem.target.mesh
@@ -112,7 +112,7 @@ def _missing_between_meshes(problem: Problem, dims: Dims) -> float:
 
 @lru_cache(maxsize=256)
 def _positions_in_both(one: DeviceMesh, other: DeviceMesh) -> tuple[np.ndarray, np.ndarray]:
-    """Where the ranks that are in both meshes stand in the grid of each."""
+    """The positions in both grids of the ranks that are in both meshes."""
     _, first, second = np.intersect1d(one.grid_ranks, other.grid_ranks, assume_unique=True, return_indices=True)
     return first, second
 
@@ -121,7 +121,7 @@ def _positions_in_both(one: DeviceMesh, other: DeviceMesh) -> tuple[np.ndarray, 
 
 
 def _shared(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) -> np.ndarray:
-    """How many indices of a dim ranks hold both ways of cutting it."""
+    """The number of indices of a dim that ranks have under both divisions."""
     if any(cut.rows for cut in have + want):
         return _shared_by_owners(size, have, having, want, wanting)
     start, stop = _extent(size, have, having)
@@ -130,7 +130,7 @@ def _shared(size: int, have: Cuts, having: Places, want: Cuts, wanting: Places) 
 
 
 def _extent(size: int, cuts: Cuts, places: Places) -> tuple[np.ndarray | int, np.ndarray | int]:
-    """Where the one run that plain cuts leave begins and ends."""
+    """Begin and end of the one run that remains after plain cuts."""
     start, length = 0, size
     for cut, place in zip(cuts, places, strict=True):
         step = -(-length // cut.parts)
@@ -147,7 +147,7 @@ def _shared_by_owners(size: int, have: Cuts, having: Places, want: Cuts, wanting
 
 
 def _owner(cuts: Cuts, places: Places) -> np.ndarray | int:
-    """Which of all the parts ranks have, numbered with the first cut major."""
+    """The number of each rank's part, with the first cut major."""
     number = 0
     for cut, place in zip(cuts, places, strict=True):
         number = number * cut.parts + place
@@ -156,7 +156,7 @@ def _owner(cuts: Cuts, places: Places) -> np.ndarray | int:
 
 @lru_cache(maxsize=256)
 def _owner_pairs(size: int, have: Cuts, want: Cuts) -> tuple[np.ndarray, np.ndarray]:
-    """Which parts of two ways to cut a dim have indices in common, in order, and how many."""
+    """The parts of two divisions of a dim that have indices in common, in order, and the number of these."""
     starts, owners = _owned_runs(size, have)
     other_starts, other_owners = _owned_runs(size, want)
     bounds = np.union1d(starts, other_starts)
@@ -168,7 +168,7 @@ def _owner_pairs(size: int, have: Cuts, want: Cuts) -> tuple[np.ndarray, np.ndar
 
 
 def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
-    """The dim as runs of indices that one part owns: where they begin, in order, and the owners."""
+    """The dim as runs of indices of one owner each: where they begin, in order, and the owners."""
     start, inside, length = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, size)
     whole, owner = np.full(1, size), np.zeros(1, np.int64)  # the length and the number of the part a run belongs to
     for cut in cuts:
@@ -182,7 +182,7 @@ def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
         whole, owner, row_length = whole[at], owner[at], row_length[at]
         row, row_start, step = row[at], row_start[at], step[at]
         part = owners[block]
-        # all rows are of one length but the last, which may be shorter; blocks before this one are full
+        # only the last row may be shorter; blocks before this one are full
         full_rows, rest = whole // row_length, whole % row_length
         of_full = _part_length(row_length, mine, part)
         inside = inside - row_start - block * step + before[block] * step + row * of_full
@@ -194,7 +194,7 @@ def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=256)
 def _blocks(cut: Division) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The blocks of each part; the part of each block; how many blocks of that part come before it."""
+    """The blocks of each part; the part of each block; the number of earlier blocks of that part."""
     plain = cut.blocks is None
     mine = np.arange(cut.parts)[:, None] if plain else np.array(blocks_of_parts(cut.parts, cut.blocks))
     owners, before = np.empty(mine.size, np.int64), np.empty(mine.size, np.int64)
@@ -212,7 +212,7 @@ def _part_length(size: np.ndarray, mine: np.ndarray, part: np.ndarray) -> np.nda
 def _split(
     start: np.ndarray, inside: np.ndarray, length: np.ndarray, origin: np.ndarray, step: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Runs cut at the multiples of `step`, counted from `origin`: the run each piece is of, the multiple, the runs."""
+    """Runs cut at the multiples of `step`, counted from `origin`: the run of each, the multiple, the new runs."""
     first = (inside - origin) // step
     count = (inside + length - 1 - origin) // step - first + 1
     at = np.repeat(np.arange(len(count)), count)

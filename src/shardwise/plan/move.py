@@ -1,7 +1,4 @@
-"""The moves of the search: every collective that may come next from a state, with what it costs.
-
-Knows the arithmetic of each collective. Chooses nothing and makes no steps.
-"""
+"""The moves of the search: every collective that may follow a state, with its cost."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ ROUNDING = 1 + 1e-8
 
 
 class Move(NamedTuple):
-    """An edge of the search: where it leads, and how to make the step once it is chosen."""
+    """An edge of the search: the next state, and how to make the step once it is chosen."""
 
     state: DistState
     kind: type[Step]
@@ -29,9 +26,9 @@ class Move(NamedTuple):
 
 
 def moves(problem: Problem, state: DistState, most_seconds: float = math.inf) -> list[Move]:
-    """Every collective that may be the next one; those that take longer than `most_seconds` may be left out.
+    """Every collective that may be the next one; those that take longer than `most_seconds` may be omitted.
 
-    What is Partial is reduced before anything else.
+    Partial axes are reduced before anything else.
     """
     if state.partial:
         return reductions(problem, state)
@@ -43,18 +40,18 @@ def moves(problem: Problem, state: DistState, most_seconds: float = math.inf) ->
 
 
 def last_moves(problem: Problem, state: DistState, most_seconds: float) -> list[Move]:
-    """The collectives that lead to the goal. On links all alike nothing else can be as good as an exchange, which moves
-    the least in one collective, or a native one that moves no more."""
+    """The collectives that lead to the goal. On equal links nothing is better than an exchange, which moves the
+    fewest bytes in one collective, or a native one that moves as many."""
     native = native_last_moves(problem, state)
     for move in native:
         if move.state == problem.leaf and problem.divides(state.dims) and problem.divides(move.state.dims):
-            return [move]  # every rank receives what it lacks and nothing else
+            return [move]  # every rank receives exactly its missing bytes
     last = exchange(problem, state)
     return [*native, last] if last.seconds <= most_seconds * ROUNDING else []
 
 
 def native_last_moves(problem: Problem, state: DistState) -> list[Move]:
-    """The native collectives that lead to the goal, up to slices. Each takes axes away from one dim."""
+    """The native collectives that lead to the goal, up to slices. Each removes axes from one dim."""
     firsts = [common_beginning(have, want) for have, want in zip(state.dims, problem.goal, strict=True)]
     wrong = [dim for dim, first in enumerate(firsts) if first < len(state.dims[dim])]
     if len(wrong) != 1:
@@ -66,7 +63,7 @@ def native_last_moves(problem: Problem, state: DistState) -> list[Move]:
 
 
 def native_moves(problem: Problem, state: DistState, most_seconds: float) -> list[Move]:
-    """The native collectives to any layout: the minor axes of a dim are gathered, or go over to another dim."""
+    """The native collectives to any layout: the minor axes of a dim are gathered, or move to another dim."""
     found: list[Move] = []
     for dim, splits in enumerate(state.dims):
         others = [to for to in range(len(state.dims)) if to != dim]
@@ -91,7 +88,7 @@ def gather(problem: Problem, state: DistState, dim: int, first: int) -> Move:
 
 
 def all_to_all(problem: Problem, state: DistState, dim: int, first: int, others: Iterable[int]) -> list[Move]:
-    """The axes of `dim` from the `first` on go over to one of the dims `others`."""
+    """The axes of `dim` from the `first` on move to one of the dims `others`."""
     kept, axes = state.dims[dim][:first], _axes(problem, state.dims[dim][first:])
     group = problem.links.group(axes)
     received = (group.size - 1) / group.size * problem.most(state.dims)
@@ -106,7 +103,7 @@ def all_to_all(problem: Problem, state: DistState, dim: int, first: int, others:
 
 
 def exchange(problem: Problem, state: DistState) -> Move:
-    """Each rank sends every other what that one lacks for the goal."""
+    """Each rank receives its missing bytes for the goal from ranks that have them."""
     over = _changed_axes(problem, state) if problem.same_mesh else ()
     received = missing(problem, state.dims)
     # Among equals a native collective is preferred: it is better tuned than a general exchange.
@@ -115,7 +112,7 @@ def exchange(problem: Problem, state: DistState) -> Move:
 
 
 def _changed_axes(problem: Problem, state: DistState) -> tuple[int, ...]:
-    """The axes whose part in the layout changes: those not in a common beginning of both lists of a dim."""
+    """The axes whose role in the layout changes: those not in a common prefix of both lists of a dim."""
     changed: set[int] = set()
     for have, want in zip(state.dims, problem.goal, strict=True):
         if have != want:
@@ -132,7 +129,7 @@ def _axes(problem: Problem, splits: Splits) -> tuple[int, ...]:
 
 
 def reductions(problem: Problem, state: DistState) -> list[Move]:
-    """Each group of partial axes that may be reduced at once: to a replica, or scattered onto a dim."""
+    """All-reduces and reduce-scatters of each group of Partial axes that may be reduced at once."""
     found: list[Move] = []
     for axes in reduction_groups(problem, state.partial):
         found.append(all_reduce(problem, state, axes))
@@ -141,7 +138,7 @@ def reductions(problem: Problem, state: DistState) -> list[Move]:
 
 
 def all_reduce(problem: Problem, state: DistState, axes: tuple[int, ...]) -> Move:
-    """The sums over `axes` on every rank of them."""
+    """All-reduce over `axes`."""
     group = problem.links.group(axes)
     received = 2 * (group.size - 1) / group.size * problem.most(state.dims)
     after = DistState(state.dims, _without(state.partial, axes))
@@ -149,7 +146,7 @@ def all_reduce(problem: Problem, state: DistState, axes: tuple[int, ...]) -> Mov
 
 
 def reduce_scatter(problem: Problem, state: DistState, dim: int, axes: tuple[int, ...]) -> Move:
-    """The sums over `axes`, which then split `dim`."""
+    """Reduce-scatter over `axes`, which then split `dim`."""
     group = problem.links.group(axes)
     order = _order_towards_goal(problem, dim, axes)
     dims = (*state.dims[:dim], state.dims[dim] + order, *state.dims[dim + 1 :])
@@ -163,7 +160,7 @@ def _without(partial: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]
 
 
 def last_reductions(problem: Problem, state: DistState) -> list[Move]:
-    """The reductions of all that is pending at once that lead to the goal, up to slices."""
+    """The reductions of all Partial axes at once that lead to the goal, up to slices."""
     axes = state.partial
     dims = {problem.wanted_dim[axis] for axis in axes if axis in problem.wanted_dim}
     found = [all_reduce(problem, state, axes), *[reduce_scatter(problem, state, dim, axes) for dim in dims]]
@@ -171,7 +168,7 @@ def last_reductions(problem: Problem, state: DistState) -> list[Move]:
 
 
 def reduction_groups(problem: Problem, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Which partial axes to reduce in one collective: all, those that the goal treats alike, or each by itself."""
+    """The Partial axes to reduce in one collective: all, those with one role in the goal, or each by itself."""
     if len(axes) == 1:
         return [axes]
     alike: dict[int | None, tuple[int, ...]] = {}
@@ -183,9 +180,9 @@ def reduction_groups(problem: Problem, axes: tuple[int, ...]) -> list[tuple[int,
 
 
 def scatter_dims(problem: Problem, state: DistState, axes: tuple[int, ...]) -> Iterable[int]:
-    """The dims worth scattering onto: where the goal wants the axes, and the one that divides best.
+    """The dims worth scattering onto: those of the axes in the goal, and the one that divides best.
 
-    Any, where links differ: what is cheap to bring from there depends on who else splits the dim.
+    All dims if links differ: the cost of the next step depends on the other axes that split the dim.
     """
     if not problem.links.uniform or not state.dims:
         return range(len(state.dims))

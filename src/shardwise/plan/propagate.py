@@ -1,7 +1,7 @@
-"""ShardingPropagator: from an operator and the layouts of its operands to where everything must lie.
+"""ShardingPropagator: from an operator and the layouts of its operands to the layouts in which it runs.
 
 First a candidate that needs no communication on every axis; else axis by axis by the cost model. Linear in the number
-of axes. Pure: decides, runs nothing but the operator's shape function on meta tensors.
+of axes. Runs nothing but the operator's shape function on meta tensors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["OpSchema", "OutputSharding", "ShardingPropagator"]
 
 REPLICATE = Replicate()
 MAX_FITTING = 4096
-# Operands that lie so that nothing must be moved, of any size: how the results then lie. By mesh, factors and layouts.
+# Layouts of results for layouts of operands that need no communication at any size. By mesh, factors and layouts.
 _fitting: BoundedCache[tuple[Any, ...], tuple[tuple[tuple[Placement, ...], Any], ...]] = BoundedCache(MAX_FITTING)
-# A sum that is scattered is gathered again, by what follows or by its gradient: a reduce-scatter costs what both do.
+# A scattered sum is gathered again later, or its gradient is: a reduce-scatter is charged for both.
 GATHERED_AGAIN = 2.0
-# Seconds against splitting a dim of symbolic size into parts that are not equal: the size would have to be fixed.
+# Penalty in seconds for splitting a dim of symbolic size into unequal parts: the size would have to be fixed.
 UNEVEN = 1e9
 
 
@@ -52,18 +52,18 @@ class OpSchema:
         return self.specs[0].mesh
 
     def call(self, results: tuple[TensorMeta, ...]) -> Call:
-        """The call as a rule sees it."""
+        """The call as an argument of rules."""
         named = {name: _metas(value) for name, value in self.arguments.items()}
         return Call(self.op, named, tuple(spec.tensor_meta for spec in self.specs), results)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSharding:
-    """Where the operands must lie, where the results then lie, and how the rule got there.
+    """The layouts of operands and results, and the rows of the rule that they come from.
 
-    `exchange` takes the place of the operator: of rows where a dim whose indices change stays sharded, or by owner.
-    `halo` is what ranks exchange around the operator, where a window slides over a sharded dim. `way` is the way of the
-    rule that the operator is run in, "" for the operator itself on locals.
+    `exchange` replaces the operator: an exchange of rows if a dim whose indices change remains sharded, or by owner.
+    `halo` are the exchanges around the operator if a window slides over a sharded dim. `way` is the way of the rule in
+    which the operator runs, "" for the operator itself on locals.
     """
 
     inputs: tuple[DTensorSpec, ...]
@@ -76,12 +76,12 @@ class OutputSharding:
 
     @property
     def factors(self) -> Factors | None:
-        """The factors that it was laid out by; None for rules that look at all axes at once."""
+        """The factors of the rule; None for rules that consider all axes at once."""
         return None if self.rule.layouts is not None else self.rule.factors_by(self.way, self.call)
 
     @property
     def exchanges(self) -> tuple[RowExchange, ...]:
-        """All row exchanges, in place of the operator and around it."""
+        """All row exchanges, instead of the operator and around it."""
         around = () if self.halo is None else (*self.halo.before, *self.halo.after)
         instead = (self.exchange,) if isinstance(self.exchange, RowExchange) else ()
         return (*instead, *(step for steps in around for step in steps))
@@ -95,10 +95,10 @@ def _metas(value: Any) -> Any:
 
 
 class ShardingPropagator:
-    """Chooses layouts for operators. Holds no state but the cost model.
+    """Chooses layouts for operators. Its only state is the cost model.
 
     Args:
-        cost_model: what moving costs; the current one if not given.
+        cost_model: the current one if not given.
         by_owner: whether items may be exchanged by owner. A graph cannot: sizes depend on values.
     """
 
@@ -108,13 +108,13 @@ class ShardingPropagator:
 
     @functools.cached_property
     def cost_model(self) -> CostModel:
-        """What moving costs; asked only where something would have to be moved."""
+        """The cost model; used only if something has to move."""
         return self._cost_model or current_cost_model()
 
     def propagate(
         self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = (), way: str = ""
     ) -> OutputSharding | None:
-        """Where operands and results lie, or None where no rule speaks for the call.
+        """The layouts of operands and results, or None if no rule covers the call.
 
         Args:
             schema: the call.
@@ -140,7 +140,7 @@ class ShardingPropagator:
     def _by_factors(
         self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...]
     ) -> OutputSharding | None:
-        """Rows for every axis; factors that turn out to leave a rank with a shard it cannot use are kept whole."""
+        """Rows for every axis; factors that would give a rank a shard that it cannot use are not sharded."""
         specs = schema.specs
         layouts = (specs[0].mesh, factors, pinned, *[(spec.placements, spec.dim_axes) for spec in specs])
         known = _fitting.get(layouts)
@@ -151,7 +151,7 @@ class ShardingPropagator:
             )
             return OutputSharding(specs, outputs, call, rule)
         if factors.exchanged and any(spec.tensor_meta.is_symbolic for spec in specs):
-            factors = _not_exchanged(factors, factors.exchanged)  # who lacks what is worked out in numbers
+            factors = _not_exchanged(factors, factors.exchanged)  # missing rows are computed in numbers
         if factors.owned and (not self.by_owner or any(spec.tensor_meta.is_symbolic for spec in specs)):
             factors = replace(factors, owned=())
         sharded = bool(factors.exchanged) and _splits_exchanged(factors, specs)
@@ -169,7 +169,7 @@ class ShardingPropagator:
     def _with_halos_or_without(
         self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...], halo: Halo
     ) -> OutputSharding | None:
-        """Windows slide over sharded dims, or these are made whole: whichever takes less time."""
+        """Windows slide over sharded dims, or these are gathered: whichever takes less time."""
         found = [
             self._laid_out(schema, call, rule, factors, pinned, halo),
             self._laid_out(schema, call, rule, _not_exchanged(factors, factors.exchanged), pinned),
@@ -178,7 +178,7 @@ class ShardingPropagator:
         return min(possible, key=lambda laid_out: self._seconds(schema.specs, *laid_out))[0] if possible else None
 
     def _seconds(self, specs: Sequence[DTensorSpec], sharding: OutputSharding, rows: Sequence[Row]) -> float:
-        """Seconds to move operands, to exchange halos, and to reduce what is left Partial."""
+        """Seconds to move operands, to exchange halos, and to reduce Partial results."""
         planner, results = DTensorRedistributePlanner(self.cost_model), sharding.call.results
         moved = sum(planner.plan(have, want).seconds for have, want in zip(specs, sharding.inputs, strict=True))
         chosen = dict(enumerate(rows))
@@ -194,7 +194,7 @@ class ShardingPropagator:
         pinned: tuple[int, ...],
         halo: Halo | None = None,
     ) -> tuple[OutputSharding, list[Row]] | None:
-        """Rows for every axis, and where everything lies by them."""
+        """Rows for every axis, and the layouts that follow."""
         specs = schema.specs
         whole_axes: frozenset[int] = frozenset()
         while True:
@@ -221,13 +221,13 @@ class ShardingPropagator:
             if len(names) > 1 and halo is None:  # one dim at a time
                 factors = _not_exchanged(factors, frozenset(names[1:]))
                 continue
-            if names and any(spec.is_strided for spec in (*inputs, *outputs)):  # arrays know no runs
+            if names and any(spec.is_strided for spec in (*inputs, *outputs)):  # arrays do not express runs
                 factors = _not_exchanged(factors, factors.exchanged)
                 continue
             if names and factors.reduce and any(_contributes(row) for row in rows):  # not both ways for one dim
                 factors = replace(factors, reduce={})
                 continue
-            # an order of axes that cannot be kept would move what is written to
+            # a changed order of axes would move an operand that is written to
             if any(inputs[i] is not specs[i] for i in pinned):
                 return None
             if halo is not None:
@@ -245,7 +245,7 @@ class ShardingPropagator:
         whole_axes: frozenset[int],
         halo: Halo | None,
     ) -> list[Row] | None:
-        """The row of each axis: first of those that need nothing moved, then of the others by what they cost."""
+        """The row of each axis: first of axes on which nothing moves, then of the others by cost."""
         known: dict[tuple[Placement, ...], Sequence[Row]] = {}
         chosen: dict[int, Row] = {}
         moving: dict[int, Sequence[Row]] = {}
@@ -288,7 +288,7 @@ class ShardingPropagator:
         factors: Factors,
         halo: Halo | None,
     ) -> Row | None:
-        """The row of an axis that costs the least; where something must be moved, with what its results then owe."""
+        """The cheapest row of an axis; if something must move, including the reduction of its results."""
         if not rows:
             return None
         costs = [self.row_cost(specs, axis, held, row) for row in rows]
@@ -319,7 +319,7 @@ class ShardingPropagator:
         factors: Factors,
         halo: Halo | None,
     ) -> float:
-        """Seconds to exchange the rows of operands that a row of an axis shards along a dim whose indices change."""
+        """Seconds to exchange rows of operands that are sharded along a dim whose indices change."""
         mesh, received = specs[0].mesh, []
         for i, (dims, p, size) in enumerate(zip(factors.operands, row.inputs, held, strict=True)):
             if isinstance(p, AnyShard) and dims[p.dim] in factors.exchanged:
@@ -344,7 +344,7 @@ class ShardingPropagator:
     def owed(
         self, mesh: DeviceMesh, results: Sequence[TensorMeta], axis: int, row: Row, others: Mapping[int, Row]
     ) -> float:
-        """Seconds to make whole what a row of an axis leaves Partial, with the rows of other axes as far as known."""
+        """Seconds to reduce the Partial results of a row of an axis, with the rows of other axes as far as known."""
         seconds = 0.0
         for i, placement in enumerate(row.outputs):
             if isinstance(placement, Partial):
@@ -358,14 +358,14 @@ class ShardingPropagator:
     def row_cost(
         self, specs: Sequence[DTensorSpec], axis: int, held: Sequence[int], row: Row
     ) -> tuple[float, int, int]:
-        """Seconds to bring the operands into a row, the bytes that it leaves on a rank, and what is against it.
+        """Seconds to redistribute the operands for a row, the bytes that a rank then holds, and the number of drawbacks.
 
-        Against it are operands that it makes Partial, and shards that some ranks have nothing of.
+        Drawbacks are operands that become Partial, and shards that are empty on some ranks.
 
         Args:
-            specs: the operands as they lie.
+            specs: the current layouts of the operands.
             axis: the axis that the row is for.
-            held: the bytes that a rank holds of each operand.
+            held: the local bytes of each operand.
             row: the row.
         """
         given = [spec.placements[axis] for spec in specs]
@@ -375,7 +375,7 @@ class ShardingPropagator:
             if have is not want:
                 if spec.tensor_meta.is_symbolic and _splits_unevenly(want, spec, axis):
                     seconds += UNEVEN
-                if _leaves_empty(want, spec, axis):  # saves nothing: one rank has as much as if it were replicated
+                if _leaves_empty(want, spec, axis):  # saves nothing: one rank holds as much as if it were replicated
                     want = REPLICATE
                     against += 1
                 received = _received(have, want, spec.mesh.shape[axis], size, want in spec.placements)
@@ -390,7 +390,7 @@ class ShardingPropagator:
 
 
 def _not_exchanged(factors: Factors, names: frozenset[str]) -> Factors:
-    """The same where dims of these factors must be whole, or are contributed as a mask."""
+    """The same factors, but dims of these must not be sharded, or contribute as a mask."""
     if names <= factors.reduce.keys():
         results = tuple(tuple(None if name in names else name for name in dims) for dims in factors.results)
         return replace(factors, results=results, exchanged=factors.exchanged - names)
@@ -398,7 +398,7 @@ def _not_exchanged(factors: Factors, names: frozenset[str]) -> Factors:
 
 
 def _splits_exchanged(factors: Factors, specs: Sequence[DTensorSpec]) -> bool:
-    """Whether an operand is sharded along a dim whose indices change: then sizes decide how the call is run."""
+    """Whether an operand is sharded along a dim whose indices change: then the choice depends on sizes."""
     pairs = zip(factors.operands, specs, strict=True)
     return any(name in factors.exchanged and spec.dim_axes[d] for dims, spec in pairs for d, name in enumerate(dims))
 
@@ -406,7 +406,7 @@ def _splits_exchanged(factors: Factors, specs: Sequence[DTensorSpec]) -> bool:
 def _exchanged(
     factors: Factors, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], halo: Halo | None
 ) -> list[str]:
-    """The factors whose indices change and that results are sharded by; with halos also those that operands are."""
+    """The factors whose indices change and that shard results; with halos also those that shard operands."""
     pairs = [*zip(factors.results, outputs, strict=True)]
     if halo is not None:
         pairs += zip(factors.operands, inputs, strict=True)
@@ -421,12 +421,12 @@ def _without(rows: Mapping[int, Row], axis: int) -> dict[int, Row]:
 
 
 def _contributes(row: Row) -> bool:
-    """Whether a row of one axis takes something of a sharded dim as a mask."""
+    """Whether a row of one axis uses a sharded dim as a mask."""
     return isinstance(row.inputs[0], AnyShard) and isinstance(row.outputs[0], MaskPartial)
 
 
 def _is_little(spec: DTensorSpec, result: TensorMeta, placement: Placement) -> bool:
-    """Whether a result that ranks contribute to is at most twice the part of an operand that a rank holds."""
+    """Whether a result to which ranks contribute is at most twice as large as the local part of an operand."""
     parts = (
         math.prod(spec.mesh.shape[a] for a in spec.dim_axes[placement.dim]) if isinstance(placement, AnyShard) else 1
     )
@@ -441,7 +441,7 @@ def _row_exchange(
     inputs: tuple[DTensorSpec, ...],
     outputs: tuple[DTensorSpec, ...],
 ) -> RowExchange:
-    """What ranks exchange where the dims of a factor stay sharded."""
+    """The row exchange if the dims of a factor remain sharded."""
     assert rule.rows is not None, f"the rule of {call.op} exchanges rows and does not say which"
     dim = factors.results[0].index(name)
     rows = rule.rows(call, dim)
@@ -456,7 +456,7 @@ def _owner_exchange(
     inputs: tuple[DTensorSpec, ...],
     outputs: tuple[DTensorSpec, ...],
 ) -> OwnerExchange | None:
-    """The exchange over these axes; None where the axes do not split everything in one order, and nothing else."""
+    """The exchange over these axes; None unless exactly these axes split all operands, in one order."""
     (chosen, *others) = [next(o for o in factors.owned if o.row is rows[axis]) for axis in owned]
     placement = (*chosen.row.inputs, *chosen.row.outputs)[chosen.table]
     table = (*inputs, *outputs)[chosen.table]
@@ -484,14 +484,14 @@ def _clashing(rows: Sequence[Row]) -> int | None:
 
 
 def _keeps(row: Row, given: tuple[Placement, ...], pinned: tuple[int, ...]) -> bool:
-    """Whether a row leaves what is written to where it lies."""
+    """Whether a row keeps the layout of operands that are written to."""
     return all(row.inputs[i] is given[i] for i in pinned) and all(
         out is given[i] for out, i in zip(row.outputs, pinned, strict=False)
     )
 
 
 def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
-    """How much the largest part of a dim is more than an equal part, where an axis is to split it further."""
+    """The ratio of the largest part of a dim to an equal part, if an axis splits it further."""
     if not isinstance(placement, AnyShard):
         return 1.0
     n = spec.mesh.shape[axis]
@@ -501,7 +501,7 @@ def _padding(placement: Placement, spec: DTensorSpec, axis: int) -> float:
 
 
 def _splits_unevenly(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
-    """Whether a dim of symbolic size, sharded over an axis too, falls into parts that are not equal."""
+    """Whether a dim of symbolic size that is also sharded over this axis has unequal parts."""
     if not isinstance(placement, AnyShard) or isinstance(spec.shape[placement.dim], int):
         return False
     axes = {axis, *spec.dim_axes[placement.dim]}
@@ -509,7 +509,7 @@ def _splits_unevenly(placement: Placement, spec: DTensorSpec, axis: int) -> bool
 
 
 def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
-    """Whether a dim, sharded over an axis too, is too short for each rank to get a part of it."""
+    """Whether a dim that is also sharded over this axis is too short for each rank to get a part."""
     if not isinstance(placement, AnyShard):
         return False
     axes = {axis, *spec.dim_axes[placement.dim]}
@@ -517,11 +517,11 @@ def _leaves_empty(placement: Placement, spec: DTensorSpec, axis: int) -> bool:
 
 
 def _received(have: Placement, want: Placement, n: int, held: float, waits: bool = False) -> float:
-    """Bytes that a rank receives when one axis of an operand changes; `waits`: it is as wanted on another axis."""
+    """Bytes that a rank receives when one axis of an operand changes; `waits`: another axis has that placement."""
     if isinstance(want, Partial) and norm_order(want.reduce_op) is not None and have is not want and not waits:
-        return math.inf  # a norm has no sign, so that nothing else can be seen as one
+        return math.inf  # a norm loses the sign, so nothing else can become one
     if isinstance(want, Partial) and isinstance(have, AnyShard):
-        return math.inf  # not on an axis of one rank either: nobody asks for that
+        return math.inf  # on an axis of one rank too: no row needs that
     if (
         n == 1
         or have is want
@@ -543,7 +543,7 @@ def _lay_out(
     rows: Sequence[Row],
     pinned: tuple[int, ...] = (),
 ) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...], dict[str, tuple[int, ...]]]:
-    """The specs that the chosen rows mean, with one order of axes for each factor."""
+    """The specs of the chosen rows, with one order of axes for each factor."""
     mesh = specs[0].mesh
     order = _factor_order(specs, factors, rows, pinned)
     inputs = tuple(
@@ -583,7 +583,7 @@ def _rank_in(order: tuple[int, ...], axis: int) -> int:
 def _factor_order(
     specs: Sequence[DTensorSpec], factors: Factors, rows: Sequence[Row], pinned: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """For factors that several axes shard, which of them comes first: as the largest operand has it, new ones minor."""
+    """The order of the axes that shard a factor: that of the largest operand, with new ones minor."""
     sharded: dict[str, list[int]] = {}
     for axis, row in enumerate(rows):
         for dims, placement in (
@@ -609,7 +609,7 @@ def _factor_order(
 
 
 def _unfit(factors: Factors, inputs: Sequence[DTensorSpec], order: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """The sharded factors that a rule can use only with shards that are not empty, or only with equal ones."""
+    """The sharded factors whose shards are empty or unequal although the rule needs non-empty or equal ones."""
     constrained = {name for name in order if name in factors.even or name in factors.nonempty}
     unfit = set()
     for name in constrained:
@@ -623,18 +623,18 @@ def _unfit(factors: Factors, inputs: Sequence[DTensorSpec], order: Mapping[str, 
 
 
 def _some_empty(spec: DTensorSpec, dim: int) -> bool:
-    """Whether some rank holds nothing of a dim. Nested splits may leave one empty in the middle."""
+    """Whether some rank has an empty part of a dim. Nested splits may leave one empty in the middle."""
     ranges = [range(n) if axis in spec.dim_axes[dim] else (0,) for axis, n in enumerate(spec.mesh.shape)]
     return any(spec.local_shape(coordinate)[dim] == 0 for coordinate in itertools.product(*ranges))
 
 
 def replicated_spec(mesh: DeviceMesh, meta: TensorMeta) -> DTensorSpec:
-    """A tensor that is whole on every rank."""
+    """The spec of a replicated tensor."""
     return DTensorSpec.from_dim_axes(mesh, (REPLICATE,) * mesh.ndim, meta, ((),) * len(meta.shape))
 
 
 def replicated(spec: DTensorSpec) -> DTensorSpec:
-    """The same tensor, whole on every rank."""
+    """The same tensor, replicated."""
     return replicated_spec(spec.mesh, spec.tensor_meta)
 
 

@@ -1,6 +1,6 @@
 """DTensorRedistributePlanner: the cheapest sequence of steps from one layout to another.
 
-Makes steps of what the search chooses. Pure: decides, moves nothing.
+Makes steps of the path that the search finds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DTensorRedistributePlanner", "DistState", "Route", "StepCost", "plai
 
 
 class StepCost(NamedTuple):
-    """What a step costs in the model: bytes that a rank receives, seconds, bytes that a rank holds afterwards."""
+    """The modelled cost of a step: bytes that a rank receives, seconds, bytes that a rank holds afterwards."""
 
     received: float
     seconds: float
@@ -31,7 +31,7 @@ class StepCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The steps from one layout to another, and what the model says they cost.
+    """The steps from one layout to another, and their modelled costs.
 
     Example:
         >>> from shardwise.core.placement import Shard
@@ -58,12 +58,12 @@ class Route:
 
     @property
     def collectives(self) -> int:
-        """How many collectives are issued."""
+        """The number of collectives."""
         return sum(step.collective is not None for step in self.steps)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that any state of the route, its ends included, holds on a rank."""
+        """The largest number of bytes on a rank in any state of the route, its ends included."""
         return max([self.source.local_bytes, *(cost.holds for cost in self.costs)])
 
     def __str__(self) -> str:
@@ -94,12 +94,12 @@ class DTensorRedistributePlanner:
 
         Args:
             source: the layout now.
-            target: the layout wanted; of the same tensor, on the same mesh or another one of the same world.
+            target: the wanted layout; of the same tensor, on the same mesh or another one of the same world.
             max_bytes: no state of the route may hold more than this on a rank.
 
         Raises:
             LayoutError: a Partial target that the source cannot become.
-            MemoryBoundError: no route keeps `max_bytes`; names the smallest bound that would do.
+            MemoryBoundError: no route keeps `max_bytes`; names the smallest possible bound.
         """
         _check_reachable(source, target)
         if source is target and max_bytes is None:
@@ -119,7 +119,7 @@ class DTensorRedistributePlanner:
         return _route(problem, cheapest_path(problem, max_bytes))
 
     def _plan_compact(self, source: DTensorSpec, target: DTensorSpec, max_bytes: int | None) -> Route:
-        """Only what is stored is moved; along broadcast dims each rank makes its part of the target by itself."""
+        """Only stored elements move; along broadcast dims each rank makes its part of the target by itself."""
         dims, stored = source.broadcast, source.compact()
         placements = tuple([Replicate() if isinstance(p, AnyShard) and p.dim in dims else p for p in target.placements])
         axes = [() if dim in dims else split for dim, split in enumerate(target.dim_axes)]
@@ -153,14 +153,14 @@ def _route(problem: Problem, path: Path) -> Route:
             at = after
         if move is None or state != move.state:
             at = go_locally(Slice, at, problem.spec(state))
-    if at is not problem.target:  # names that mean the same (axes of one rank, mask for sum), and R -> P
+    if at is not problem.target:  # equivalent placements (axes of one rank, mask for sum), and R -> P
         at = go_locally(Slice, at, problem.unreduced())
         go_locally(Unreduce, at, problem.target)
     return Route(problem.source, problem.target, tuple(steps), tuple(costs))
 
 
 def _only_sliced(source: DTensorSpec, target: DTensorSpec) -> bool:
-    """Whether the target splits further what the source splits, and changes nothing else: the most frequent route."""
+    """Whether the target only adds splits to those of the source: the most frequent route."""
     if source.mesh is not target.mesh or source.partial_axes or target.partial_axes:
         return False
     for old, new in zip(source.placements, target.placements, strict=True):
@@ -190,7 +190,7 @@ def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
         return
     for axis in target.partial_axes:
         old, new = source.placements[axis], target.placements[axis]
-        # a norm has no sign, so that only a norm can be seen as one: one that waits on another axis
+        # a norm loses the sign, so only a norm that is Partial on another axis can become one
         norm = norm_order(new.reduce_op) is not None and new not in source.placements  # pyright: ignore[reportAttributeAccessIssue]
         if norm or isinstance(old, AnyShard):
             raise LayoutError(
@@ -200,11 +200,11 @@ def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
             )
 
 
-# ---------------------------------------------------------------- what one would do by hand
+# ---------------------------------------------------------------- axis by axis, for comparison
 
 
 def plain_route(source: DTensorSpec, target: DTensorSpec, cost_model: CostModel | None = None) -> Route:
-    """The step-by-step way: reduce each partial axis, gather every axis that changes, slice. For comparison.
+    """The route axis by axis: reduce each Partial axis, gather every axis that changes, slice. For comparison.
 
     Example:
         >>> from shardwise.core.placement import Shard
@@ -225,7 +225,7 @@ def plain_route(source: DTensorSpec, target: DTensorSpec, cost_model: CostModel 
 
 
 def _plain_move(problem: Problem, state: DistState) -> Move | None:
-    """What comes next by hand: one axis at a time; None where only slices are left."""
+    """The next step, one axis at a time; None if only slices remain."""
     if state.partial:
         return all_reduce(problem, state, state.partial[:1])
     if not problem.same_mesh:

@@ -1,6 +1,6 @@
-"""What ranks hold of the segments of a row exchange, and what that costs.
+"""The rows of each rank in the segments of a row exchange, and its cost.
 
-Pure: arrays over the ranks of one line of the mesh, worked out once for a call.
+Arrays over the ranks of one line of the mesh, computed once for a call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy import ndarray  # by this name the types of a NamedTuple's fields are found at run time
+from numpy import ndarray  # the types of a NamedTuple's fields are resolved by this name at run time
 
 from shardwise.core.layout import Segment
 from shardwise.core.spec import DTensorSpec
@@ -21,7 +21,7 @@ __all__ = ["Places", "places_after", "places_before", "row_exchange_route"]
 
 
 class Places(NamedTuple):
-    """The places of a segment that each rank holds, `low` up to `high`, and the first local row of these."""
+    """The positions of a segment on each rank, `low` up to `high`, and the first local row of these."""
 
     low: ndarray
     high: ndarray
@@ -29,13 +29,13 @@ class Places(NamedTuple):
 
 
 def places_before(step: RowExchange, segment: Segment, coordinates: ndarray) -> Places:
-    """What the ranks at these coordinates hold of a segment in its operand."""
+    """The positions of a segment that the ranks at these coordinates hold in its operand."""
     spec = step.operands[segment.operand]
     return _places(spec, step.dim, coordinates, segment.first, segment.step, segment.length)
 
 
 def places_after(step: RowExchange, segment: Segment, coordinates: ndarray) -> Places:
-    """What the ranks at these coordinates hold of a segment in its result."""
+    """The positions of a segment that the ranks at these coordinates hold in its result."""
     spec = step.results[segment.result]
     return _places(spec, step.dim, coordinates, segment.at, segment.stride, segment.length)
 
@@ -52,7 +52,7 @@ def _places(spec: DTensorSpec | Windowed, dim: int, coordinates: ndarray, first:
 
 
 def row_exchange_route(step: RowExchange) -> Route:
-    """The exchange as a route, with its cost for the rank that receives the most; no steps where nothing is moved."""
+    """The exchange as a route, with its cost for the rank that receives the most; no steps if nothing moves."""
     mesh = step.before.mesh
     members = mesh.coordinates[mesh.group_through(step.over, 0)]
     received = np.zeros(len(members))
@@ -70,7 +70,7 @@ def row_exchange_route(step: RowExchange) -> Route:
 
 
 def _held_below(have: Places, bounds: ndarray) -> ndarray:
-    """How many places below each bound ranks hold, all together: halos are held several times."""
+    """The number of positions below each bound, summed over ranks: halos count several times."""
     low, high = (np.sort(ends) for ends in (have.low, have.high))
 
     def distance(ends: ndarray) -> ndarray:

@@ -1,7 +1,4 @@
-"""The search: the cheapest sequence of moves from one layout to another, by A* over states.
-
-Chooses among the moves it is given. Knows nothing of collectives or of how costs come about.
-"""
+"""The search: the cheapest sequence of moves from one layout to another, by A* over states."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Cost = tuple[float, int, int]  # seconds, collectives, peak of bytes: what is co
 
 
 def cheapest_path(problem: Problem, max_bytes: int | None = None) -> Path:
-    """The cheapest way from the start to the goal on which no state holds more than `max_bytes`, which both ends keep.
+    """The cheapest path from the start to the goal on which no state holds more than `max_bytes`, which both ends keep.
 
     There is one: reductions never hold more than the start, and an exchange leads from there to the goal.
     """
@@ -33,34 +30,34 @@ def cheapest_path(problem: Problem, max_bytes: int | None = None) -> Path:
 
 
 def _one_collective(problem: Problem, first: DistState, limit: float) -> Move | None:
-    """The cheapest way by one collective, where it is known that none by several is cheaper."""
+    """The cheapest path of one collective, if no longer path can be cheaper."""
     if first.partial:
         found = last_reductions(problem, first) if problem.same_mesh else []
-        below = 2 * problem.links.best.alpha  # what two collectives cost before anything moves
+        below = 2 * problem.links.best.alpha  # the start-ups of two collectives
     else:
         found = moves(problem, first) if problem.links.uniform or not problem.same_mesh else []
-        below = math.inf  # these lead to the goal, and no way moves less
+        below = math.inf  # these lead to the goal, and no path moves less
     allowed = [move for move in found if move.seconds <= below and problem.most(move.state.dims) <= limit]
     return min(allowed, key=lambda move: (move.seconds, problem.most(move.state.dims)), default=None)
 
 
 class Search:
-    """A*: states are looked at in the order of the least that a way through them may cost."""
+    """A*: states are expanded in the order of the lower bounds of paths through them."""
 
     def __init__(self, problem: Problem, limit: float) -> None:
         self.problem = problem
         self.limit = limit
         self.best: dict[DistState, Cost] = {}
         self.came: dict[DistState, tuple[DistState | None, Move | None]] = {}
-        self.left: dict[DistState, float] = {}  # at least, as closely as it was worked out
+        self.left: dict[DistState, float] = {}  # a lower bound, as tight as computed so far
         self.looked_at: set[DistState] = set()
         self.queue: list[tuple[float, float, int, int, int, DistState]] = []
-        self.order = itertools.count()  # of equals the one that was found first
+        self.order = itertools.count()  # among equals the one found first
         self.expanded = 0
-        self.bound = math.inf  # the cheapest way found so far
+        self.bound = math.inf  # the cheapest path found so far
 
     def run(self, first: DistState) -> Path:
-        """The way from `first`, or from what can be sliced off it."""
+        """The path from `first`, or from a slice of it."""
         problem = self.problem
         self.left[first] = seconds_left(problem, first)
         self._reach(first, (0.0, 0, problem.most(first.dims)), self.left[first], None, None)
@@ -68,7 +65,7 @@ class Search:
         while True:
             estimate, seconds, collectives, peak, _, state = heapq.heappop(self.queue)
             cost = (seconds, collectives, peak)
-            if self.best[state] != cost:  # a better way here was found since
+            if self.best[state] != cost:  # a better path to this state was found since
                 continue
             if state == problem.leaf:
                 return self._path()
@@ -88,7 +85,7 @@ class Search:
                 self._reach(early, (0.0, 0, self.problem.most(early.dims)), left, None, None)
 
     def _left_at_least(self, state: DistState) -> float:
-        """The closer bound, worked out only for states whose turn has come."""
+        """The tighter bound, computed only for states about to be expanded."""
         if state not in self.looked_at:
             self.looked_at.add(state)
             self.left[state] = max(self.left[state], seconds_left_at_least(self.problem, state))

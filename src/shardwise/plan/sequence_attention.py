@@ -1,6 +1,6 @@
 """How attention over a sharded sequence is run: by a ring, by gathering keys and values, or by exchanging heads.
 
-Pure: compares seconds of the cost model, and says which ranks need which blocks. Runs nothing.
+Compares the seconds of the cost model, and lists the blocks that each rank needs.
 
 - "ring": every rank keeps its queries, and blocks of keys and values go round. A rank holds one block besides its own.
 - "gather": every rank keeps its queries and gathers all keys and values.
@@ -32,7 +32,7 @@ from shardwise.text import human_bytes, human_seconds
 
 __all__ = ["AttentionChoice", "Pairs", "choose_attention"]
 
-# Gathered keys and values are held besides being received: their seconds count twice.
+# Gathered keys and values also take memory: their seconds count twice.
 HELD = 2.0
 
 
@@ -42,16 +42,16 @@ class AttentionChoice:
 
     Args:
         way: "ring", "gather", "heads" or "halo".
-        sharding: where operands lie when it runs, and where its results then lie.
-        returns: the specs that results are brought to.
-        pairs: which queries see which keys on which rank; None where a kernel sees whole sequences.
-        rounds: the rotations of keys and values, by distance; those that no rank needs are left out.
-        back: the rotations that bring gradients of keys and values back to where these lie.
+        sharding: the layouts of operands and results.
+        returns: the specs to which results are redistributed.
+        pairs: which queries see which keys on which rank; None if a kernel gets complete sequences.
+        rounds: the rotations of keys and values, by distance; those that no rank needs are omitted.
+        back: the rotations that return gradients of keys and values to the owners of these.
         seconds: of all that is communicated, by the cost model.
         received: bytes that a rank receives.
         why: the comparison in words.
         halo: the exchange that gives ranks the keys and values near their queries, and, of gradients, the one back.
-        band: how many keys before and after its own place a query sees.
+        band: the number of keys before and after its own position that a query sees.
     """
 
     way: str
@@ -72,8 +72,8 @@ class Pairs:
     """Blocks of queries and keys along the axes that shard them. Positions count along `over`, the first axis major.
 
     Args:
-        query_spec: where the queries lie.
-        over: the axes that the blocks of keys go round along; none where every rank has all keys.
+        query_spec: the layout of the queries.
+        over: the axes along which blocks of keys rotate; none if every rank has all keys.
         key_runs: the runs of keys that each block consists of.
         causal: whether query `i` attends to the keys up to `i` alone.
         masked: whether there is a mask, of which a tile needs neighbouring columns.
@@ -87,15 +87,15 @@ class Pairs:
 
     @property
     def count(self) -> int:
-        """How many blocks of keys there are."""
+        """The number of blocks of keys."""
         return len(self.key_runs)
 
     def length(self, block: int) -> int:
-        """How many keys a block has."""
+        """The number of keys of a block."""
         return sum(run.length for run in self.key_runs[block])
 
     def position(self, coordinate: Coordinate) -> int:
-        """Where a rank stands along the axes."""
+        """The position of a rank along the axes."""
         at = 0
         for axis in self.over:
             at = at * self.query_spec.mesh.shape[axis] + coordinate[axis]
@@ -104,7 +104,7 @@ class Pairs:
     def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
         """The parts of the scores of a rank's queries with a block of keys that count."""
         rows = self.query_spec.runs(SEQUENCE, coordinate)
-        if not self.causal:  # then it does not matter which queries they are
+        if not self.causal:  # then the positions of the queries do not matter
             rows = (Run(0, sum(run.length for run in rows)),)
         found: list[ScoreTile] = []
         for row, queries in _placed(rows):
@@ -116,20 +116,20 @@ class Pairs:
 
 
 def _placed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
-    """Runs with their places in a local tensor."""
+    """Runs with their positions in a local tensor."""
     return list(zip(itertools.accumulate((run.length for run in runs), initial=0), runs, strict=False))
 
 
 def choose_attention(
     schema: OpSchema, results: tuple[TensorMeta, ...], prefer: str | None = None, band: tuple[int, int] | None = None
 ) -> AttentionChoice | None:
-    """The way to run a call whose sequence is sharded; None where no way applies.
+    """The way to run a call whose sequence is sharded; None if no way applies.
 
     Args:
         schema: the call.
         results: shape, stride and dtype of each result.
         prefer: the way to take if it is possible; None for the cheapest.
-        band: how many keys before and after its own place a query sees by the mask, if that has been read.
+        band: the number of keys before and after its own position that a query sees by the mask, if that has been read.
     """
     specs = schema.specs
     if any(spec.tensor_meta.is_symbolic or 0 in spec.shape for spec in specs):
@@ -159,7 +159,7 @@ def _named(schema: OpSchema, specs: Sequence[DTensorSpec]) -> dict[str, DTensorS
 
 
 def _returns(schema: OpSchema, sharding: OutputSharding) -> tuple[DTensorSpec, ...]:
-    """The results in the layouts of the operands they belong to: the output in that of the queries, and gradients."""
+    """The layouts of results: that of the queries for the output, that of its operand for each gradient."""
     given, outputs = _named(schema, schema.specs), list(sharding.outputs)
     names = ("query", "key", "value") if KERNELS[schema.op][1] else ("query",)
     for i, name in enumerate(names):
@@ -203,7 +203,7 @@ def _sequence_axes(schema: OpSchema) -> set[int]:
 
 
 def _gather(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
-    """Keys and values are gathered along their sequence, and everything else stays where it can."""
+    """Gather keys and values along their sequence; other operands keep their layouts if they can."""
     given = _named(schema, schema.specs)
     for name in ("key", "value"):
         placements = [
@@ -241,7 +241,7 @@ def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice 
 
 
 def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int]) -> AttentionChoice | None:
-    """Queries, keys and values stay, and a rank receives the keys and values that its queries see besides."""
+    """Queries, keys and values keep their layouts; a rank receives the further keys and values that its queries see."""
     sharding = ShardingPropagator().propagate(schema, results, way="ring")
     if sharding is None or schema.arguments["is_causal"]:
         return None
@@ -279,7 +279,7 @@ def _needed(pairs: Pairs, line: np.ndarray) -> np.ndarray:
 
 
 def _runs_along(spec: DTensorSpec, line: np.ndarray) -> tuple[tuple[Run, ...], ...]:
-    """The runs of tokens that the ranks at these coordinates hold."""
+    """The runs of tokens of the ranks at these coordinates."""
     if not spec.is_strided:
         starts, lengths = spec.starts_and_lengths(SEQUENCE, line)
         return tuple([(Run(*run),) for run in zip(starts.tolist(), lengths.tolist(), strict=True)])
@@ -292,7 +292,7 @@ def _extent(runs: tuple[Run, ...]) -> tuple[int, int]:
 
 
 def _rotations(blocks: tuple[DTensorSpec, ...], over: tuple[int, ...], needed: np.ndarray, forward: bool) -> Route:
-    """The rotations that bring each rank the blocks it needs; not `forward`: what it computed for them goes back."""
+    """The rotations that give each rank the blocks it needs; not `forward`: those that return its gradients of them."""
     key, count = blocks[0], len(needed)
     mesh = key.mesh
     positions = np.arange(count)
@@ -301,7 +301,7 @@ def _rotations(blocks: tuple[DTensorSpec, ...], over: tuple[int, ...], needed: n
     row_bytes = sum(_row_bytes(spec) for spec in blocks)
     steps, costs = [], []
     for turn in range(1, count):
-        # the block of `source` is at a rank of this position in the turn
+        # at this distance the block of `source` is at the rank of this position
         at, source = (positions, (positions - turn) % count) if forward else ((positions + turn) % count, positions)
         wanted = needed[at, source]
         if not wanted.any():

@@ -1,7 +1,4 @@
-"""A layout as the planner sees it, in small integers; and the facts of one planning problem that all of it asks for.
-
-Says what a state holds and means. Knows nothing of moves, of their costs or of the search.
-"""
+"""Layouts of the planner as small integers, and the facts of one planning problem."""
 
 from __future__ import annotations
 
@@ -17,24 +14,24 @@ __all__ = ["Dims", "DistState", "Problem", "Splits", "common_beginning", "dims_o
 
 REPLICATE = Replicate()
 
-# Who splits a dim, major first: the number of an axis, plus the number of axes times the number of the way to split if
-# that is no plain `Shard`. Plain splits are thus the axes themselves, as in `DTensorSpec.dim_axes`.
+# The splits of a dim, major first: the number of an axis, plus the number of axes times the number of the kind of split
+# if that is no plain `Shard`. Plain splits are thus the axes themselves, as in `DTensorSpec.dim_axes`.
 Splits = tuple[int, ...]
 Dims = tuple[Splits, ...]
 
 
 class DistState(NamedTuple):
-    """For each dim who splits it, and the axes that wait for a reduction. The rest is replicated, or stays Partial."""
+    """The splits of each dim, and the axes to be reduced. Other axes are replicated, or remain Partial."""
 
     dims: Dims
     partial: tuple[int, ...]
 
 
-ARRIVED = DistState(((-1,),), ())  # on another mesh than the source's: no state of this one
+ARRIVED = DistState(((-1,),), ())  # on another mesh than the source's
 
 
 def dims_of(spec: DTensorSpec) -> Dims:
-    """Who splits each dim. Axes of one rank play no part in it."""
+    """The splits of each dim, without axes of one rank."""
     sizes = spec.mesh.shape
     if 1 not in sizes and not spec.is_strided:
         return spec.dim_axes
@@ -42,7 +39,7 @@ def dims_of(spec: DTensorSpec) -> Dims:
     return tuple([tuple([a + axes * _way_of(placements[a]) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
 
 
-# Ways to split a dim, by number: even numbers are twice the rows of a `StridedShard`, odd ones are in this list.
+# Kinds of splits by number: even numbers are twice the rows of a `StridedShard`, odd ones are in this list.
 _zigzags: list[Zigzag] = [Zigzag(0)]
 _zigzag_numbers: dict[Zigzag, int] = {Zigzag(0): 0}
 
@@ -63,14 +60,14 @@ def _way_of(placement: Placement) -> int:
 
 
 def shard_of(way: int, dim: int = 0) -> AnyShard:
-    """The placement that splits a dim in the way of this number."""
+    """The placement of the kind of split with this number."""
     if way % 2:
         return _zigzags[way // 2].on_dim(dim)
     return StridedShard(dim, way // 2) if way else Shard(dim)
 
 
 def division_of(way: int, parts: int) -> Division:
-    """How a dim is cut into `parts` in the way of this number."""
+    """How a dim is cut into `parts` by the kind of split with this number."""
     match shard_of(way):
         case StridedShard(split_factor=rows):
             return Division(parts, rows)
@@ -81,7 +78,7 @@ def division_of(way: int, parts: int) -> Division:
 
 
 def common_beginning(have: Splits, want: Splits) -> int:
-    """How many entries two lists have in common from the beginning."""
+    """The length of the common prefix of two lists."""
     common = 0
     for a, b in zip(have, want, strict=False):
         if a != b:
@@ -91,7 +88,7 @@ def common_beginning(have: Splits, want: Splits) -> int:
 
 
 class Problem:
-    """Two layouts of a tensor: the way from one to the other is looked for."""
+    """Source and target of a search."""
 
     def __init__(self, model: CostModel, source: DTensorSpec, target: DTensorSpec) -> None:
         mesh = source.mesh
@@ -105,14 +102,14 @@ class Problem:
         self.start = DistState(dims_of(source), self._pending(source))
         self.goal = dims_of(target)
         self.strided = source.is_strided or target.is_strided
-        self.leaf = DistState(self.goal, ()) if self.same_mesh else ARRIVED  # where the last collective must lead
+        self.leaf = DistState(self.goal, ()) if self.same_mesh else ARRIVED  # the state after the last collective
         self.wanted_dim = self._wanted_dims() if self.same_mesh else {}
         self._most: dict[Dims, int] = {} if self.same_mesh else {ARRIVED.dims: target.local_bytes}
         self._mean: dict[Dims, float] = {}
         self._sliced: dict[DistState, DistState] = {}
         self.goal_mean = self.nbytes / math.prod([target.mesh.shape[a] for axes in target.dim_axes for a in axes])
-        self.missing_of: dict[Dims, float] = {}  # kept by `plan.lack`
-        self.bounds: dict[tuple[str, Any], Any] = {}  # kept by `plan.bound`
+        self.missing_of: dict[Dims, float] = {}  # cache of `plan.missing_bytes`
+        self.bounds: dict[tuple[str, Any], Any] = {}  # cache of `plan.heuristic`
 
     def _pending(self, source: DTensorSpec) -> tuple[int, ...]:
         if not source.partial_axes:
@@ -123,10 +120,10 @@ class Problem:
         """For each axis that splits a dim in the goal, that dim."""
         return {split % self.axes: dim for dim, splits in enumerate(self.goal) for split in splits}
 
-    # ---------------------------------------------------------------- what states hold
+    # ---------------------------------------------------------------- sizes of states
 
     def most(self, dims: Dims) -> int:
-        """The most bytes that a rank holds."""
+        """The bytes of the largest local part."""
         found = self._most.get(dims)
         if found is None:
             found = self.itemsize
@@ -136,7 +133,7 @@ class Problem:
         return found
 
     def longest_part(self, size: int, splits: Splits) -> int:
-        """The most indices of a dim of `size` that a rank holds."""
+        """The largest local size of a dim of `size`."""
         left = size
         for split in splits:
             if split >= self.axes:
@@ -145,7 +142,7 @@ class Problem:
         return left
 
     def mean(self, dims: Dims) -> float:
-        """The bytes that a rank holds on average."""
+        """The average bytes of a local part."""
         found = self._mean.get(dims)
         if found is None:
             found = float(self.nbytes)
@@ -156,7 +153,7 @@ class Problem:
         return found
 
     def divides(self, dims: Dims) -> bool:
-        """Whether all ranks hold equally much."""
+        """Whether all local parts are equally large."""
         return self.most(dims) == self.mean(dims)
 
     # ---------------------------------------------------------------- slices, which cost nothing
@@ -166,7 +163,7 @@ class Problem:
         return {*state.partial, *self.kept, *[split % self.axes for splits in state.dims for split in splits]}
 
     def slice_to_goal(self, state: DistState) -> DistState:
-        """`state` after every slice towards the goal that needs no communication; these never cost anything later."""
+        """`state` after every slice towards the goal; slices are free and never make later steps dearer."""
         if state.dims == self.goal or not self.same_mesh:
             return state
         found = self._sliced.get(state)
@@ -189,8 +186,8 @@ class Problem:
         return tuple(sliced)
 
     def early_slices(self, state: DistState) -> list[DistState]:
-        """`state` with what is replicated sliced, so that less is reduced, or less crosses the slower links; a second
-        collective must bring it back."""
+        """`state` with replicated axes sliced, so that less is reduced, or less crosses the slower links; a second
+        collective must gather it again."""
         if not state.partial and (self.links.uniform or not self.same_mesh):
             return []
         used = self.used_axes(state)
@@ -203,10 +200,10 @@ class Problem:
             for dim, splits in enumerate(dims)
         ]
 
-    # ---------------------------------------------------------------- specs, for the states of the chosen way alone
+    # ---------------------------------------------------------------- specs, for the states of the chosen path alone
 
     def spec(self, state: DistState) -> DTensorSpec:
-        """The spec of a state, named as the source and the target are where it is theirs."""
+        """The spec of a state, with the placements of the source or the target where it agrees with these."""
         if state == self.leaf and all(self.source.placements[a] is self.target.placements[a] for a in self.kept):
             return self.unreduced()
         if state == self.start:
@@ -221,7 +218,7 @@ class Problem:
         return DTensorSpec.from_dim_axes(self.mesh, tuple(placements), self.source.tensor_meta, dim_axes)
 
     def unreduced(self) -> DTensorSpec:
-        """The target before the axes that become Partial do so."""
+        """The target before axes become Partial."""
         target = self.target
         fresh = [a for a in target.partial_axes if target.mesh.shape[a] > 1 and a not in self.kept]
         if not fresh:
@@ -231,7 +228,7 @@ class Problem:
 
 
 def _kept_partials(source: DTensorSpec, target: DTensorSpec) -> frozenset[int]:
-    """The axes that are Partial before and after: they take no part in anything."""
+    """The axes that are Partial before and after, which no step changes."""
     return frozenset(
         axis
         for axis in source.partial_axes
@@ -240,7 +237,7 @@ def _kept_partials(source: DTensorSpec, target: DTensorSpec) -> frozenset[int]:
 
 
 def _may_be_called(old: Placement, new: Placement) -> bool:
-    """Whether what is `old` is also `new`: a mask-partial is a sum."""
+    """Whether a tensor with placement `old` also has placement `new`: a mask-partial is a sum."""
     if not isinstance(new, Partial):
         return False
     return old is new or (isinstance(old, MaskPartial) and new.reduce_op == "sum")

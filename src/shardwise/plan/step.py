@@ -1,6 +1,6 @@
-"""The moves: what one step does to a layout. Frozen data that a fabric binds and carries out.
+"""Steps of routes: frozen data that a fabric binds and executes.
 
-Each step holds the spec before and after it, so a fabric needs nothing else. Nothing is communicated here.
+Each step has the spec before and after it; a fabric needs nothing else.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One move between two layouts of the same tensor."""
+    """One step between two layouts of the same tensor."""
 
     before: DTensorSpec
     after: DTensorSpec
-    collective: ClassVar[str | None] = None  # the torch collective it is, None for a local step
+    collective: ClassVar[str | None] = None  # the name of the collective in torch, None for a local step
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The mesh axes whose ranks talk to each other, major first."""
+        """The mesh axes whose ranks communicate, major first."""
         return ()
 
     def describe(self) -> str:
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Slice(Step):
-    """Each rank keeps a part of what it holds: R -> S, several axes and dims at once. No communication."""
+    """Each rank keeps a part of its local: R -> S, several axes and dims at once. No communication."""
 
     def describe(self) -> str:
         if self.before.block((0,) * self.before.mesh.ndim) == self.after.block((0,) * self.after.mesh.ndim):
@@ -60,7 +60,7 @@ class Slice(Step):
 
 @dataclass(frozen=True, slots=True)
 class Compact(Step):
-    """Of each broadcast dim one index is kept, so that collectives move what is stored. No communication."""
+    """Keep one index of each broadcast dim, so that collectives move stored elements only. No communication."""
 
     def describe(self) -> str:
         return f"compact {_dims(self.before.broadcast)}"
@@ -70,8 +70,8 @@ class Compact(Step):
 class Expand(Step):
     """Broadcast dims get their size back, in any layout. No communication.
 
-    `reads`: the result is only read, so it may have stride 0 along `dims`. Otherwise each element has memory of its
-    own, but for dims that are broadcast afterwards.
+    `reads`: the result is only read, so it may have stride 0 along `dims`. Otherwise each element has its own
+    memory, except along dims that are broadcast afterwards.
     """
 
     dims: tuple[int, ...]
@@ -99,7 +99,7 @@ class Unreduce(Step):
 
 
 class Collective(Step):
-    """A step in which ranks talk to each other: those along the axes `over`, which every kind has as its last field."""
+    """A step in which the ranks along the axes `over` communicate; `over` is the last field of every kind."""
 
     __slots__ = ()
     over: tuple[int, ...]
@@ -159,9 +159,9 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Collective):
-    """Any layout to any other with the Partial axes kept: each rank sends every other what that one lacks.
+    """Any layout to any other with the same Partial axes: each rank receives its missing parts from the others.
 
-    On one mesh it runs over `over`, the axes whose part in the layout changes. Between two meshes `over` is empty and
+    On one mesh it runs over `over`, the axes whose role in the layout changes. Between two meshes `over` is empty and
     all ranks of both take part.
     """
 
@@ -175,10 +175,10 @@ class Exchange(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """A tensor of which each rank holds the rows that its part of another needs: its own, and halos around them.
+    """A tensor with halos: each rank has the rows that its part of another tensor needs.
 
     Args:
-        spec: how the tensor lies without halos.
+        spec: the layout without halos.
         windows: for each dim with halos the dim, the window, and the other tensor, which is sharded along it too.
     """
 
@@ -195,18 +195,18 @@ class Windowed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape, without what is outside of the tensor."""
+        """The global shape, without padding."""
         return self.spec.shape
 
     def starts_and_lengths(self, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of `dim` that the ranks at these coordinates hold; the first may be negative."""
+        """The rows of `dim` of the ranks at these coordinates; the first may be negative."""
         for at, window, reference in self.windows:
             if at == dim:
                 return window.over(*reference.starts_and_lengths(dim, coordinates))
         return self.spec.starts_and_lengths(dim, coordinates)
 
     def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
-        """The shape of what the rank at `coordinate` holds."""
+        """The local shape of the rank at `coordinate`."""
         here = tuple(coordinate)
         shape = list(self.spec.local_shape(here))
         for dim, window, reference in self.windows:
@@ -214,12 +214,12 @@ class Windowed:
         return tuple(shape)
 
     def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
-        """Dense strides, in memory as those of the global tensor."""
+        """Dense strides, in the memory order of the global tensor."""
         return dense_strides(self.local_shape(coordinate), like=self.tensor_meta.stride)
 
     @property
     def largest_local_shape(self) -> tuple[int, ...]:
-        """The most rows of each dim that any rank holds."""
+        """The largest local size of each dim."""
         shape = list(self.spec.largest_local_shape)
         for dim, _, _ in self.windows:
             shape[dim] = int(self.starts_and_lengths(dim, self.mesh.coordinates)[1].max())
@@ -227,16 +227,16 @@ class Windowed:
 
     @property
     def local_bytes(self) -> int:
-        """The most bytes that any rank holds."""
+        """The bytes of the largest local."""
         return math.prod(self.largest_local_shape) * self.tensor_meta.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class RowExchange(Collective):
-    """Rows of some tensors become rows of others that are sharded alike: each rank receives the rows it lacks.
+    """Rows of some tensors become rows of others on the same axes: each rank receives its missing rows.
 
-    `before` and `after` are the first operand and the first result. With `adds`, rows that several ranks hold are added
-    up: how gradients of halos get back to the ranks whose rows these are.
+    `before` and `after` are the first operand and the first result. With `adds`, rows of several ranks are added: this
+    returns the gradients of halos to the ranks that own the rows.
     """
 
     operands: tuple[DTensorSpec | Windowed, ...]
@@ -257,11 +257,11 @@ class RowExchange(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Rotate(Collective):
-    """Each rank receives the blocks of the rank `distance` before it along the axes, counted round.
+    """Each rank receives the blocks of the rank `distance` before it along the axes, cyclically.
 
-    What travels are the locals of `blocks`, one after the other in a flat buffer: those of the rank that sends, or, on
-    the way `back`, of the rank that receives, for which others have computed something. `wanted` says which ranks along
-    the axes receive something; the others need none of it.
+    It moves the locals of `blocks` in one flat buffer: those of the sending rank or, with `back`, gradients that other
+    ranks have computed for the locals of the receiving rank. `wanted` are the ranks along the axes that receive
+    something.
     """
 
     blocks: tuple[DTensorSpec, ...]
@@ -275,16 +275,16 @@ class Rotate(Collective):
         return f"rotate by {self.distance} over {self._names(self.over)}"
 
     def elements(self, sender: Coordinate, receiver: Coordinate) -> int:
-        """How many elements the rank at a coordinate sends to the one at another."""
+        """The number of elements that the rank at a coordinate sends to the one at another."""
         owner = receiver if self.back else sender
         return sum(math.prod(spec.local_shape(owner)) for spec in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerExchange(Collective):
-    """Items go to the ranks that own them, and may be answered. The values say which and how many.
+    """Items are sent to the ranks that own them, which may answer. Which and how many depends on values.
 
-    `before` is the tensor whose dim `dim` says who owns what, `after` the first result.
+    Dim `dim` of `before` defines the owners; `after` is the first result.
     """
 
     dim: int
@@ -302,7 +302,7 @@ def reduction(step: AllReduce | ReduceScatter) -> str:
 
 
 def average_over(step: AllReduce | ReduceScatter) -> int:
-    """What a sum must be divided by: the sizes of the axes that are averages."""
+    """The divisor of a sum: the product of the sizes of the axes that are averages."""
     count = 1
     for axis in step.over:
         if step.before.placements[axis].is_partial("avg"):
