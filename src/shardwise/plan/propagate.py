@@ -358,7 +358,7 @@ class ShardingPropagator:
     def row_cost(
         self, specs: Sequence[DTensorSpec], axis: int, held: Sequence[int], row: Row
     ) -> tuple[float, int, int]:
-        """Seconds to redistribute the operands for a row, the bytes that a rank then holds, and the number of drawbacks.
+        """Seconds to redistribute the operands for a row, the bytes on a rank afterwards, and its number of drawbacks.
 
         Drawbacks are operands that become Partial, and shards that are empty on some ranks.
 
