@@ -1,4 +1,4 @@
-"""Alternatives of a call: every row of each axis with its cost, and changes of one operand that need no communication."""
+"""Alternatives of a call: every row of each axis with its cost, and changes of one operand that move nothing."""
 
 from __future__ import annotations
 
