@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._higher_order_ops as higher_order_ops
 import torch._library as _library
 from torch import overrides as _overrides
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -66,6 +67,7 @@ __all__ = [
     "functorch",
     "guard_managers",
     "has_thread_object",
+    "higher_order_ops",
     "is_alias_of",
     "is_key_excluded",
     "keep_thread_object",
@@ -139,6 +141,7 @@ has_thread_object = _C._is_key_in_tls  # the same
 functorch = _C._functorch  # the wrappers that transformed functions are given
 transforms_active = _C._are_functorch_transforms_active  # whether one runs
 dict_version = _C._dynamo.guards.dict_version  # a number that changes with the contents of a dict
+# `higher_order_ops` is the package that users import `associative_scan` from; the name there is replaced
 opaque_types: Any = getattr(_library, "opaque_object", None)  # classes whose values are constants in a graph
 
 # ---------------------------------------------------------------- operators

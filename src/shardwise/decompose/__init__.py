@@ -7,6 +7,7 @@ from shardwise.decompose import (  # noqa: F401  # read for what they declare
     encoder,
     equivalents,
     random_sampling,
+    sharded_associative_scan,
     sharded_bags,
     sharded_batch_norm,
     sharded_extremes,

@@ -14,8 +14,8 @@ from shardwise.core.placement import AnyShard, Partial, Replicate, Shard
 from shardwise.tensor import DTensor
 
 __all__ = [
-    "HALVES", "as_laid_out", "as_result", "moved_to", "reduced", "replicated", "settled", "split_axes", "statistic_of",
-    "widened",
+    "HALVES", "as_laid_out", "as_result", "indices_of", "moved_to", "reduced", "replicated", "settled", "split_axes",
+    "statistic_of", "widened",
 ]  # fmt: skip
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -89,3 +89,14 @@ def statistic_of(value: Any, x: Any, dims: Sequence[int]) -> Any:
         return value
     wanted = [Replicate() if isinstance(p, AnyShard) and p.dim in dims else p for p in x.placements]
     return moved_to(value, wanted)
+
+
+def indices_of(x: Any, dim: int) -> Any:
+    """The indices of a dim, laid out as that dim is."""
+    plain = torch.arange(x.shape[dim], device=x.device)
+    if not isinstance(x, DTensor):
+        return plain
+    kept = [p.on_dim(0) if isinstance(p, AnyShard) and p.dim == dim else Replicate() for p in x.placements]
+    whole = DTensor.from_local(plain, x.device_mesh, [Replicate()] * len(kept), run_check=False)
+    axes = x.spec.dim_axes[dim]
+    return whole.redistribute(placements=kept, shard_order=[(0, axes)] if axes else None)

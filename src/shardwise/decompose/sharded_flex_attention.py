@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.placement import AnyShard, Partial, Replicate
-from shardwise.decompose.layout_helpers import moved_to, settled, widened
+from shardwise.decompose.layout_helpers import indices_of, moved_to, settled, widened
 from shardwise.errors import UnsupportedError
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import CopiedDTensor, PendingDTensor
@@ -119,7 +119,7 @@ def _scores(
     mask_buffers: Buffers,
 ) -> Scores:
     products = settled(widened(query) @ widened(keys).mT) * scale
-    indices = [_indices(products, dim) for dim in range(4)]
+    indices = [indices_of(products, dim) for dim in range(4)]
     with scalar_lookups():
         modified = _for_each_score(score_mod, 1, len(score_buffers))(products, *indices, *score_buffers)
         allowed = _for_each_score(mask_mod, 0, len(mask_buffers))(*indices, *mask_buffers)
@@ -142,17 +142,6 @@ def _for_each_score(
         of_indices = tuple(0 if i == index else None for i in range(4))
         function = torch.vmap(function, in_dims=((0,) * before) + of_indices + following)
     return function
-
-
-def _indices(scores: Any, dim: int) -> Any:
-    """The indices of a dim of the scores, laid out as that dim is."""
-    plain = torch.arange(scores.shape[dim], device=scores.device)
-    if not isinstance(scores, DTensor):
-        return plain
-    kept = [p.on_dim(0) if isinstance(p, AnyShard) and p.dim == dim else Replicate() for p in scores.placements]
-    whole = DTensor.from_local(plain, scores.device_mesh, [Replicate()] * len(kept), run_check=False)
-    axes = scores.spec.dim_axes[dim]
-    return whole.redistribute(placements=kept, shard_order=[(0, axes)] if axes else None)
 
 
 # ---------------------------------------------------------------- layouts, heads
