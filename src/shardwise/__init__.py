@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from shardwise import loading, optimizer_hook, raw_memory
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh, on_first_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
+from shardwise.core.placement import (
+    MaskPartial,
+    Owned,
+    Partial,
+    Placement,
+    Ragged,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+)
 from shardwise.core.spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
 from shardwise.errors import (
     AgreementError,
@@ -76,11 +86,13 @@ __all__ = [
     "MeshError",
     "NotationError",
     "OffsetBasedRNGTracker",
+    "Owned",
     "ParityError",
     "Partial",
     "Placement",
     "PlainTensorError",
     "RNGTracker",
+    "Ragged",
     "RankTensor",
     "Replicate",
     "ReplicationWarning",

@@ -21,6 +21,7 @@ from shardwise.fabric import routes
 from shardwise.fabric.c10d import c10d
 from tests.gloo.processes import ProcessPool
 from tests.virtual.cases import EXCHANGES
+from tests.virtual.test_ragged import random_layout
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64,
@@ -55,6 +56,22 @@ def random_placements(rng: random.Random, axes: int, ndim: int, dtype: torch.dty
             choices += [MaskPartial()]
         found.append(rng.choice(choices))
     return found
+
+
+def ragged_layouts(count: int, seed: int) -> None:
+    """Between layouts of given sizes, and back in backward."""
+    rng = random.Random(seed)
+    meshes = [sw.init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
+    for _ in range(count):
+        mesh, shape = rng.choice(meshes), tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 4)))
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
+        before, after = random_layout(rng, mesh, shape), random_layout(rng, mesh, shape)
+        laid = sw.distribute_tensor(x, mesh, before).requires_grad_()
+        moved = laid.redistribute(placements=after) * 2
+        assert torch.equal(moved.full_tensor(), 2 * x), (before, after)
+        moved.backward(sw.distribute_tensor(x, mesh, random_layout(rng, mesh, shape)))
+        assert laid.grad is not None
+        assert torch.equal(laid.grad.full_tensor(), 2 * x), (before, after)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def random_order(rng: random.Random, spec_placements: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
@@ -514,3 +531,7 @@ def drop_in_flight() -> bool:
 
 def test_tensors_are_dropped_while_a_route_is_in_flight(gloo4: ProcessPool) -> None:
     assert gloo4.run(drop_in_flight) == [True] * 4
+
+
+def test_ragged_layouts(gloo4):
+    gloo4.run(ragged_layouts, 150, 0)

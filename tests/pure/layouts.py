@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import AnyShard, Partial, Placement, Replicate, StridedShard, Zigzag
+from shardwise.core.placement import AnyShard, Owned, Partial, Placement, Ragged, Replicate, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from tests.pure.strategies import KINDS, LAYOUT_KINDS, composite, placements, shard_orders, sizes
+from tests.pure.strategies import KINDS, LAYOUT_KINDS, composite, placements, shard_orders, sizes, with_sizes
 
 
 @composite
@@ -58,9 +58,17 @@ def spec_pairs(
     if mesh is other:
         after = tuple(map(_reachable, before, after))
     return (
-        DTensorSpec(mesh, before, meta, draw(shard_orders(before))),
-        DTensorSpec(other, after, meta, draw(shard_orders(after))),
+        draw(_spec_of(mesh, before, meta, "ragged" in source_kinds)),
+        draw(_spec_of(other, after, meta, "ragged" in target_kinds)),
     )
+
+
+@composite
+def _spec_of(
+    draw: DrawFn, mesh: DeviceMesh, given: tuple[Placement, ...], meta: TensorMeta, ragged: bool
+) -> DTensorSpec:
+    order = draw(shard_orders(given))
+    return DTensorSpec(mesh, draw(with_sizes(given, mesh, meta.shape, order)) if ragged else given, meta, order)
 
 
 def _reachable(old: Placement, new: Placement) -> Placement:
@@ -85,6 +93,12 @@ def held(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[list[int], ...]:
             placement = spec.placements[axis]
             rows = placement.split_factor if isinstance(placement, StridedShard | Zigzag) else 1
             parts, at = spec.mesh.shape[axis], coordinate[axis]
+            if isinstance(placement, Ragged):
+                indices = indices.split(placement.sizes)[at]
+                continue
+            if isinstance(placement, Owned):
+                indices = indices if at == placement.rank else indices[:0]
+                continue
             count, mine = parts, [at]
             if isinstance(placement, Zigzag):
                 count, mine = 2 * parts, [at, 2 * parts - 1 - at]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -18,8 +19,10 @@ from shardwise.core.placement import (
     REDUCE_OPS,
     AnyShard,
     MaskPartial,
+    Owned,
     Partial,
     Placement,
+    Ragged,
     Replicate,
     Shard,
     StridedShard,
@@ -31,8 +34,8 @@ AXIS_NAMES = ("dp", "tp", "cp", "ep")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KINDS = ("replicate", "shard", "strided", "zigzag", "partial", "mask")
-LAYOUT_KINDS = ("replicate", "shard", "strided", "zigzag")  # those that say where elements are
+KINDS = ("replicate", "shard", "strided", "zigzag", "ragged", "partial", "mask")
+LAYOUT_KINDS = ("replicate", "shard", "strided", "zigzag", "ragged")  # those that say where elements are
 
 
 def composite(build: Callable[Concatenate[DrawFn, P], T]) -> Callable[P, SearchStrategy[T]]:
@@ -104,15 +107,18 @@ def any_meshes() -> SearchStrategy[DeviceMesh]:
 
 @composite
 def placements(draw: DrawFn, axes: int, ndim: int, *, kinds: Sequence[str] = KINDS) -> tuple[Placement, ...]:
-    """A placement for each of `axes` that fits a tensor of `ndim` dims; reductions that may stand together."""
+    """A placement for each of `axes` that fits a tensor of `ndim` dims; reductions that may stand together.
+
+    Ragged ones are drawn by `with_sizes`.
+    """
     reduce_op = draw(st.sampled_from(REDUCE_OPS))
-    usable = [kind for kind in kinds if ndim > 0 or kind not in ("shard", "strided", "zigzag")]
+    usable = [kind for kind in kinds if ndim > 0 or kind not in ("shard", "strided", "zigzag", "ragged")]
     if reduce_op not in ("sum", "avg"):
         usable = [kind for kind in usable if kind != "mask"]
 
     def placement() -> Placement:
         match draw(st.sampled_from(usable)):
-            case "shard":
+            case "shard" | "ragged":
                 return Shard(draw(st.integers(0, ndim - 1)))
             case "strided":
                 return StridedShard(draw(st.integers(0, ndim - 1)), draw(st.integers(1, 4)))
@@ -144,6 +150,28 @@ def shard_orders(draw: DrawFn, given: Sequence[Placement]) -> dict[int, tuple[in
 
 
 @composite
+def with_sizes(
+    draw: DrawFn, given: Sequence[Placement], mesh: DeviceMesh, shape: Sequence[int], order: dict[int, tuple[int, ...]]
+) -> tuple[Placement, ...]:
+    """Some of the axes that split a dim first do so by given sizes, or one of their ranks owns it."""
+    made = list(given)
+    for dim, (first, *_) in order.items():
+        if not isinstance(made[first], Shard):
+            continue
+        ranks = mesh.shape[first]
+        match draw(st.sampled_from(("shard", "ragged", "owned"))):
+            case "ragged":
+                cuts = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=ranks - 1, max_size=ranks - 1)))
+                bounds = [0, *cuts, shape[dim]]
+                made[first] = Ragged(dim, [high - low for low, high in itertools.pairwise(bounds)])
+            case "owned":
+                made[first] = Owned(draw(st.integers(0, ranks - 1)), dim)
+            case _:
+                pass
+    return tuple(made)
+
+
+@composite
 def specs(
     draw: DrawFn,
     *,
@@ -157,4 +185,7 @@ def specs(
     size = draw(shapes() if shape is None else shape)
     given = draw(placements(on.ndim, len(size), kinds=kinds))
     meta = TensorMeta(size, dtype=torch.float32 if dtype is None else draw(dtype))
-    return DTensorSpec(on, given, meta, draw(shard_orders(given)))
+    order = draw(shard_orders(given))
+    if "ragged" in kinds:
+        given = draw(with_sizes(given, on, size, order))
+    return DTensorSpec(on, given, meta, order)

@@ -26,7 +26,7 @@ from shardwise.core.layout import (
     runs_of,
 )
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard, StridedShard, Zigzag
+from shardwise.core.placement import MaskPartial, Owned, Partial, Ragged, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError
 from tests.pure.strategies import LAYOUT_KINDS, composite, shapes, specs
@@ -81,6 +81,10 @@ def expected_local(tensor: torch.Tensor, spec: DTensorSpec, coordinate: tuple[in
             elif isinstance(placement, Zigzag):
                 rows, ends = tensor.chunk(placement.split_factor, dim), (index, 2 * parts - 1 - index)
                 tensor = torch.cat([chunk_of(row, 2 * parts, dim, block) for row in rows for block in ends], dim)
+            elif isinstance(placement, Ragged):
+                tensor = tensor.split(placement.sizes, dim)[index]
+            elif isinstance(placement, Owned):
+                tensor = tensor if index == placement.rank else tensor.narrow(dim, 0, 0)
             else:
                 tensor = chunk_of(tensor, parts, dim, index)
     return tensor

@@ -132,7 +132,7 @@ POINTED = [
     ("f32[8,32] dp:!S0/", "expected a placement, found 'S0/'"),
     ("f32[8,32] dp:!S0/2/2", "expected a placement"),
     ("f32[8,32] dp:!S(0)", "expected a placement"),
-    ("f32[8,32] dp:!S0(0,1)", "expected a placement"),
+    ("f32[8,32] dp:!O0(0,1)", "expected a placement"),
     ("f32[8,32] dp:!Z", "expected a placement, found 'Z'"),
     ("f32[8,32] dp:!Z0(0,2)", "each block once"),
     ("f32[8,32] dp:!Z0/0", "split_factor of at least 1"),

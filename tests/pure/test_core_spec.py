@@ -14,8 +14,10 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import (
     REDUCE_OPS,
     MaskPartial,
+    Owned,
     Partial,
     Placement,
+    Ragged,
     Replicate,
     Shard,
     StridedShard,
@@ -95,7 +97,8 @@ def test_what_a_spec_knows(spec: DTensorSpec) -> None:
     assert spec.partial_axes == tuple(a for a, p in enumerate(spec.placements) if p.is_partial())
     assert spec.is_replicated == all(p.is_replicate() for p in spec.placements)
     for axis, placement in enumerate(spec.placements):
-        assert spec.rows(axis) == (placement.split_factor if isinstance(placement, StridedShard | Zigzag) else None)
+        rows = 1 if isinstance(placement, Ragged | Owned) else None
+        assert spec.rows(axis) == (placement.split_factor if isinstance(placement, StridedShard | Zigzag) else rows)
 
 
 @given(specs())

@@ -36,6 +36,7 @@ import shardwise as sw
 SECOND = ("second gradient of", "Hessian product of")
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2))
 ZIGZAGS = 0.15  # how many of the inputs lie in zigzags where they would be sharded
+RAGGED = 0.15  # and how many in shards of given sizes
 SIZES = (1, 2, 3, 4, 4, 5, 6, 6, 8)
 Variables = dict[str, Any]
 
@@ -78,10 +79,24 @@ class Program:
 # ---------------------------------------------------------------- running a program
 
 
+def ragged_sizes(size: int, parts: int) -> list[int]:
+    """Sizes of parts that differ, with empty ones among them.
+
+    Example:
+        >>> ragged_sizes(8, 4), ragged_sizes(5, 3)
+        ([5, 2, 1, 0], [3, 1, 1])
+    """
+    weights = [(7 * (part + 1 + size)) % 4 for part in range(parts)]
+    total = sum(weights) or 1
+    sizes = [size * weight // total for weight in weights]
+    sizes[size % parts] += size - sum(sizes)
+    return sizes
+
+
 def layout_of(
     mesh: sw.DeviceMesh, shape: Sequence[int], placements: Sequence[str], order: Any = None
 ) -> dict[str, Any]:
-    """Placements written as S0, R, P, Pmax, Z0 for a zigzag, or S0:2 for a strided one."""
+    """Placements written as S0, R, P, Pmax, Z0 for a zigzag, G0 for a ragged one, or S0:2 for a strided one."""
     made: list[Any] = []
     for text in placements:
         if text.startswith("S"):
@@ -89,8 +104,17 @@ def layout_of(
             made.append(sw.StridedShard(int(dim), int(rows)) if rows else sw.Shard(int(dim)))
         elif text.startswith("Z"):
             made.append(sw.Zigzag(int(text[1:])))
+        elif text.startswith("G"):
+            made.append(sw.Ragged(int(text[1:]), ragged_sizes(shape[int(text[1:])], mesh.shape[len(made)])))
         else:
             made.append(sw.Replicate() if text == "R" else sw.Partial(text[1:] or "sum"))
+    for axis, placement in enumerate(
+        made
+    ):  # the sizes are those of all of the dim, so that no other may split it first
+        if isinstance(placement, sw.Ragged):
+            made[axis + 1 :] = [
+                sw.Replicate() if getattr(other, "dim", None) == placement.dim else other for other in made[axis + 1 :]
+            ]
     layout: dict[str, Any] = {"placements": made}
     if order is not None:
         entries = []
@@ -573,6 +597,8 @@ def _input(rng: random.Random, mesh: tuple[int, ...], name: str) -> Input:
     order = tuple(rng.sample(range(len(mesh)), len(mesh))) if rng.random() < 0.2 else None
     if rng.random() < ZIGZAGS:
         placements = tuple(p.replace("S", "Z") if ":" not in p else p for p in placements)
+    if rng.random() < RAGGED:
+        placements = tuple(p.replace("S", "G") if ":" not in p else p for p in placements)
     return Input(name, shape, placements, order)
 
 

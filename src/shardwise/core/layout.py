@@ -5,6 +5,7 @@ Arithmetic over integers: the size of a dim and a list of cuts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,9 +26,11 @@ __all__ = [
     "equal_chunks",
     "intersect",
     "longest",
+    "misfit",
     "nested_chunk",
     "normalize_dim",
     "runs_of",
+    "starts_of",
     "whole_block",
 ]  # fmt: skip
 
@@ -82,13 +85,16 @@ class Cut(NamedTuple):
 
     `rows` is None for an ordinary cut. Otherwise the remaining part consists of that many rows, and each row is split.
     With `blocks` a row is cut into as many blocks, and part `i` of `parts` consists of the i-th group of `blocks`,
-    equally many in each, in the order of the row.
+    equally many in each, in the order of the row. `sizes` are those of the parts, where they are given; `owner` is the
+    part that has everything.
     """
 
     parts: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index, which nobody needs here
     rows: int | None = None
     blocks: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    owner: int | None = None
 
 
 class Division(NamedTuple):
@@ -97,6 +103,12 @@ class Division(NamedTuple):
     parts: int
     rows: int | None = None
     blocks: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    owner: int | None = None
+
+    def cut(self, index: int) -> Cut:
+        """The cut that keeps the part of this index."""
+        return Cut(self.parts, index, *self[1:])
 
 
 class Block(NamedTuple):
@@ -133,6 +145,8 @@ def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
         (Run(start=0, length=3), Run(start=5, length=3))
         >>> runs_of(8, (Cut(2, 0, rows=1, blocks=(0, 3, 1, 2)),))  # the first and the last of four blocks
         (Run(start=0, length=2), Run(start=6, length=2))
+        >>> runs_of(8, (Cut(3, 2, rows=1, sizes=(5, 0, 3)),))
+        (Run(start=5, length=3),)
     """
     runs: tuple[Run, ...] = (Run(0, size),)
     for cut in cuts:
@@ -149,9 +163,27 @@ def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
 
 def _parts_of_row(length: int, cut: Cut) -> list[Run]:
     """The runs of a row that are kept."""
+    if cut.sizes is not None:
+        starts = starts_of(cut.sizes, length)
+        return [Run(starts[cut.index], cut.sizes[cut.index])]
+    if cut.owner is not None:
+        return [Run(0 if cut.index <= cut.owner else length, length if cut.index == cut.owner else 0)]
     if cut.blocks is None:
         return [chunk(length, cut.parts, cut.index)]
     return [chunk(length, len(cut.blocks), block) for block in blocks_of_parts(cut.parts, cut.blocks)[cut.index]]
+
+
+@lru_cache(maxsize=1024)
+def starts_of(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """Where parts of these sizes begin, which together are `length` indices.
+
+    Example:
+        >>> starts_of((5, 0, 3), 8)
+        (0, 5, 5)
+    """
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    assert end == length, f"parts of {sizes} indices are not {length}"
+    return tuple(starts)
 
 
 @lru_cache(maxsize=256)
@@ -297,9 +329,26 @@ def longest(size: int, divisions: Sequence[Division]) -> int:
     return max(lengths)
 
 
+def misfit(size: int, divisions: Sequence[Division]) -> tuple[Division, list[int]] | None:
+    """The first of the divisions of a dim, major first, whose sizes are not what it divides; and what that is.
+
+    Example:
+        >>> misfit(8, [Division(2), Division(2, 1, sizes=(3, 5))])
+        (Division(parts=2, rows=1, blocks=None, sizes=(3, 5), owner=None), [4])
+    """
+    lengths = {size}
+    for division in divisions:
+        if division.sizes is not None and lengths != {sum(division.sizes)}:
+            return division, sorted(lengths)
+        lengths = {length for n in lengths for length in _part_lengths(n, division)}
+    return None
+
+
 @lru_cache(maxsize=1024)
 def _part_lengths(size: int, division: Division) -> frozenset[int]:
     """The different lengths of the parts into which the rows of a dim are split. Only the last row may be shorter."""
+    if division.sizes is not None or division.owner is not None:
+        return frozenset((0, size) if division.sizes is None else division.sizes)
     parts, rows = division.parts, division.rows or 1
     row = max(-(-size // rows), 1)
     full, last = divmod(size, row)

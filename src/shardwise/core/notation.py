@@ -13,7 +13,18 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
+from shardwise.core.placement import (
+    AnyShard,
+    MaskPartial,
+    Owned,
+    Partial,
+    Placement,
+    Ragged,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+)
 from shardwise.core.spec import (
     DTYPE_NAMES,
     DTensorSpec,
@@ -168,6 +179,10 @@ def _placement(word: str) -> Placement:
     match found and found.group("kind", "dim", "rows", "blocks", "op"):
         case "S", str(dim), None, None, None:
             return Shard(int(dim))
+        case "S", str(dim), None, str(sizes), None:
+            return Ragged(int(dim), map(int, sizes.split(",")))
+        case "O", str(dim), None, str(rank), None if "," not in rank:
+            return Owned(int(rank), int(dim))
         case "S", str(dim), str(rows), None, None:
             return StridedShard(int(dim), int(rows))
         case "Z", str(dim), rows, blocks, None:
@@ -180,7 +195,8 @@ def _placement(word: str) -> Placement:
             return Partial(reduce_op or "sum")
         case _:
             raise ShardwiseError(
-                f"expected a placement, found {word!r}", hint="R, S<dim>, S<dim>/<rows>, Z<dim>, P, P(max) or M"
+                f"expected a placement, found {word!r}",
+                hint="R, S<dim>, S<dim>(<sizes>), S<dim>/<rows>, Z<dim>, O<dim>(<rank>), P, P(max) or M",
             )
 
 

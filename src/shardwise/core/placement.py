@@ -1,4 +1,4 @@
-"""Placements, the layout along one mesh axis: Shard, StridedShard, Zigzag, Replicate, Partial, MaskPartial.
+"""Placements, the layout along one mesh axis: shards of several kinds, Replicate, Partial, MaskPartial.
 
 Placements of torch are recognised by their class and field names.
 """
@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from typing import Any, Self, SupportsIndex
 
 from shardwise.core.intern import Interned
+from shardwise.core.layout import Division
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import LayoutError
 
 __all__ = [
-    "AnyShard", "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "Zigzag", "as_placement",
-    "norm_of", "norm_order",
+    "AnyShard", "MaskPartial", "Owned", "Partial", "Placement", "Ragged", "Replicate", "Shard", "StridedShard",
+    "Zigzag", "as_placement", "norm_of", "norm_order",
 ]  # fmt: skip
 
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "min", "max", "product")
@@ -46,7 +47,7 @@ class Placement(Interned):
 
 @constant_to_compilers
 class AnyShard(Placement):
-    """Base of the placements that split a dim: `Shard`, `StridedShard`, `Zigzag`."""
+    """Base of the placements that split a dim: `Shard`, `StridedShard`, `Zigzag`, `Ragged`, `Owned`."""
 
     __slots__ = ("dim",)
     dim: int
@@ -55,7 +56,11 @@ class AnyShard(Placement):
         """The same kind of split, on another dim."""
         if dim == self.dim:
             return self
-        return self._intern(dim, *[getattr(self, name) for name in self._fields[1:]])
+        return self._intern(*[dim if name == "dim" else getattr(self, name) for name in self._fields])
+
+    def division(self, parts: int) -> Division:
+        """How the dim is cut for so many ranks."""
+        return Division(parts)
 
 
 @constant_to_compilers
@@ -113,6 +118,9 @@ class StridedShard(AnyShard):
     def _derive(self) -> None:
         object.__setattr__(self, "short", f"S{self.dim}/{self.split_factor}")
 
+    def division(self, parts: int) -> Division:
+        return Division(parts, self.split_factor)
+
     def __repr__(self) -> str:
         return f"StridedShard({self.dim}, split_factor={self.split_factor})"
 
@@ -168,10 +176,82 @@ class Zigzag(AnyShard):
             return self.blocks
         return tuple([block for rank in range(ranks) for block in (rank, 2 * ranks - 1 - rank)])
 
+    def division(self, parts: int) -> Division:
+        return Division(parts, self.split_factor, self.blocks_over(parts))
+
     def __repr__(self) -> str:
         order = "" if self.blocks is None else f", blocks={self.blocks}"
         rows = "" if self.split_factor == 1 else f", split_factor={self.split_factor}"
         return f"Zigzag({self.dim}{order}{rows})"
+
+
+@constant_to_compilers
+class Ragged(AnyShard):
+    """Dim `dim` is split into parts of given sizes: rank `r` holds the next `sizes[r]` indices, which may be none.
+
+    Experts whose number of tokens differs lie so, and parameters that must not be split inside a block. Values of
+    operators are those of one device, as with any other placement.
+
+    Args:
+        dim: the tensor's dim.
+        sizes: how many indices each rank of the axis holds; together the size of the dim.
+
+    Example:
+        >>> Ragged(0, (5, 0, 3))
+        Ragged(0, (5, 0, 3))
+    """
+
+    __slots__ = ("sizes",)
+    _fields = ("dim", "sizes")
+    sizes: tuple[int, ...]
+
+    def __new__(cls, dim: SupportsIndex, sizes: Iterable[SupportsIndex]) -> Ragged:
+        kept = tuple([_as_int(size, "Ragged", "size") for size in sizes])
+        if not kept or min(kept) < 0:
+            raise LayoutError(f"Ragged needs sizes of at least 0, got {kept}", hint="as in Ragged(0, (5, 0, 3))")
+        return cls._intern(_as_int(dim, "Ragged", "dim"), kept)
+
+    def _derive(self) -> None:
+        object.__setattr__(self, "short", f"S{self.dim}({','.join(map(str, self.sizes))})")
+
+    def division(self, parts: int) -> Division:
+        return Division(parts, 1, None, self.sizes)
+
+    def __repr__(self) -> str:
+        return f"Ragged({self.dim}, {self.sizes})"
+
+
+@constant_to_compilers
+class Owned(AnyShard):
+    """One rank of the axis holds all of the tensor, the others hold nothing of it: dim `dim` is empty there.
+
+    Args:
+        rank: the coordinate of the owner along the axis.
+        dim: the dim that is empty on the other ranks.
+
+    Example:
+        >>> Owned(2)
+        Owned(2)
+    """
+
+    __slots__ = ("rank",)
+    _fields = ("rank", "dim")
+    rank: int
+
+    def __new__(cls, rank: SupportsIndex, dim: SupportsIndex = 0) -> Owned:
+        owner = _as_int(rank, "Owned", "rank")
+        if owner < 0:
+            raise LayoutError(f"Owned needs a rank of at least 0, got {owner}", hint="the owner's place on the axis")
+        return cls._intern(owner, _as_int(dim, "Owned", "dim"))
+
+    def _derive(self) -> None:
+        object.__setattr__(self, "short", f"O{self.dim}({self.rank})")
+
+    def division(self, parts: int) -> Division:
+        return Division(parts, 1, None, None, self.rank)
+
+    def __repr__(self) -> str:
+        return f"Owned({self.rank})" if self.dim == 0 else f"Owned({self.rank}, dim={self.dim})"
 
 
 @constant_to_compilers
@@ -336,5 +416,6 @@ def as_placement(value: object) -> Placement:
                 pass
     raise LayoutError(
         f"{value!r} is not a placement",
-        hint="use Shard(dim), Replicate(), Partial(reduce_op), StridedShard(...) or Zigzag(dim)",
+        hint="use Shard(dim), Replicate(), Partial(reduce_op), StridedShard(...), Zigzag(dim), Ragged(dim, sizes) or "
+        "Owned(rank)",
     )

@@ -17,19 +17,29 @@ import torch
 from shardwise.core.intern import Interned
 from shardwise.core.layout import (
     Block,
-    Cut,
     Division,
     Run,
     block_of,
     dense_strides,
     longest,
+    misfit,
     nested_chunk,
     normalize_dim,
     runs_of,
 )
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import constant_to_compilers
-from shardwise.core.placement import AnyShard, Partial, Placement, Replicate, StridedShard, Zigzag, as_placement
+from shardwise.core.placement import (
+    AnyShard,
+    Owned,
+    Partial,
+    Placement,
+    Ragged,
+    Replicate,
+    Shard,
+    Zigzag,
+    as_placement,
+)
 from shardwise.core.symbolic import has_symbols, hinted, settled, specialized, unrecorded
 from shardwise.errors import LayoutError
 
@@ -268,7 +278,9 @@ class DTensorSpec(Interned):
         put(self, "is_replicated", not by_dim and not self.partial_axes)
         stride = self.tensor_meta.stride
         put(self, "is_lazy", bool(self.broadcast) and any(_is_stored(stride[dim]) for dim in self.broadcast))
-        put(self, "is_strided", any(isinstance(p, StridedShard | Zigzag) for p in placements))
+        put(self, "is_strided", any(isinstance(p, AnyShard) and not isinstance(p, Shard) for p in placements))
+        if self.is_strided:
+            _check_sizes(self)
         by_rank = self.mesh.fabric == "virtual" and self._is_uneven()
         flattened = (_rank_names(self.mesh.grid_size), ByRank(self.context)) if by_rank else (_LOCAL, self.context)
         put(self, "flattened", flattened)
@@ -278,6 +290,8 @@ class DTensorSpec(Interned):
     def _is_uneven(self) -> bool:
         """Whether local shapes may differ between ranks. A symbolic size that is sharded divides evenly."""
         for dim, axes in self.shard_order:
+            if any(isinstance(self.placements[axis], Ragged | Owned) for axis in axes):
+                return True
             pieces = [(d.rows or 1) * (len(d.blocks) if d.blocks else d.parts) for d in map(self.division, axes)]
             if isinstance(size := self.shape[dim], int) and size % math.prod(pieces):
                 return True
@@ -306,8 +320,7 @@ class DTensorSpec(Interned):
                 return (equal,)
             (size,) = specialized((size,))
         if self.is_strided:
-            each = [(self.division(a), coordinate[a]) for a in axes]
-            return runs_of(size, tuple([Cut(d.parts, index, d.rows, d.blocks) for d, index in each]))
+            return runs_of(size, tuple([self.division(a).cut(coordinate[a]) for a in axes]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
     def starts_and_lengths(self, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -350,14 +363,15 @@ class DTensorSpec(Interned):
         return coordinate
 
     def rows(self, axis: int) -> int | None:
-        """The split factor of a `StridedShard` or `Zigzag` on `axis`, None for any other placement."""
+        """The rows of a dim that `axis` splits otherwise than a `Shard` does, each; None for any other placement."""
         placement = self.placements[axis]
-        return placement.split_factor if isinstance(placement, StridedShard | Zigzag) else None
+        return placement.division(1).rows if isinstance(placement, AnyShard) else None
 
     def division(self, axis: int) -> Division:
         """How `axis` cuts the dim that it splits."""
-        placement, parts = self.placements[axis], self.mesh.shape[axis]
-        return Division(parts, self.rows(axis), placement.blocks_over(parts) if isinstance(placement, Zigzag) else None)
+        placement = self.placements[axis]
+        assert isinstance(placement, AnyShard)
+        return placement.division(self.mesh.shape[axis])
 
     def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
         """The local shape of the rank at `coordinate`."""
@@ -525,6 +539,8 @@ def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMes
             kept[axis] = placement = with_dim_from_front(placement, mesh, axis, ndim)
         if isinstance(placement, Zigzag) and placement.blocks is not None:
             kept[axis] = _with_blocks_over(placement, mesh, axis)
+        elif isinstance(placement, Ragged | Owned):
+            _check_ranks(placement, mesh, axis)
     reductions = {p.reduce_op for p in kept if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
         raise LayoutError(
@@ -545,6 +561,30 @@ def _with_blocks_over(placement: Zigzag, mesh: DeviceMesh, axis: int) -> Placeme
         )
     usual = Zigzag(placement.dim, None, placement.split_factor)
     return usual if usual.blocks_over(ranks) == placement.blocks else placement
+
+
+def _check_ranks(placement: Ragged | Owned, mesh: DeviceMesh, axis: int) -> None:
+    """A size for each rank of `axis`, or an owner among them."""
+    ranks = mesh.shape[axis]
+    where = f"{placement!r} on axis {mesh.axis_name(axis)!r}, which has {ranks} ranks"
+    if isinstance(placement, Owned) and placement.rank >= ranks:
+        raise LayoutError(where, hint=f"an owner is a coordinate from 0 to {ranks - 1}")
+    if isinstance(placement, Ragged) and len(placement.sizes) != ranks:
+        raise LayoutError(f"{where}: {len(placement.sizes)} sizes", hint="give one size for each rank of the axis")
+
+
+def _check_sizes(spec: DTensorSpec) -> None:
+    """The sizes of a `Ragged` are together what the axes before it leave of its dim, on every rank."""
+    for dim, axes in spec.shard_order:
+        if not any(isinstance(spec.placements[axis], Ragged) for axis in axes):
+            continue
+        wrong = misfit(*specialized((spec.shape[dim],)), [spec.division(axis) for axis in axes])
+        if wrong is not None:
+            raise LayoutError(
+                f"{spec}: the sizes {wrong[0].sizes} are {sum(wrong[0].sizes or ())} indices in all, and dim {dim} has "
+                f"{' or '.join(map(str, wrong[1]))} to split",
+                hint="give sizes that add up to the size of the dim",
+            )
 
 
 def with_dim_from_front(placement: AnyShard, mesh: DeviceMesh, axis: int, ndim: int) -> AnyShard:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.core.layout import Division, blocks_of_parts
+from shardwise.core.layout import Division, blocks_of_parts, starts_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.plan.state import Dims, Problem, Splits, common_beginning, division_of
 
@@ -172,6 +172,11 @@ def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     start, inside, length = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, size)
     whole, owner = np.full(1, size), np.zeros(1, np.int64)  # the length and the number of the part a run belongs to
     for cut in cuts:
+        if cut.sizes is not None or cut.owner is not None:
+            at, part, start, inside, length = _split_as_given(cut, start, inside, length)
+            whole = whole[at] if cut.sizes is None else np.array(cut.sizes)[part]
+            owner = owner[at] * cut.parts + part
+            continue
         mine, owners, before = _blocks(cut)
         row_length = -(-whole // max(cut.rows or 0, 1))
         at, row, start, inside, length = _split(start, inside, length, 0 * inside, row_length)
@@ -190,6 +195,24 @@ def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
         owner = owner * cut.parts + part
     order = np.argsort(start)
     return start[order], owner[order]
+
+
+def _split_as_given(
+    cut: Division, start: np.ndarray, inside: np.ndarray, length: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Runs cut where the parts of a given division begin: the run each piece is of, its part, the runs."""
+    if cut.sizes is None:
+        return np.arange(len(start)), np.full(len(start), cut.owner), start, inside, length
+    starts = np.array(starts_of(cut.sizes, sum(cut.sizes)))
+    first = np.searchsorted(starts, inside, side="right") - 1  # of parts that begin alike the last: others are empty
+    count = np.searchsorted(starts, inside + length - 1, side="right") - first
+    at = np.repeat(np.arange(len(count)), count)
+    part = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+    low = np.maximum(inside[at], starts[part])
+    high = np.minimum(inside[at] + length[at], starts[part] + np.array(cut.sizes)[part])
+    held = high > low
+    at, part, low, high = at[held], part[held], low[held], high[held]
+    return at, part, start[at] + low - inside[at], low - starts[part], high - low
 
 
 @lru_cache(maxsize=256)

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from shardwise.core.cache import BoundedCache
+from shardwise.core.layout import misfit
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard, norm_order
+from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Ragged, Replicate, Shard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.cost import CostModel, current_cost_model
 from shardwise.plan.halo import HaloExchange, halo_exchange, halo_rows
 from shardwise.plan.route import DTensorRedistributePlanner
 from shardwise.plan.step import OwnerExchange, RowExchange
-from shardwise.rules.engine import Factors, Owned, Row, candidates
+from shardwise.rules.engine import Factors, OwnerRow, Row, candidates
 from shardwise.rules.registry import Call, Halo, Rule, find_rule
 from shardwise.torch_private import OpOverload
 
@@ -205,7 +206,12 @@ class ShardingPropagator:
             if clashing is not None:
                 whole_axes |= {clashing}
                 continue
-            inputs, outputs, order = _lay_out(schema.specs, call.results, factors, rows, pinned)
+            order = _factor_order(specs, factors, rows, pinned)
+            misfits = _misfits(specs, call.results, factors, rows, order)
+            if misfits:
+                factors = replace(factors, plain=factors.plain | misfits)
+                continue
+            inputs, outputs = _lay_out(specs, call.results, factors, rows, order)
             unfit = _unfit(factors, inputs, order) if factors.even or factors.nonempty else None
             if unfit:
                 factors = replace(factors, barred=factors.barred | unfit)
@@ -328,7 +334,12 @@ class ShardingPropagator:
         return self.cost_model.seconds(mesh, (axis,), sum(received)) if received and mesh.shape[axis] > 1 else 0.0
 
     def _by_owner(
-        self, specs: Sequence[DTensorSpec], results: Sequence[TensorMeta], axis: int, held: Sequence[int], owned: Owned
+        self,
+        specs: Sequence[DTensorSpec],
+        results: Sequence[TensorMeta],
+        axis: int,
+        held: Sequence[int],
+        owned: OwnerRow,
     ) -> float:
         """Seconds of an exchange by owner, of sizes and then of items, if every rank owns equally many of them."""
         mesh = specs[0].mesh
@@ -541,11 +552,10 @@ def _lay_out(
     results: Sequence[TensorMeta],
     factors: Factors,
     rows: Sequence[Row],
-    pinned: tuple[int, ...] = (),
-) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...], dict[str, tuple[int, ...]]]:
+    order: Mapping[str, tuple[int, ...]],
+) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]:
     """The specs of the chosen rows, with one order of axes for each factor."""
     mesh = specs[0].mesh
-    order = _factor_order(specs, factors, rows, pinned)
     inputs = tuple(
         _spec(mesh, spec.tensor_meta, dims, [row.inputs[i] for row in rows], order, spec.broadcast)
         for i, (spec, dims) in enumerate(zip(specs, factors.operands, strict=True))
@@ -554,7 +564,32 @@ def _lay_out(
         _spec(mesh, meta, dims, [row.outputs[i] for row in rows], order)
         for i, (meta, dims) in enumerate(zip(results, factors.results, strict=True))
     )
-    return inputs, outputs, order
+    return inputs, outputs
+
+
+def _misfits(
+    specs: Sequence[DTensorSpec],
+    results: Sequence[TensorMeta],
+    factors: Factors,
+    rows: Sequence[Row],
+    order: Mapping[str, tuple[int, ...]],
+) -> frozenset[str]:
+    """The factors that a `Ragged` of the chosen rows cannot split, because another axis splits them before it."""
+    if not any(isinstance(p, Ragged) for row in rows for p in (*row.inputs, *row.outputs)):
+        return frozenset()
+    mesh, found = specs[0].mesh, set[str]()
+    shapes = [*[spec.tensor_meta.hinted().shape for spec in specs], *[meta.hinted().shape for meta in results]]
+    placed = zip(*[(*row.inputs, *row.outputs) for row in rows], strict=True)
+    for shape, dims, placements in zip(shapes, (*factors.operands, *factors.results), placed, strict=True):
+        for dim, name in enumerate(dims):
+            divisions = [
+                p.division(mesh.shape[axis])
+                for axis in order.get(name or "", ())
+                if isinstance(p := placements[axis], AnyShard) and p.dim == dim
+            ]
+            if name is not None and misfit(shape[dim], divisions):
+                found.add(name)
+    return frozenset(found)
 
 
 def _spec(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from shardwise.core.layout import Division, longest
-from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
+from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec
 from shardwise.plan.cost import CostModel, links_of
 
@@ -39,22 +41,28 @@ def dims_of(spec: DTensorSpec) -> Dims:
     return tuple([tuple([a + axes * _way_of(placements[a]) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
 
 
-# Kinds of splits by number: even numbers are twice the rows of a `StridedShard`, odd ones are in this list.
-_zigzags: list[Zigzag] = [Zigzag(0)]
-_zigzag_numbers: dict[Zigzag, int] = {Zigzag(0): 0}
+# Kinds of splits by number: even numbers are twice the rows of a `StridedShard`, odd ones are given out as other
+# placements come, on dim 0. They stay as long as these: sizes that are seen once must not stay for ever.
+_numbers: WeakKeyDictionary[AnyShard, int] = WeakKeyDictionary()
+_numbered: WeakValueDictionary[int, AnyShard] = WeakValueDictionary()
+_odd = itertools.count(1, 2)
+
+
+def _on_first_dim(spec: DTensorSpec) -> list[AnyShard]:
+    return [p.on_dim(0) for p in spec.placements if isinstance(p, AnyShard)] if spec.is_strided else []
 
 
 def _way_of(placement: Placement) -> int:
     match placement:
         case StridedShard(split_factor=rows):
             return 2 * rows
-        case Zigzag():
-            zigzag = placement.on_dim(0)
-            number = _zigzag_numbers.get(zigzag)
+        case AnyShard() if not isinstance(placement, Shard):
+            shard = placement.on_dim(0)
+            number = _numbers.get(shard)
             if number is None:
-                _zigzags.append(zigzag)
-                number = _zigzag_numbers[zigzag] = _zigzags.index(zigzag)
-            return 2 * number + 1
+                number = _numbers.setdefault(shard, next(_odd))
+                _numbered[number] = shard
+            return number
         case _:
             return 0
 
@@ -62,19 +70,13 @@ def _way_of(placement: Placement) -> int:
 def shard_of(way: int, dim: int = 0) -> AnyShard:
     """The placement of the kind of split with this number."""
     if way % 2:
-        return _zigzags[way // 2].on_dim(dim)
+        return _numbered[way].on_dim(dim)
     return StridedShard(dim, way // 2) if way else Shard(dim)
 
 
 def division_of(way: int, parts: int) -> Division:
     """How a dim is cut into `parts` by the kind of split with this number."""
-    match shard_of(way):
-        case StridedShard(split_factor=rows):
-            return Division(parts, rows)
-        case Zigzag(split_factor=rows) as zigzag:
-            return Division(parts, rows, zigzag.blocks_over(parts))
-        case _:
-            return Division(parts)
+    return shard_of(way).division(parts)
 
 
 def common_beginning(have: Splits, want: Splits) -> int:
@@ -93,6 +95,7 @@ class Problem:
     def __init__(self, model: CostModel, source: DTensorSpec, target: DTensorSpec) -> None:
         mesh = source.mesh
         self.source, self.target, self.mesh = source, target, mesh
+        self.on_first_dim = _on_first_dim(source) + _on_first_dim(target)  # kept for as long as their numbers are used
         self.links = links_of(model, mesh)
         self.sizes, self.axes, self.shape = mesh.shape, mesh.ndim, source.shape
         self.itemsize = source.tensor_meta.dtype.itemsize

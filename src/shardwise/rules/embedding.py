@@ -14,7 +14,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import MaskPartial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules import owner_programs
-from shardwise.rules.engine import Dim, Factors, Owned, Row
+from shardwise.rules.engine import Dim, Factors, OwnerRow, Row
 from shardwise.rules.indexing import looked_up
 from shardwise.rules.registry import Call, rule
 from shardwise.torch_private import assert_async
@@ -104,7 +104,7 @@ def embedding_dense_backward(call: Call) -> Factors:
     own = index_dims(call)
     # how often an index occurs is known only from all of them
     whole = frozenset(name for name in own if name is not None and call["scale_grad_by_freq"])
-    sent = Owned(Row((Shard(0), Shard(0)), (Shard(0),)), sent=(0, 1), table=2)
+    sent = OwnerRow(Row((Shard(0), Shard(0)), (Shard(0),)), sent=(0, 1), table=2)
     return Factors(((*own, "d"), own), (("v", "d"),), whole=whole | {"v"}, linear=((0,),), owned=(sent,) if own else ())
 
 

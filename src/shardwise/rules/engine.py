@@ -20,7 +20,7 @@ from typing import NamedTuple
 from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.errors import NotationError
 
-__all__ = ["Factors", "Owned", "Pattern", "Row", "candidates", "parse"]
+__all__ = ["Factors", "OwnerRow", "Pattern", "Row", "candidates", "parse"]
 
 REPLICATE = Replicate()
 # groups of operands in which an operator is linear: the first; each of two while the other is whole; both together
@@ -37,7 +37,7 @@ class Row(NamedTuple):
     outputs: tuple[Placement, ...]
 
 
-class Owned(NamedTuple):
+class OwnerRow(NamedTuple):
     """A row that the operator's program carries out: ranks exchange items with those that own them.
 
     Args:
@@ -77,6 +77,7 @@ class Factors:
         exchanged: factors whose indices change: where one is sharded, ranks exchange rows, as the rule says with `rows`
             or `halo`.
         barred: factors that turned out not to fit a call; not even a row given by hand may shard them.
+        plain: factors that are split as a `Shard` does, if at all.
         rows: further rows that do not fit the scheme.
         owned: further rows, carried out by the rule's `program`.
     """
@@ -96,8 +97,9 @@ class Factors:
     even: frozenset[str] = frozenset()
     exchanged: frozenset[str] = frozenset()
     barred: frozenset[str] = frozenset()
+    plain: frozenset[str] = frozenset()
     rows: tuple[Row, ...] = ()
-    owned: tuple[Owned, ...] = ()
+    owned: tuple[OwnerRow, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -314,7 +316,7 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
     if name in factors.whole or name in factors.barred or not any(name in dims for dims in factors.operands):
         return
     splits: list[AnyShard] = [Shard(0)]  # ways to split a dim
-    if name in factors.even:  # even shards may still be uneven in each row
+    if name in factors.even or name in factors.plain:  # even shards may still be uneven in each row
         given = ()
     for dims, placement in zip(factors.operands, given, strict=False):
         if isinstance(placement, AnyShard) and placement.dim < len(dims) and dims[placement.dim] == name:

@@ -17,7 +17,7 @@ from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules import owner_programs
 from shardwise.rules.dims import aligned, kept, names, unnamed, wrapped
-from shardwise.rules.engine import Dim, Factors, Owned, Row
+from shardwise.rules.engine import Dim, Factors, OwnerRow, Row
 from shardwise.rules.pointwise import EXTREMA, KINDS, SUMS, alike
 from shardwise.rules.registry import Call, rule
 from shardwise.rules.slicing import sums_masks
@@ -47,11 +47,13 @@ def sharded_by(name: Dim, dims: Sequence[Dim]) -> Shard | Replicate:
     return Shard(dims.index(name)) if name is not None and name in dims else Replicate()
 
 
-def looked_up(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dims: Sequence[int]) -> tuple[Owned, ...]:
+def looked_up(
+    operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dims: Sequence[int]
+) -> tuple[OwnerRow, ...]:
     """Rows of a look-up in one of these dims of the first operand: what follows is sharded along a dim of indices."""
     names = dict.fromkeys(name for index in operands[1:] for name in index if name and name not in operands[0])
     return tuple(
-        Owned(
+        OwnerRow(
             Row((Shard(dim), *(sharded_by(name, index) for index in operands[1:])), (sharded_by(name, result),)),
             sent=tuple(range(1, len(operands))),
             received=(0,),
@@ -62,11 +64,11 @@ def looked_up(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dims
     )
 
 
-def written_by_owner(operands: Sequence[tuple[Dim, ...]], name: Dim, dims: Sequence[int]) -> tuple[Owned, ...]:
+def written_by_owner(operands: Sequence[tuple[Dim, ...]], name: Dim, dims: Sequence[int]) -> tuple[OwnerRow, ...]:
     """Rows of a write to one of these dims of the first operand, of indices and values sharded by a factor."""
     others = tuple(sharded_by(name, part) for part in operands[1:])
     sent = tuple(i for i, placement in enumerate(others, start=1) if isinstance(placement, Shard))
-    return tuple(Owned(Row((Shard(dim), *others), (Shard(dim),)), sent) for dim in dims) if sent else ()
+    return tuple(OwnerRow(Row((Shard(dim), *others), (Shard(dim),)), sent) for dim in dims) if sent else ()
 
 
 class HeldIndices(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import Shard
-from shardwise.rules.engine import Factors, Owned, Row
+from shardwise.rules.engine import Factors, OwnerRow, Row
 from shardwise.rules.owner_programs import Items, OwnedPart, owner_of, write
 from shardwise.rules.registry import Call, rule
 
@@ -44,5 +44,5 @@ def compact_by_owner(place: OwnedPart, named: Mapping[str, Any]) -> Generator[It
 @rule(torch.ops.shardwise.compact.default, local_op=compact, program=compact_by_owner)
 def compacting(call: Call) -> Factors:
     """Of tensors of one dim, all sharded alike."""
-    owned = Owned(Row((Shard(0),) * 3, (Shard(0),)), sent=(0, 2), table=3)
+    owned = OwnerRow(Row((Shard(0),) * 3, (Shard(0),)), sent=(0, 2), table=3)
     return Factors(((None,),) * 3, ((None,),), owned=(owned,) if call["size"] else ())

@@ -15,7 +15,7 @@ from shardwise.core.placement import Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules import sample_sort
 from shardwise.rules.dims import kept, names, wrapped
-from shardwise.rules.engine import Dim, Factors, Owned, Row
+from shardwise.rules.engine import Dim, Factors, OwnerRow, Row
 from shardwise.rules.pointwise import pointwise
 from shardwise.rules.registry import Call, declare_rule, rule
 from shardwise.rules.scans import highest, lowest
@@ -43,7 +43,7 @@ def sorting(call: Call) -> Factors:
         return factors
     split = Shard(wrapped(call["dim"], len(of.shape)))
     # values and indices go to the ranks that sort them, and from there to their places
-    owned = Owned(Row((split,), (split, split)), sent=(), received=(0, 1, 0, 1), rounds=4)
+    owned = OwnerRow(Row((split,), (split, split)), sent=(), received=(0, 1, 0, 1), rounds=4)
     return replace(factors, owned=(owned,))
 
 
@@ -138,12 +138,12 @@ def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:
             parts = {values: places, boundaries: (*shared, "k")}
         order = (a.name for a in call.op._schema.arguments)
         given = [name for name in order if name in parts and isinstance(call[name], TensorMeta)]
-        owned: tuple[Owned, ...] = ()
+        owned: tuple[OwnerRow, ...] = ()
         if len(sequence) == 1 and 0 not in sequence and sorter is None and shape and values in given:
             at = given.index(boundaries)
             splits = [tuple(Shard(0) if i == at else Shard(d) for i in range(2)) for d in range(len(shape))]
             owned = tuple(
-                Owned(Row(split, (Shard(d),)), sent=(1 - at,), received=(0,), rounds=3, table=at)
+                OwnerRow(Row(split, (Shard(d),)), sent=(1 - at,), received=(0,), rounds=3, table=at)
                 for d, split in enumerate(splits)
             )
         return Factors(tuple(parts[name] for name in given), (places,), owned=owned)

@@ -2,7 +2,8 @@
 
 A dim's index is a number in mixed radix, and an even split is one of its digits. A view regroups digits: a split
 goes to the dim that its digit falls into, as a `Shard` if the digit leads there and as a `StridedShard` if others do.
-The blocks of a `Zigzag` are a digit too; where they are uneven, its rows must stay what they are.
+The blocks of a `Zigzag` are a digit too; where they are uneven, its rows must stay what they are. The sizes of
+a `Ragged` first dim are counted in elements of the first dim after the view, if they can be.
 Where a digit falls into no dim, the only split of a group is moved to one that does. What cannot be said this way is
 gathered first. Pure.
 """
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placement import AnyShard, Placement, Replicate, Shard, StridedShard, Zigzag
+from shardwise.core.placement import AnyShard, Owned, Placement, Ragged, Replicate, Shard, StridedShard, Zigzag
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.rules.registry import Call, layout_rule
 
@@ -133,6 +134,10 @@ def map_group(
     if len(group.inputs) == len(group.outputs) == 1:
         return [[(axis, spec.rows(axis) or 0) for axis in axes[group.inputs[0]]]]
     only = split[0] if len(split) == 1 and len(axes[split[0]]) == 1 else None
+    for axis in (axis for dim in split for axis in axes[dim]):
+        if isinstance(placement := spec.placements[axis], Ragged | Owned):
+            fits = only is not None and _fits_as_given(placement, spec, group, after)
+            return [[(axis, 1)], *([] for _ in group.outputs[1:])] if fits else axis
     if only is not None:
         uneven = _uneven(spec, group, after, only, axes[only][0])
         if uneven is not None:
@@ -141,6 +146,14 @@ def map_group(
     if None in digits:
         return [axis for dim in group.inputs for axis in axes[dim]][digits.index(None)]
     return _place([d for d in digits if d is not None], [after[dim] for dim in group.outputs])
+
+
+def _fits_as_given(placement: Ragged | Owned, spec: DTensorSpec, group: DimGroup, after: Sequence[int]) -> bool:
+    """Whether the first dim after the view can be split at the elements where the only split of a group is."""
+    if isinstance(placement, Owned):
+        return True
+    sizes = [size * after[group.outputs[0]] for size in placement.sizes]
+    return placement.dim == group.inputs[0] and not any(size % spec.shape[placement.dim] for size in sizes)
 
 
 def _same_parts(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis: int) -> bool:
@@ -225,10 +238,15 @@ def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[Splits, Splits]:
     return needed, placed
 
 
-def _with_rows(placement: Placement, dim: int, rows: int) -> Placement:
-    """The split of an axis on a dim of the result."""
+def _with_rows(spec: DTensorSpec, axis: int, dim: int, rows: int, size: int) -> Placement:
+    """The split of an axis on a dim of the result, which has this size."""
+    placement = spec.placements[axis]
     if isinstance(placement, Zigzag):
         return Zigzag(dim, placement.blocks, rows or 1)
+    if rows and isinstance(placement, Ragged):
+        return Ragged(dim, [part * size // spec.shape[placement.dim] for part in placement.sizes])
+    if rows and isinstance(placement, Owned):
+        return placement.on_dim(dim)
     return StridedShard(dim, rows) if rows else Shard(dim)
 
 
@@ -237,7 +255,7 @@ def _with_splits(spec: DTensorSpec, meta: TensorMeta, splits: Splits) -> DTensor
     placements: list[Placement] = [Replicate() if isinstance(p, AnyShard) else p for p in spec.placements]
     for dim, found in enumerate(splits):
         for axis, rows in found:
-            placements[axis] = _with_rows(spec.placements[axis], dim, rows)
+            placements[axis] = _with_rows(spec, axis, dim, rows, meta.shape[dim])
     order = [tuple(axis for axis, _ in found) for found in splits]
     return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), meta, order)
 

@@ -20,7 +20,17 @@ from shardwise.compilers import (
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag
+from shardwise.core.placement import (
+    MaskPartial,
+    Owned,
+    Partial,
+    Placement,
+    Ragged,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+)
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
 from shardwise.core.symbolic import is_tracing
 from shardwise.core.tangents import made_from_plain, plain_tangent
@@ -597,7 +607,7 @@ def _check_holder(spec: DTensorSpec, held_by: int) -> None:
 
 
 # What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
-_PLACEMENTS = [Shard, StridedShard, Zigzag, Replicate, Partial, MaskPartial]
+_PLACEMENTS = [Shard, StridedShard, Zigzag, Ragged, Owned, Replicate, Partial, MaskPartial]
 torch.serialization.add_safe_globals([_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, *_PLACEMENTS])
 
 

@@ -14,7 +14,7 @@ import torch
 from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import AnyShard, Replicate
+from shardwise.core.placement import AnyShard, Owned, Ragged, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError
 from shardwise.fabric.base import fabric_of
@@ -71,7 +71,14 @@ def _spec_from_local(
             raise LayoutError("from_local: stride= without shape=", hint="give the global shape beside its strides")
         sizes = [of_rank(size, 0) for size in local.shape]
         for axis, placement in enumerate(kept):
-            if isinstance(placement, AnyShard):
+            if isinstance(placement, Ragged):
+                sizes[placement.dim] = sum(placement.sizes)
+            elif isinstance(placement, Owned):
+                raise LayoutError(
+                    f"from_local: {placement!r} does not give ranks that hold nothing the size of dim {placement.dim}",
+                    hint="give the global shape with shape=(...)",
+                )
+            elif isinstance(placement, AnyShard):
                 sizes[placement.dim] *= mesh.shape[axis]
         shape = sizes
     if stride is None:

@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard, StridedShard, Zigzag, norm_order
+from shardwise.core.placement import (
+    MaskPartial,
+    Owned,
+    Partial,
+    Placement,
+    Ragged,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+    norm_order,
+)
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.routes import bound_route
@@ -40,6 +51,8 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
     Shard: lambda placement: placement,
     StridedShard: lambda placement: placement,
     Zigzag: lambda placement: placement,
+    Ragged: lambda placement: placement,
+    Owned: lambda placement: placement,
     Replicate: lambda placement: placement,
     Partial: lambda placement: Replicate(),
     MaskPartial: lambda placement: Replicate(),
