@@ -10,7 +10,6 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 # Tests of `isinstance(..., RankTensor)` or of a fabric's name, by file.
 ALLOWED: dict[str, int] = {
-    "capture/binding.py": 1,
     "capture/leaving.py": 1,
     "capture/local_optimizer.py": 1,
     "capture/reachable.py": 1,

@@ -578,7 +578,8 @@ def _check_sizes(spec: DTensorSpec) -> None:
     for dim, axes in spec.shard_order:
         if not any(isinstance(spec.placements[axis], Ragged) for axis in axes):
             continue
-        wrong = misfit(*specialized((spec.shape[dim],)), [spec.division(axis) for axis in axes])
+        (size,) = specialized((spec.shape[dim],))
+        wrong = misfit(size, [spec.division(axis) for axis in axes])
         if wrong is not None:
             raise LayoutError(
                 f"{spec}: the sizes {wrong[0].sizes} are {sum(wrong[0].sizes or ())} indices in all, and dim {dim} has "
