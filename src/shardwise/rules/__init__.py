@@ -1,1 +1,1 @@
-"""Pure: what each operator allows on ONE mesh axis, in one notation and one registry."""
+"""The layouts that each operator allows on one mesh axis, in one notation and one registry."""

@@ -1,4 +1,4 @@
-"""Every rule module, imported so that its rules stand in the registry."""
+"""Imports every rule module, which registers its rules."""
 
 from __future__ import annotations
 

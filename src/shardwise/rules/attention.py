@@ -1,7 +1,7 @@
-"""Fused attention: batch and heads are parallel, queries too where no causal mask counts them; keys must be whole.
+"""Fused attention: batch and heads are parallel, queries too without a causal mask; keys must not be sharded.
 
-Where the sequence is sharded, there are other ways (`WAYS`), among which `plan/sequence_attention.py` chooses. Whatever
-runs at random (dropout) has no rule here. Pure.
+For a sharded sequence there are other ways (`WAYS`), among which `plan/sequence_attention.py` chooses. Calls with
+dropout have no rule here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 QUERY, KEY, VALUE, OUT = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s", "v")
 SUMS = ("b", "h", "s", None)  # of the exponentials, one for each query; some kernels leave the last dim out
 WHOLE = frozenset("etv")
-# what the operators call their arguments
+# argument names of the operators
 DIMS: dict[str, tuple[Dim, ...]] = {
     "query": QUERY, "key": KEY, "value": VALUE, "out": OUT, "grad_out": OUT, "grad_out_": OUT, "logsumexp": SUMS,
 }  # fmt: skip
@@ -44,11 +44,11 @@ def attention(
     """The rule of an attention operator.
 
     Args:
-        results: the factors of its first results. Others are what the random generator left behind.
-        whole: further factors that the kernel needs whole.
+        results: the factors of its first results. Others are states of the random generator.
+        whole: further factors that must not be sharded.
         way: how a sharded sequence is attended to: "ring": queries and keys are sharded by one factor; "gather":
             queries are, whatever the mask; "heads": neither is; "": queries where the kernel alone can do it.
-        empty: whether ranks may hold nothing of the sequence.
+        empty: whether local sequences may be empty.
     """
 
     def factors(call: Call) -> Factors | None:
@@ -73,7 +73,7 @@ def attention(
             summed=frozenset("bhs"),
             untouched=frozenset(itertools.product("bhs", rest)),
             nonempty=frozenset("bh" if empty else "bhs"),
-            # a head of the keys serves several of the queries: both must be cut at the same places
+            # a head of the keys serves several of the queries: both must be split at the same heads
             even=frozenset("h" if query[1] != key[1] else ""),
         )
 
@@ -86,19 +86,19 @@ def _one_sequence(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _travelling(name: str, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """The factors of an argument where keys travel; a mask keeps its columns on every rank."""
+    """The factors of an argument if keys rotate; the columns of a mask are replicated."""
     return tuple(None if n == "t" else n for n in dims) if name in MASKS else _one_sequence(dims)
 
 
 def local_length(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """How many queries there are here."""
+    """The local number of queries."""
     return {"max_q": inputs[list(call.tensors).index("query")].local_shape(coordinate)[2]}
 
 
 def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias whose rows begin where the efficient kernels can read them: a copy of one may have lost that."""
+    """A bias whose rows are aligned for the efficient kernels; copies may not be."""
     if bias is None or (bias.stride(-1) == 1 and all(stride % ALIGNMENT == 0 for stride in bias.stride()[:-1])):
         return bias
     size = bias.shape[-1]
@@ -106,7 +106,7 @@ def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def in_rows(op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op` on locals whose rows lie in one piece. Its kernel takes that for granted; locals that were moved may not."""
+    """`op` on locals with contiguous rows. Its kernel assumes that; redistributed locals may differ."""
 
     def attend_in_rows(*args: Any, **kwargs: Any) -> Any:
         return op(*map(_with_rows, args), **kwargs)

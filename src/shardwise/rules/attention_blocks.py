@@ -17,9 +17,9 @@ SEQUENCE = 2  # the dim of queries, keys and values
 
 
 class ScoreTile(NamedTuple):
-    """A rectangle of a block of scores; of a causal one, which is square, the part up to the diagonal counts.
+    """A rectangle of a block of scores; a causal one is square, and only the part up to the diagonal counts.
 
-    `first` is the place of its first column among all keys.
+    `first` is the position of its first column among all keys.
     """
 
     row: int
@@ -46,8 +46,8 @@ def tiles(rows: int, columns: int, offset: int | None) -> list[ScoreTile]:
     """The rectangles of a block of scores that count, so that kernels see whole ones and causal squares alone.
 
     Args:
-        rows: how many queries.
-        columns: how many keys.
+        rows: the number of queries.
+        columns: the number of keys.
         offset: row `i` attends to the columns up to `i + offset`; None: to all.
 
     Example:
@@ -101,7 +101,7 @@ def joined(tiles: Sequence[ScoreTile], masked: bool) -> list[ScoreTile]:
 
 
 def _wide(query: torch.Tensor) -> torch.dtype:
-    """What statistics and sums are kept in."""
+    """The dtype of statistics and sums."""
     return torch.float64 if query.dtype is torch.float64 else torch.float32
 
 
@@ -120,7 +120,7 @@ class BlockKernel(NamedTuple):
 
 
 def part_of(mask: torch.Tensor | None, tile: ScoreTile) -> torch.Tensor | None:
-    """The part of a mask that belongs to a tile. One row or column stands for all."""
+    """The part of a mask that belongs to a tile. One row or column broadcasts to all."""
     if mask is None:
         return None
     if mask.shape[-1] > 1:
@@ -129,7 +129,7 @@ def part_of(mask: torch.Tensor | None, tile: ScoreTile) -> torch.Tensor | None:
 
 
 def band_of(mask: torch.Tensor) -> tuple[int, int] | None:
-    """How many keys before and after its own place a query sees at most; None where nothing bounds it.
+    """The largest number of keys before and after its own position that a query sees; None if it is unlimited.
 
     Example:
         >>> near = torch.ones(8, 8).tril(1).triu(-2).bool()
@@ -150,11 +150,11 @@ def band_tiles(start: int, rows: int, first: int, keys: int, band: tuple[int, in
     """The rectangles of a band of scores.
 
     Args:
-        start: the place of the first query.
-        rows: how many queries there are.
-        first: the place of the first key at hand; it may be negative, for keys that there are not.
-        keys: how many keys there are in all.
-        band: how many keys before and after its own place a query sees.
+        start: the position of the first query.
+        rows: the number of queries.
+        first: the position of the first local key; it may be negative, for padding.
+        keys: the number of all keys.
+        band: the number of keys before and after its own position that a query sees.
     """
     left, right = band
     size = max(left + right, 128)
@@ -175,10 +175,10 @@ class ForwardBlocks:
         self.query, self.mask = arguments["query"], arguments.get("attn_mask")
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
-        self.others: tuple[Any, ...] = ()  # what kernels return besides
+        self.others: tuple[Any, ...] = ()  # further results of kernels
 
     def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> None:
-        """Take a block of keys into account."""
+        """Add a block of keys."""
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
             mask = part_of(self.mask, tile)
@@ -213,7 +213,7 @@ class ForwardBlocks:
 
 
 def _without_dead_rows(mask: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that attend to none of the keys of a block do not count. Kernels give them a sum like that of others."""
+    """Set the statistics of rows that attend to no key of a block to minus infinity. Kernels return other values."""
     dead = (mask == -math.inf).all(-1)
     return lse.masked_fill(dead, -math.inf), out.masked_fill(dead.unsqueeze(-1), 0.0)
 

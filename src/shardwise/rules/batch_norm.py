@@ -1,4 +1,4 @@
-"""Batch norm, channel by channel; sharded batches are in `decompose/sharded_batch_norm.py`. Pure."""
+"""Batch norm, channel by channel; sharded batches are in `decompose/sharded_batch_norm.py`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Specs = tuple[DTensorSpec, ...]
 
 
 def on_channels(call: Call, specs: Sequence[DTensorSpec]) -> tuple[Specs, Specs] | None:
-    """The layouts of a batch norm that can run as it is: batches whole, statistics and weights split as the channels.
+    """The layouts of a batch norm without decomposition: batches not sharded, statistics and weights like the channels.
 
-    Nothing may be moved: running statistics are written to where they lie.
+    Nothing may be moved: running statistics are written in place.
     """
     x = specs[0]
     if x.ndim < 2 or any(axes for d, axes in enumerate(x.dim_axes) if d != 1) or x.partial_axes:
@@ -32,7 +32,7 @@ def on_channels(call: Call, specs: Sequence[DTensorSpec]) -> tuple[Specs, Specs]
 
 
 def leaves_empty(x: DTensorSpec, dim: int) -> bool:
-    """Whether some rank holds nothing of a dim."""
+    """Whether a dim is empty on some rank."""
     indices = [range(n) if axis in x.dim_axes[dim] else (0,) for axis, n in enumerate(x.mesh.shape)]
     return any(x.local_shape(coordinate)[dim] == 0 for coordinate in itertools.product(*indices))
 
@@ -59,7 +59,7 @@ def batch_norm(call: Call, specs: Sequence[DTensorSpec]) -> tuple[Specs, Specs] 
 
 
 def backward_on_meta(*args: Any) -> tuple[Any, ...]:
-    """The gradients that are asked for. Torch's own gives that of the input in any case, which kernels do not."""
+    """The requested gradients. The meta function of torch always gives that of the input, which kernels do not."""
     gradients = aten.native_batch_norm_backward.default(*args)
     return tuple(each if wanted else None for each, wanted in zip(gradients, args[-1], strict=True))
 

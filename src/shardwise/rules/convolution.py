@@ -1,7 +1,4 @@
-"""Convolution and sampling: batch and channels are factors; windows slide over space, which may be sharded.
-
-Pure.
-"""
+"""Convolution and sampling: batch and channels are factors; windows slide over space, which may be sharded."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def conv_dims(call: Call) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, 
 
 
 def local_conv(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
-    """The groups and the bias that are here."""
+    """The local groups and the local bias."""
     local = dict(zip(call.tensors, (spec.local_shape(coordinate) for spec in inputs), strict=True))
     changed: dict[str, Any] = {"groups": call["groups"]}
     if call["groups"] > 1:
@@ -58,7 +55,7 @@ def local_conv(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate
     return changed
 
 
-# ---------------------------------------------------------------- space that is sharded
+# ---------------------------------------------------------------- sharded spatial dims
 
 
 def conv_windows(call: Call) -> dict[str, Window]:
@@ -144,7 +141,7 @@ def conv_backward_of_windows(
 
 
 def plus_bias(made: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # noqa: A002
-    """What windows were added up to, with the bias."""
+    """The sum of windows, plus the bias."""
     return made.add_(bias.view(-1, *([1] * (made.dim() - 2))))
 
 
@@ -157,7 +154,7 @@ def sum_for_bias(made: torch.Tensor, grad_output: torch.Tensor, *others: torch.T
 
 
 def on_meta(given: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The result in the memory format of the kernels: channels-last where an operand is. Torch's own never is."""
+    """The result in the memory format of the kernels: channels-last if an operand is. torch's meta function differs."""
     result = aten.convolution.default(given, weight, *rest)
     memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.ndim)
     if memory_format is None or torch.float64 in (given.dtype, weight.dtype):
@@ -194,7 +191,7 @@ def convolution(call: Call) -> Factors | None:
 
 @rule(aten.convolution_backward.default, localize=local_conv, halo=conv_backward_halo)
 def convolution_backward(call: Call) -> Factors | None:
-    """The gradients of input, weight and bias, those of them that were asked for."""
+    """The requested gradients of input, weight and bias."""
     dims = conv_dims(call)
     if dims is None:
         return None

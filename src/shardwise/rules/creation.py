@@ -1,7 +1,7 @@
 """Operators that make a tensor from another's size, or overwrite all of one: no value is read, so nothing is moved.
 
-A result with as many dims as the tensor lies as that does, with Replicate for what is Partial there (each rank has the
-value) and for dims of another size; any other is replicated. Pure.
+A result with as many dims as the tensor has its layout, with Replicate for Partial axes (each rank has the value) and
+for dims of another size; any other is replicated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Layouts = tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]
 
 
 def like(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
-    """How a new tensor lies that is made after another: as that one in dims of its size, else whole everywhere."""
+    """The layout of a new tensor made from another: that of the other in dims of its size, else replicated."""
     if len(meta.shape) != len(spec.shape):
         return DTensorSpec.from_dim_axes(spec.mesh, (REPLICATE,) * spec.mesh.ndim, meta, ((),) * len(meta.shape))
     same = [a == b for a, b in zip(meta.shape, spec.shape, strict=True)]
@@ -45,7 +45,7 @@ def like_first(call: Call, specs: Sequence[DTensorSpec]) -> Layouts:
 def local_sizes(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """The size of this rank's part, and its strides where the operator is given some."""
+    """The local size, and the local strides if the call has strides."""
     size = outputs[0].local_shape(coordinate)
     if call.get("stride") is None or outputs[0].is_replicated:
         return {"size": list(size)}
@@ -62,7 +62,7 @@ layout_rule(
 
 
 def overwritten(call: Call, kinds: Sequence[Partial]) -> Factors:
-    """The factors of an operator that gives one number everywhere: Partial stays where that is its reduction."""
+    """The factors of an operator that writes one number everywhere: Partial is kept if that is its own reduction."""
     stays = alike(len(call.operands), (0,), len(call.results), kinds)
     return Factors(*broadcast(call), rows=stays)
 

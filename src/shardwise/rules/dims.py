@@ -1,4 +1,4 @@
-"""Factors named after dims: the small words in which rule modules speak of the dims of one tensor. Pure."""
+"""Factors named after dims: helpers for rules about the dims of one tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(ndim: int) -> list[str]:
 
 
 def kept(ndim: int, gone: Collection[int]) -> list[Dim]:
-    """A factor for each dim but those of `gone`, which must be whole."""
+    """A factor for each dim but those of `gone`, which must not be sharded."""
     return [None if d in gone else f"d{d}" for d in range(ndim)]
 
 
@@ -45,6 +45,6 @@ def along(call: Call, dims: Iterable[int], **facts: Any) -> Factors:
 
 
 def unnamed(call: Call, **facts: Any) -> Factors:
-    """The factors of a call of which nothing may be sharded."""
+    """The factors of a call whose tensors must not be sharded."""
     operands, results = (tuple((None,) * len(m.shape) for m in metas) for metas in (call.operands, call.results))
     return Factors(operands, results, **facts)

@@ -1,6 +1,6 @@
-"""Look-up in a table: its rows, its columns and the indices may be sharded. Pure.
+"""Look-up in a table: its rows, its columns and the indices may be sharded.
 
-Where the rows are sharded each rank looks up those that it holds, and zeros stand for the others: a `MaskPartial`.
+If the rows are sharded, each rank looks up its local rows and gives zeros for others: a `MaskPartial`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def index_dims(call: Call) -> tuple[Dim, ...]:
 
 
 def held_rows(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
-    """Where the rows that are here begin in the table, and how long the whole of it is."""
+    """The global index of the first local row, and the global number of rows."""
     table = inputs[0]
     return {"begin": table.global_offset(coordinate)[0], "rows": table.shape[0]} if table.dim_axes[0] else {}
 
@@ -42,7 +42,7 @@ def look_up(
     rows: int = 0,
     **more: Any,
 ) -> torch.Tensor:
-    """The rows of a table of which only some are here, zeros for the others."""
+    """Look-up in the local rows of a table, with zeros for rows of other ranks."""
     if begin is None:
         return aten.embedding.default(weight, indices, *flags, **more)
     assert_async(((indices >= 0) & (indices < rows)).all(), f"an index is not in the table of {rows} rows")
@@ -65,7 +65,7 @@ def embedding(call: Call) -> Factors:
 
 
 def held_gradients(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
-    """Where the rows of the gradient that are here begin in it, and how many they are."""
+    """The global index of the first local row of the gradient, and the number of local rows."""
     table = outputs[0]
     return (
         {"begin": table.global_offset(coordinate)[0], "length": table.local_shape(coordinate)[0]}
@@ -84,7 +84,7 @@ def add_rows(
     begin: int | None = None,
     length: int = 0,
 ) -> torch.Tensor:
-    """Gradients added to the rows of a table of which only some are here; those of other rows go to a spare one."""
+    """Gradients added to the local rows of a table; those of other ranks' rows go to a spare row."""
     if begin is None:
         return aten.embedding_dense_backward.default(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
     here = indices - begin
@@ -102,7 +102,7 @@ def add_rows(
 def embedding_dense_backward(call: Call) -> Factors:
     """Gradients added to the rows that they belong to."""
     own = index_dims(call)
-    # how often an index occurs is known only from all of them
+    # counts of indices need all of the indices
     whole = frozenset(name for name in own if name is not None and call["scale_grad_by_freq"])
     sent = OwnerRow(Row((Shard(0), Shard(0)), (Shard(0),)), sent=(0, 1), table=2)
     return Factors(((*own, "d"), own), (("v", "d"),), whole=whole | {"v"}, linear=((0,),), owned=(sent,) if own else ())

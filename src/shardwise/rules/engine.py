@@ -1,12 +1,12 @@
-"""The rule language: an operator names the factors of its dims, in the manner of einsum; rows follow mechanically.
+"""The rule language: an operator names the factors of its dims, in the manner of einsum; rows are derived.
 
     "mk,kn->mn"             m, n parallel; k contracted: shard both, the result is Partial(sum)
     "... n -> ..."          dims that broadcast like a pointwise operator's; n is reduced
-    "a! b -> a! b"          a marked dim must be whole
-    "(i j) k -> i (j k)"    compound factors: i may be sharded, j only where i is not there
+    "a! b -> a! b"          a marked dim must not be sharded
+    "(i j) k -> i (j k)"    compound factors: i may be sharded, j only where it is major
     "1 n -> n"              a dim of size one
 
-Parsed once, frozen. `candidates` is the one engine that turns factors into the rows of one axis. Pure.
+Patterns are parsed once and frozen. `candidates` turns factors into the rows of one axis.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from shardwise.errors import NotationError
 __all__ = ["Factors", "OwnerRow", "Pattern", "Row", "candidates", "parse"]
 
 REPLICATE = Replicate()
-# groups of operands in which an operator is linear: the first; each of two while the other is whole; both together
+# groups of operands in which an operator is linear: the first; each of two while the other is replicated; both together
 FIRST: tuple[tuple[int, ...], ...] = ((0,),)
 EACH_ALONE: tuple[tuple[int, ...], ...] = ((0,), (1,))
 TOGETHER: tuple[tuple[int, ...], ...] = ((0, 1),)
-Dim = str | None  # the factor of a dim; None for one that cannot be sharded together with anything
+Dim = str | None  # the factor of a dim; None for one that cannot be sharded
 
 
 class Row(NamedTuple):
-    """What an operator allows on one axis: a placement for each tensor operand and for each result."""
+    """One allowed combination on one axis: a placement for each tensor operand and for each result."""
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
 
 
 class OwnerRow(NamedTuple):
-    """A row that the operator's program carries out: ranks exchange items with those that own them.
+    """A row that the operator's program executes: ranks exchange items with their owners.
 
     Args:
         row: the placements.
         sent: the operands whose elements are sent to their owners.
         received: the results whose elements come back.
-        rounds: how many exchanges there are; sizes are exchanged before the first.
-        table: who owns what: the position among operands and results of the tensor that `row` shards.
+        rounds: the number of exchanges; sizes are exchanged before the first.
+        table: the position among operands and results of the tensor whose shards define the owners.
     """
 
     row: Row
@@ -57,29 +57,29 @@ class OwnerRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Factors:
-    """What a rule says about one call: the factor of every dim, and how Partial values pass.
+    """A rule for one call: the factor of every dim, and the Partial placements that it allows.
 
     Args:
         operands: for each tensor operand the factor of each dim.
         results: for each result the factor of each dim.
         whole: factors that may not be sharded.
-        reduce: the reduction of a factor that no result has; "sum" where not given, "mask" where each element of the
+        reduce: the reduction of a factor that no result has; "sum" if not given, "mask" where each element of the
             result comes from one rank and is zero on the others. Of an exchanged factor "mask" is the other way.
         summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
         untouched: pairs (factor, result): the result does not depend on how the factor is sharded, and is replicated.
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
         additive: operands that are added to the contraction: on a contracted axis they are Partial too.
         monotone: 1 for an operator that keeps order (min and max pass), -1 for one that reverses it.
-        moves: whether elements are only moved, so that every kind of Partial passes, all operands alike.
+        moves: whether elements are only moved, so that every kind of Partial passes, the same in all operands.
         keeps_zero: whether zeros stay zeros, so that a MaskPartial passes.
         nonempty: factors of which no rank may be left with an empty shard.
         even: factors that must be split into equal shards.
         exchanged: factors whose indices change: where one is sharded, ranks exchange rows, as the rule says with `rows`
             or `halo`.
-        barred: factors that turned out not to fit a call; not even a row given by hand may shard them.
+        barred: factors that a call cannot shard; this excludes rows given in `rows` too.
         plain: factors that are split as a `Shard` does, if at all.
         rows: further rows that do not fit the scheme.
-        owned: further rows, carried out by the rule's `program`.
+        owned: further rows, executed by the rule's `program`.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -150,7 +150,7 @@ def parse(text: str) -> Pattern:
 
 
 class _Reader:
-    """A rule string as far as it has been read."""
+    """State of the parser of a rule string."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -168,14 +168,14 @@ class _Reader:
             self.group.append(name)
 
     def dots(self, start: int) -> None:
-        """As many dims as the tensor has left."""
+        """All remaining dims of the tensor."""
         operand = self.sides[-1][-1]
         if ELLIPSIS in operand or self.group is not None:
             raise self._error(start, "'...' stands once in an operand, outside brackets")
         operand.append(ELLIPSIS)
 
     def mark(self, mark: str, start: int) -> None:
-        """What stands between factors."""
+        """A character between factors."""
         match mark:
             case "!":
                 self._must_be_whole(start)
@@ -212,7 +212,7 @@ class _Reader:
         self.group = None
 
     def pattern(self, end: int) -> Pattern:
-        """All of it, once it has been read to its end."""
+        """The pattern, after the last character."""
         if self.group is not None:
             raise self._error(self.opened, "this bracket is not closed")
         if len(self.sides) != 2:
@@ -278,8 +278,8 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tu
     """The rows of one axis: each factor sharded in turn, what linearity and order allow, and all replicated.
 
     Args:
-        factors: what the rule says.
-        given: how the operands lie on this axis now; strided and zigzag layouts among them are offered too.
+        factors: the rule for the call.
+        given: the current placements of the operands; strided and zigzag ones among them are offered too.
 
     Example:
         >>> mm = Factors((("m", "k"), ("k", "n")), (("m", "n"),), linear=((0,), (1,)))
@@ -295,7 +295,7 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tu
     return _candidates(factors, tuple(given or ()))
 
 
-@lru_cache(maxsize=8192)  # factors know no sizes: a new shape asks for rows that are known already
+@lru_cache(maxsize=8192)  # factors have no sizes: a new shape finds its rows in the cache
 def _candidates(factors: Factors, given: tuple[Placement, ...]) -> tuple[Row, ...]:
     rows = [row for name in factors.names for row in _sharded(factors, name, given)]
     rows.extend(_partial(factors, given))
@@ -305,7 +305,7 @@ def _candidates(factors: Factors, given: tuple[Placement, ...]) -> tuple[Row, ..
 
 
 def _shards_barred(factors: Factors, row: Row) -> bool:
-    """Whether a row given by hand shards a factor that does not fit the call."""
+    """Whether a row of `rows` shards a factor that the call cannot shard."""
     return bool(factors.barred) and any(
         isinstance(placement, AnyShard) and dims[placement.dim] in factors.barred
         for dims, placement in zip(factors.operands, row.inputs, strict=True)
@@ -359,10 +359,10 @@ def _partial(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:
             yield Row((partial,) * len(factors.operands), (partial,) * results)
         elif partial.linear:
             for group in factors.linear:
-                if max(group) >= len(factors.operands):  # a Python number stands where an operand could
+                if max(group) >= len(factors.operands):  # an operand may be a Python number
                     continue
                 inputs = tuple(partial if i in group else REPLICATE for i in operands)
-                # a mask is one no more when elements are added to others, of the same operand or of another
+                # adding elements of one or more operands does not keep a mask
                 masked = factors.keeps_zero and len(group) == 1
                 passed = Partial() if isinstance(partial, MaskPartial) and not masked else partial
                 yield Row(inputs, (passed,) * results)

@@ -1,4 +1,4 @@
-"""Fourier transforms: linear; the dims that are transformed are whole. Pure."""
+"""Fourier transforms: linear; the transformed dims must not be sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fft(call: Call) -> Factors:
 
 
 def on_some(op: Any, local: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The transform of what a rank has; no kernel plans that of nothing."""
+    """The transform of a local; kernels refuse empty ones."""
     if local.numel():
         return op(local, *args)
     like = op(local.to("meta"), *args)

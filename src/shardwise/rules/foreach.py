@@ -1,6 +1,6 @@
-"""Operators on lists of tensors: one call on the lists of locals where the lists lie alike, index by index.
+"""Operators on lists of tensors: one call on the lists of locals if, index by index, the layouts are equal.
 
-Otherwise they are decomposed (`decompose/tensor_lists.py`). Linear in the number of tensors. Pure.
+Otherwise they are decomposed (`decompose/tensor_lists.py`). Linear in the number of tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MORE = (
     "add", "sub", "mul", "div", "clamp_max", "clamp_min", "maximum", "minimum", "pow", "lerp", "addcmul", "addcdiv",
     "clone", "copy", "zero",
 )  # fmt: skip
-VALUES = ("value", "scalars")  # what the addc operators take by position here and by name there
+VALUES = ("value", "scalars")  # arguments of the addc operators: by position here, by name there
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 # where a Partial passes: of every kind, or of sums; in all lists alike
@@ -69,7 +69,7 @@ def names_of(op: Any) -> tuple[str, str]:
 
 
 def passes(op: Any, spec: DTensorSpec) -> bool:
-    """Whether an operator takes a tensor that is Partial so."""
+    """Whether an operator accepts a tensor with this Partial."""
     if not spec.partial_axes:
         return True
     name, full = names_of(op)
@@ -78,9 +78,9 @@ def passes(op: Any, spec: DTensorSpec) -> bool:
 
 
 def one_by_one(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
-    """The layouts as they are, where all lists agree for each index. What is written to is what others are brought to.
+    """The current layouts, if all lists agree for each index; else those of the tensors that are written to.
 
-    None where neither holds.
+    None if neither is possible.
     """
     lists, singles = columns_of(call)
     if any(not specs[at].is_replicated for at in singles) or not lists:
@@ -102,7 +102,7 @@ def one_by_one(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
 
 
 def _brought_to_first(specs: Sequence[DTensorSpec]) -> list[DTensorSpec] | None:
-    """The tensors of one index as the first of them lies; None where they are of other sizes, or it is Partial."""
+    """The tensors of one index in the layout of the first; None if their sizes differ, or it is Partial."""
     main = specs[0]
     if main.partial_axes or any(spec.shape != main.shape for spec in specs):
         return None
@@ -110,7 +110,7 @@ def _brought_to_first(specs: Sequence[DTensorSpec]) -> list[DTensorSpec] | None:
 
 
 def _agree(call: Call, specs: Sequence[DTensorSpec]) -> bool:
-    """Whether the tensors of one index lie alike; those of another size must be replicated, and what they meet too."""
+    """Whether the tensors of one index have one layout; if sizes differ, all must be replicated."""
     main = specs[0]
     if not passes(call.op, main) or (main.partial_axes and not _one_dtype(call, specs)):
         return False
@@ -145,7 +145,7 @@ layout_rule(*ONE_BY_ONE)(one_by_one)
 
 
 def norms_of_parts(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
-    """Each rank takes the norms of its parts, which wait for one reduction together."""
+    """Each rank takes the norms of its locals: Partial, to be reduced in one collective."""
     order = float(call["ord"])
     if not (0 < order < math.inf) or any(spec.partial_axes for spec in specs):
         return None

@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each: tokens, experts and the dims of the matrices may be sharded. Pure.
+"""Products of groups of rows with a matrix each: tokens, experts and the dims of the matrices may be sharded.
 
 `offs` is the end of each group along the jagged dim ("t"), and is replicated. A rank that holds a range of the jagged
 dim shifts and clamps the ends. A rank that holds some of the matrices moves their rows to the front, as the operator

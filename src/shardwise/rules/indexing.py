@@ -1,7 +1,7 @@
-"""Indexing, gather and scatter: the dims that are indexed are whole, the others are factors.
+"""Indexing, gather and scatter: indexed dims are not sharded, the others are factors.
 
-A look-up along a sharded dim is done by every rank in what it holds, with zeros for the rest (a MaskPartial); a write
-along a sharded dim by every rank into what it holds, with a spare slot for the rest. Neither moves the tensor. Pure.
+In a look-up along a sharded dim every rank reads its local part, with zeros for the rest (a MaskPartial); in a write
+along a sharded dim every rank writes to its local part, with a spare slot for the rest. Neither moves the tensor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def written_by_owner(operands: Sequence[tuple[Dim, ...]], name: Dim, dims: Seque
 
 
 class HeldIndices(NamedTuple):
-    """What a rank holds of the dim that is indexed: some runs of the indices up to `size`."""
+    """The local part of the indexed dim: runs of the indices up to `size`."""
 
     dim: int
     runs: tuple[Run, ...]
@@ -80,7 +80,7 @@ class HeldIndices(NamedTuple):
 
 
 def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]]:
-    """The part of the indexed dim of the first operand that each rank holds, if it is sharded."""
+    """The local part of the indexed dim of the first operand, if it is sharded."""
 
     def localize(
         call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
@@ -100,7 +100,7 @@ def own_dim(call: Call) -> int:
 
 
 def local_of(index: torch.Tensor, held: HeldIndices, from_end: bool) -> torch.Tensor:
-    """Where global indices lie in this rank's part; -1 for those that do not.
+    """The local positions of global indices; -1 for those of other ranks.
 
     `from_end`: negative indices count from the end; otherwise they are an error, as one outside of the dim always is.
     """
@@ -162,7 +162,7 @@ def first_indexed(call: Call) -> int:
 def local_index(
     local: torch.Tensor, indices: Sequence[torch.Tensor | None], *, held: HeldIndices | None = None
 ) -> torch.Tensor:
-    """Advanced indexing; along a sharded dim, of what this rank holds, with zeros for the rest."""
+    """Advanced indexing; along a sharded dim, of the local part, with zeros for the rest."""
     if held is None:
         return aten.index.Tensor(local, indices)
     (index,) = [i for i in indices if i is not None]
@@ -194,7 +194,7 @@ def index(call: Call) -> Factors | None:
 
 
 def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
-    """A writing operator on a shard of the dim that it writes to: what belongs to others goes to a spare slot."""
+    """A writing operator on a shard of the dim that it writes to: values for other ranks go to a spare slot."""
 
     def write_with_spare_slot(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
         if held is None:
@@ -221,7 +221,7 @@ def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
 
 
 def index_put(call: Call) -> Factors | None:
-    """Values put where indices say. Added ones may be added by several ranks, each a part of the indices."""
+    """Values put at indices. With accumulate several ranks may add, each for a part of the indices."""
     found = indexed(call)
     values = call["values"]
     if found is None or not isinstance(values, TensorMeta):
@@ -232,7 +232,7 @@ def index_put(call: Call) -> Factors | None:
     given = aligned(values.shape, found.taken, found.shape)
     operands, pair = (found.tensor, *found.indices, given), (0, count - 1)
     places = [name for name in found.taken if name is not None and name.startswith("i")]
-    # of values put at one place the last stays: ranks must come in the order of the indices
+    # the last value at an index wins: ranks must be in the order of the indices
     owned = written_by_owner(operands, places[0], found.dims) if places else ()
     if call["accumulate"]:
         return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,), owned=owned)
@@ -277,7 +277,7 @@ declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed, pr
 
 
 def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
-    """gather or index_select along a sharded dim: of what this rank holds, with zeros for the rest."""
+    """gather or index_select along a sharded dim: of the local part, with zeros for the rest."""
 
     def look_up_held(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
         if held is None:
@@ -371,7 +371,7 @@ def write_factors(call: Call, kind: Write, own: Sequence[Dim], operands: Sequenc
 
 
 def scatter_kind(call: Call) -> Write:
-    """What a scatter does with what is already there."""
+    """How a scatter combines values with those of the tensor."""
     name, reduce = call.op._schema.name, call.get("reduce")
     source = "src" if isinstance(call.get("src"), TensorMeta) else None
     if name.startswith("aten::scatter_add") or (source and reduce in ("add", "sum")):
@@ -389,7 +389,7 @@ def kinds_of(value: Any) -> tuple[Partial, ...]:
 
 
 def scatter(call: Call) -> Factors:
-    """Values put along a dim where an index says, dim by dim of the same size."""
+    """Values put at indices along a dim, dim by dim of the same size."""
     at, kind = own_dim(call), scatter_kind(call)
     own = matching(call, ("self", "index", *((kind.source,) if kind.source else ())), at)
     if not own:
@@ -400,7 +400,7 @@ def scatter(call: Call) -> Factors:
 
 
 def index_write(kind: Write) -> Callable[[Call], Factors]:
-    """The rule of an operator that writes whole slices along a dim where a one-dimensional index says."""
+    """The rule of an operator that writes slices along a dim at a one-dimensional index."""
 
     def factors(call: Call) -> Factors:
         at, ndim = own_dim(call), len(call["self"].shape)
@@ -442,6 +442,6 @@ declare_write(
 
 @rule(aten.take.default)
 def take(call: Call) -> Factors:
-    """Elements of a whole tensor by their flat index."""
+    """Elements of a tensor by their flat index."""
     taken = tuple(names(len(call["index"].shape)))
     return Factors(((None,) * len(call["self"].shape), taken), (taken,), rows=alike(2, (0,)))

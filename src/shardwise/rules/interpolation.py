@@ -1,4 +1,4 @@
-"""Interpolation: batch and channels are factors; of a sharded dim that is resized, ranks resample windows. Pure."""
+"""Interpolation: batch and channels are factors; of a sharded dim that is resized, ranks resample windows."""
 
 from __future__ import annotations
 

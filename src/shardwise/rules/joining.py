@@ -1,4 +1,4 @@
-"""Several tensors put into one: cat, stack, and those that replace a part of a tensor. Pure."""
+"""Several tensors put into one: cat, stack, and those that replace a part of a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear algebra on batches of matrices: batch dims are factors and broadcast, matrices are whole. Pure."""
+"""Linear algebra on batches of matrices: batch dims are factors and broadcast, matrices are not sharded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ends_in(operands: str, results: str, linear: tuple[tuple[int, ...], ...] = (
     """The rule of an operator whose tensors end in so many dims each."""
 
     def factors(call: Call) -> Factors | None:
-        if call.get("check_errors"):  # an error must be every rank's
+        if call.get("check_errors"):  # an error must occur on every rank
             return None
         own = [int(n) for n in operands][: len(call.operands)]
         return batched(call, own, [int(n) for n in results], linear)
@@ -87,14 +87,14 @@ for (operands, results, *linear), ops in {
 def order_of_memory(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """Whether the matrix lies row by row on one device."""
+    """Whether the matrix is row-major on one device."""
     return {"row_by_row": call["A"].is_contiguous}
 
 
 def factoring(op: OpOverload) -> Callable[..., Any]:
-    """`op` on a local that lies in memory as the matrix does on one device.
+    """`op` on a local with the memory order of the matrix on one device.
 
-    What lies row by row torch factors as its transpose, and the gradient looks at the matrix to know which it was.
+    torch factors a row-major matrix as its transpose, and the gradient reads the order from the matrix.
     """
 
     def factor_first(local: torch.Tensor, *args: Any, row_by_row: bool, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ for op, results in {aten._linalg_det.default: "021", aten._linalg_slogdet.defaul
 
 
 def has_vectors(call: Call) -> bool:
-    """Whether the right sides of a system are vectors, which their shape says."""
+    """Whether the right sides of a system are vectors, by their shape."""
     left, right = call["A"].shape, call["B"].shape
     return len(right) == 1 or right == left[:-1]
 
@@ -118,7 +118,7 @@ def has_vectors(call: Call) -> bool:
 def kind_of_system(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """What the global shapes and strides say of the system. Those of locals may say something else."""
+    """Properties of the system by its global shapes and strides; those of locals may differ."""
     return {"row_by_row": call["A"].is_contiguous, "vectors": has_vectors(call)}
 
 
@@ -143,7 +143,7 @@ def solve(call: Call) -> Factors | None:
 
 @rule(aten.linalg_cross.default)
 def cross(call: Call) -> Factors:
-    """Products of vectors, which must be whole."""
+    """Products of vectors, which must not be sharded."""
     named, results = broadcast(call)
     at = call["dim"] % len(results[0])
     return Factors(named, results, whole=frozenset({f"d{len(results[0]) - at}"}), linear=((0,), (1,)))

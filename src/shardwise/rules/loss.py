@@ -1,6 +1,6 @@
-"""Losses: elements by themselves, then a sum or a mean over shards that may be uneven; classes picked where they lie.
+"""Losses: elements by themselves, then a sum or a mean over shards that may be uneven; each class on its rank.
 
-A mean is a sum of the ranks' means, each weighted by its share of the elements. Pure.
+A mean is a sum of the ranks' means, each weighted by its share of the elements.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Specs = Sequence[DTensorSpec]
 
 
 def elementwise(call: Call) -> Factors | None:
-    """Every dim is a factor; where the loss is reduced, no result has it and what is left is a Partial sum."""
+    """Every dim is a factor; if the loss is reduced, no result has it, and the result is a Partial sum."""
     whole = call["self"].shape
     operands = call.operands[1:] if "grad_output" in call.arguments else call.operands
     if any(torch.broadcast_shapes(meta.shape, whole) != whole for meta in operands):
@@ -45,12 +45,12 @@ def elementwise(call: Call) -> Factors | None:
 
 
 def share_of_mean(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
-    """How much of what a mean runs over lies on a rank."""
+    """The local share of the elements of a mean."""
     own = inputs[1 if "grad_output" in call.arguments else 0]
     held, total = own.share(coordinate, range(own.ndim))
     if call["reduction"] == NONE or held == total:
         return {}
-    if not held:  # the mean of nothing is no number, and some operators leave even its sum undefined
+    if not held:  # the mean of an empty tensor is NaN, and some operators leave even its sum undefined
         return {"share": 0.0, "reduction": SUM}
     return {"share": held / total} if call["reduction"] == MEAN else {}
 
@@ -66,7 +66,7 @@ def forward_on_share(op: Any, *args: Any, share: float = 1.0, **kwargs: Any) -> 
 
 
 def backward_on_share(op: Any, grad: torch.Tensor, *args: Any, share: float = 1.0, **kwargs: Any) -> torch.Tensor:
-    """The gradient of a loss on a rank: the operator divides by the elements that are here, not by all."""
+    """The gradient of a loss on a rank: the operator divides by the number of local elements, not of all."""
     return op(grad if share == 1.0 else grad * share, *args, **kwargs)
 
 
@@ -95,7 +95,7 @@ declare(
 
 
 def rowwise(call: Call) -> Factors | None:
-    """Each row by itself: classes must be whole, and weights of classes too."""
+    """Each row by itself: classes must not be sharded, nor weights of classes."""
     if len(call["self"].shape) != 2:
         return None
     rows = call["self"].shape[0]
@@ -138,7 +138,7 @@ def class_factors(call: Call) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
 
 
 def classes_here(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
-    """Which classes a rank holds, of how many."""
+    """The classes of a rank, and the number of all classes."""
     at = class_dim(call["self"])
     scores = inputs[1 if "grad_output" in call.arguments else 0]
     return {"runs": scores.block(coordinate).runs[at], "classes": scores.shape[at]}
@@ -147,7 +147,7 @@ def classes_here(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordina
 def positions(
     target: torch.Tensor, ignore_index: int, runs: Sequence[Run], classes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each target's class is on this rank, and whether it is here and counts."""
+    """The local position of each target's class, and whether it is on this rank and not ignored."""
     counts = target != ignore_index
     known = ((target >= 0) & (target < classes)) | ~counts
     assert_async(known.all(), f"a target is none of the {classes} classes and is not ignored")
@@ -173,7 +173,7 @@ def pick_class(
     runs: Sequence[Run] | None = None,
     classes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The negative weighted score of each target and its weight, zeros where its class is elsewhere or ignored."""
+    """The negative weighted score of each target and its weight, zeros if its class is on another rank or ignored."""
     at = class_dim(scores)
     wide = torch.float32 if scores.dtype in HALVES else scores.dtype
     if scores.is_meta:
@@ -193,7 +193,7 @@ _library.impl("pick_class", pick_class, "CompositeExplicitAutograd")
 
 @rule(torch.ops.shardwise.pick_class.default, localize=classes_here, local_op=pick_class)
 def picking(call: Call) -> Factors:
-    """Rows by themselves; classes where they lie, so that on one rank only there is something to add."""
+    """Rows by themselves; classes may be sharded, and one rank has the class of a target."""
     scores, target = class_factors(call)
     weight = () if call["weight"] is None else (("c",),)
     return Factors((scores, target, *weight), (target, target))

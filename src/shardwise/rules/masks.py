@@ -1,4 +1,4 @@
-"""Elements that a mask selects, sent to the ranks that own their places in the result. Pure."""
+"""Elements that a mask selects, sent to the ranks that own their positions in the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products: einsum strings. What is added to a product must be Partial where the product is. Pure."""
+"""Matrix products: einsum strings. An addend of a product must be Partial if the product is."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def addbmm_in_place(call: Call) -> Factors | None:
 
 @rule(aten._addmm_activation.default)
 def addmm_activation(call: Call) -> Factors:
-    """A product with something added and a function of it all: the contraction must be whole."""
+    """A product with something added and a function of it all: the contraction must not be sharded."""
     own = aligned(call["self"].shape, "mn", call.results[0].shape)
     return Factors((own, ("m", "k"), ("k", "n")), (("m", "n"),), whole=frozenset("k"))
 
@@ -123,7 +123,7 @@ def pdist(call: Call) -> Factors:
 
 
 def pdist_gradient(grad: torch.Tensor, x: torch.Tensor, p: float, distance: torch.Tensor) -> torch.Tensor:
-    """The kernel reads rows one after the other."""
+    """The kernel needs contiguous rows."""
     return aten._pdist_backward.default(grad.contiguous(), x.contiguous(), p, distance.contiguous())
 
 

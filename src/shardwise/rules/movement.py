@@ -1,8 +1,8 @@
 """Operators that only move elements: permute, transpose, squeeze, expand, split, flip, repeat, ...
 
-Every dim that stays as it is is a factor. Where the indices of a sharded dim change, ranks exchange rows, or the dim
-must be whole. Any Partial passes, also where zeros are put in: they are the sum, the mean, the extremum and the product
-of zeros. Pure.
+Every unchanged dim is a factor. If the indices of a sharded dim change, ranks exchange rows, or the dim must not be
+sharded. Any Partial passes, also if zeros are inserted: these are the sum, the mean, the extremum and the product of
+zeros.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def squeezed(call: Call) -> list[int]:
 
 
 def local_squeeze(local: torch.Tensor, dim: Sequence[int] = ()) -> torch.Tensor:
-    """Squeeze the dims that the whole tensor loses: a shard may have size one in others."""
+    """Squeeze the dims that the global tensor loses: a shard may have size one in others."""
     return aten.squeeze.dims(local, list(dim))
 
 
@@ -92,7 +92,7 @@ def squeezed_dims(
 
 
 def squeeze(call: Call) -> Factors:
-    """Dims of size one removed; they must be whole."""
+    """Dims of size one removed; they must not be sharded."""
     gone = squeezed(call)
     own: list[Dim] = [None if d in gone else f"d{d}" for d in range(len(call["self"].shape))]
     return moved(own, [name for d, name in enumerate(own) if d not in gone])
@@ -101,7 +101,7 @@ def squeeze(call: Call) -> Factors:
 rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, localize=squeezed_dims, local_op=local_squeeze)(squeeze)
 
 
-# ---------------------------------------------------------------- the same elements, differently held
+# ---------------------------------------------------------------- the same elements, other dtypes or memory
 
 
 @rule(
@@ -122,7 +122,7 @@ def view_as_real(call: Call) -> Factors:
 
 
 def or_of_a_copy(op: OpOverload) -> Callable[..., Any]:
-    """A view that needs the last dim of a local in one piece; of a copy where it does not lie so."""
+    """A view that needs a contiguous last dim; of a copy if the local has none."""
 
     def view_or_copy(local: torch.Tensor, *args: Any) -> torch.Tensor:
         try:
@@ -136,7 +136,7 @@ def or_of_a_copy(op: OpOverload) -> Callable[..., Any]:
 @rule(aten.view_as_complex.default, local_op=or_of_a_copy(aten.view_as_complex.default))
 @rule(aten.view_as_complex_copy.default)
 def view_as_complex(call: Call) -> Factors:
-    """The last dim is real and imaginary parts; it must be whole, and sums only pass where they mean the same."""
+    """The last dim is real and imaginary parts; it must not be sharded, and sums only pass where they mean the same."""
     own = names(len(call["self"].shape) - 1)
     return Factors(((*own, None),), (tuple(own),), linear=((0,),), keeps_zero=True)
 
@@ -144,13 +144,13 @@ def view_as_complex(call: Call) -> Factors:
 @rule(aten.view.dtype, local_op=or_of_a_copy(aten.view.dtype))
 @rule(aten.view_copy.dtype)
 def view_dtype(call: Call) -> Factors:
-    """The bits read as another dtype: a dim whose size changes must be whole, and zeros are zeros in all of them."""
+    """The bits read as another dtype: a dim whose size changes must not be sharded; zeros are zeros in all of them."""
     before, after = call["self"].shape, call.results[0].shape
     own: list[Dim] = [f"d{d}" if size == after[d] else None for d, size in enumerate(before)]
     return Factors((tuple(own),), (tuple(own),), keeps_zero=torch.bool not in (m.dtype for m in call.results))
 
 
-# ---------------------------------------------------------------- dims that must be whole
+# ---------------------------------------------------------------- dims whose indices change
 
 
 def exchanging(own: Sequence[str], dims: Iterable[int]) -> Factors:
@@ -231,7 +231,7 @@ def roll(call: Call) -> Factors:
 
 
 def shuffle_some(local: torch.Tensor, groups: int) -> torch.Tensor:
-    """The channels of what a rank has in another order; torch refuses nothing."""
+    """The channels of a local in another order; torch refuses empty tensors."""
     return aten.channel_shuffle.default(local, groups) if local.numel() else local.clone()
 
 
@@ -261,7 +261,7 @@ def unbind(call: Call) -> Factors:
 
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Factors:
-    """Dims repeated must be whole; new ones come in front."""
+    """Dims repeated must not be sharded; new ones come in front."""
     shape, repeats = call["self"].shape, call["repeats"]
     new = len(repeats) - len(shape)
     own: list[Dim] = [f"d{d}" if repeats[new + d] == 1 else None for d in range(len(shape))]
@@ -305,7 +305,7 @@ def diagonal_backward(call: Call) -> Factors:
 def where_triangle(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """The diagonal seen from a rank's block; the indices themselves where the block is not one piece."""
+    """The diagonal relative to a rank's block; the indices themselves if the block is not contiguous."""
     rows, columns = inputs[0].block(coordinate).runs[-2:]
     if len(rows) == len(columns) == 1:
         return {"diagonal": call["diagonal"] + rows[0].start - columns[0].start}
@@ -347,7 +347,7 @@ rule(aten.triu.default, localize=where_triangle, local_op=local_triangle(aten.tr
 def whole_strides(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """The strides that the whole tensor has on one device."""
+    """The strides of the global tensor on one device."""
     return {"held": call["self"].stride}
 
 
@@ -372,5 +372,5 @@ def local_as_strided(
 
 @rule(aten.as_strided.default, aten.as_strided_copy.default, localize=whole_strides, local_op=local_as_strided)
 def as_strided(call: Call) -> Factors:
-    """Elements by their place in memory: only of a whole tensor."""
+    """Elements by their position in memory: only of a replicated tensor."""
     return moved([None] * len(call["self"].shape), [None] * len(call.results[0].shape))

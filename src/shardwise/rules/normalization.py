@@ -1,4 +1,4 @@
-"""Layer, RMS and group norm: dims that are not normalised over are factors. Pure.
+"""Layer, RMS and group norm: dims that are not normalised over are factors.
 
 Over sharded dims they are decomposed (`decompose/sharded_norms.py`).
 """
@@ -21,7 +21,7 @@ Specs = tuple[DTensorSpec, ...]
 
 
 def normalizing(call: Call, **facts: Any) -> Factors:
-    """The dims before those that are normalised over are factors wherever they are; weights are whole."""
+    """The dims before the normalised ones are factors; weights are not sharded."""
     shape, inner = call["input"].shape, len(call["normalized_shape"])
     own = tuple(f"d{d}" if d < len(shape) - inner else None for d in range(len(shape)))
 
@@ -47,7 +47,7 @@ def layer_norm_backward(call: Call) -> Factors:
 def local_batch(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """How many of the batch a rank holds."""
+    """The local batch size."""
     return {"N": inputs[0].local_shape(coordinate)[0]}
 
 
@@ -79,12 +79,12 @@ def dense(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
 
 
 def local_group_norm(x: torch.Tensor, *rest: Any) -> Any:
-    """Group norm of a local, which may lie in memory otherwise than on one device."""
+    """Group norm of a local, whose memory order may differ from that on one device."""
     return aten.native_group_norm.default(dense(x, by_channels(x)), *rest)
 
 
 def local_group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
-    """The gradients of a group norm of a local. The kernel takes both to lie alike, and does not look."""
+    """The gradients of a group norm of a local. The kernel assumes one memory order for both, unchecked."""
     last = by_channels(x)
     return aten.native_group_norm_backward.default(dense(grad, last), dense(x, last), *rest)
 

@@ -1,8 +1,8 @@
-"""Programs of exchanges by owner: ranks send items to those that own them, look up or write there, and may answer.
+"""Programs of exchanges by owner: ranks send items to their owners, which look up or write, and may answer.
 
-Of a dim that is sharded each index has one owner. Which items go to whom is known only from values, so that sizes are
-exchanged first. A program is a generator on the plain tensors of one rank: it yields what it sends and is given what
-arrives. A fabric runs it: on one rank, on all virtual ranks in lockstep, or dry. Pure: communicates nothing itself.
+Each index of a sharded dim has one owner. The destinations of items depend on values, so sizes are exchanged first. A
+program is a generator on the plain tensors of one rank: it yields the items to send and is sent those that arrive. A
+fabric runs it: on one rank, on all virtual ranks in lockstep, or dry.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Counts = torch.Tensor | tuple[int, ...]
 
 
 class Items(NamedTuple):
-    """What a rank sends, or what has arrived: rows of some tensors, those of the first member of the group first.
+    """Items to send, or received ones: rows of some tensors, in the order of the members of the group.
 
     Args:
-        tensors: with as many rows each.
-        counts: how many rows go to each member, or came from each; -1 for all where something is wrong with them.
-        arriving: how many rows will come from each member, where that is known: of an answer. Of what has arrived, how
-            many rows were sent to each.
+        tensors: all with the same number of rows.
+        counts: the number of rows to each member, or from each; -1 for all if the call is in error.
+        arriving: the number of rows that will come from each member, if known: of an answer. Of received items, the
+            number of rows that were sent to each.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -33,21 +33,21 @@ class Items(NamedTuple):
     arriving: tuple[int, ...] | None = None
 
     def answer(self, *tensors: torch.Tensor) -> Items:
-        """Of what has arrived: as many rows back to each member."""
+        """Answer received items with as many rows to each member."""
         assert isinstance(self.counts, tuple)
         return Items(tensors, self.counts, self.arriving)
 
 
 class OwnedPart(NamedTuple):
-    """What a rank holds of the dim that says who owns what.
+    """The local part of the dim that defines the owners.
 
     Args:
         dim: the dim of the tensor.
-        start: the first index held here.
-        length: how many indices are held here.
+        start: the first local index.
+        length: the number of local indices.
         size: the global size of the dim.
         parts: the sizes of the mesh axes that split it, the first one major; their product is the number of members.
-        member: which of the members this rank is.
+        member: the number of this rank among the members.
     """
 
     dim: int
@@ -59,17 +59,17 @@ class OwnedPart(NamedTuple):
 
     @property
     def members(self) -> int:
-        """How many ranks exchange."""
+        """The number of ranks that exchange."""
         return math.prod(self.parts)
 
 
 Exchanging = Generator[Items, Items, Any]
-# What one rank does: of its place and the arguments of the call by name, with its locals in them, to its results.
+# The program of one rank: from its part and the arguments of the call by name, with its locals, to its results.
 Program = Callable[[OwnedPart, Mapping[str, Any]], Generator[Items, Items, tuple[torch.Tensor, ...]]]
 
 
 def owner_of(place: OwnedPart, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each global index the member that owns it, and where it is in that member's part: nested `torch.chunk`."""
+    """For each global index the member that owns it, and its position in that member's part: nested `torch.chunk`."""
     member, size = torch.zeros_like(index), torch.full_like(index, place.size)
     for parts in place.parts:
         chunk = (size + (parts - 1)).div_(parts, rounding_mode="floor").clamp_(min=1)
@@ -81,13 +81,13 @@ def owner_of(place: OwnedPart, index: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _owners(place: OwnedPart, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Owners of indices and places in their parts, and whether some index is out of range: one element."""
+    """Owners of indices and positions in their parts, and whether some index is out of range: one element."""
     wrong = ((index < 0) | (index >= place.size)).any()
     return (*owner_of(place, index.long().clamp(0, max(place.size - 1, 0))), wrong)
 
 
 def by_member(place: OwnedPart, member: torch.Tensor, wrong: torch.Tensor | None = None) -> tuple[torch.Tensor, Counts]:
-    """The order in which items go to their members, which keeps that of each member's, and how many go to each."""
+    """The order of items by member, stable within each, and the number of items of each."""
     ordered, order = torch.sort(member, stable=True)
     ends = torch.searchsorted(ordered, torch.arange(place.members + 1, device=member.device))
     counts = ends.diff()
@@ -97,7 +97,7 @@ def by_member(place: OwnedPart, member: torch.Tensor, wrong: torch.Tensor | None
 def look_up(
     place: OwnedPart, table: torch.Tensor, member: torch.Tensor, row: torch.Tensor, wrong: torch.Tensor
 ) -> Exchanging:
-    """Rows of the members' tables: requests go to the owners, rows come back."""
+    """Rows of the members' tables: send requests to the owners, receive rows."""
     order, counts = by_member(place, member, wrong)
     wanted = yield Items((row[order],), counts)
     found = yield wanted.answer(table.index_select(0, wanted.tensors[0]))
@@ -113,7 +113,7 @@ def write(
     values: torch.Tensor | None,
     wrong: torch.Tensor,
 ) -> Exchanging:
-    """What arrives of rows and values that are sent to their owners, in the order of the ranks that send them."""
+    """Send rows and values to their owners; gives those received, in the order of the sending ranks."""
     order, counts = by_member(place, member, wrong)
     sent = (row[order],) if values is None else (row[order], values[order])
     got = yield Items(sent, counts)
@@ -126,7 +126,7 @@ def write(
 def _elements(
     place: OwnedPart, table: torch.Tensor, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For indices along dim 0, each for one element of the other dims: owners, places in flat tables, whether wrong."""
+    """For indices along dim 0, each for one element of the other dims: owners, positions in flat tables, an error flag."""
     rest = table.shape[1:]
     inner = math.prod(rest)
     columns = torch.arange(inner, device=index.device).view(rest)[tuple(slice(n) for n in index.shape[1:])]
@@ -216,7 +216,7 @@ def _with(shape: Sequence[int], dim: int, size: int) -> list[int]:
 
 
 class _Indexed(NamedTuple):
-    """What advanced indexing asks for: owners, rows of tables with the indexed dims in front, and where these go."""
+    """Requests of advanced indexing: owners, rows of tables with the indexed dims in front, positions of results."""
 
     dims: list[int]
     shape: torch.Size  # of the indices, broadcast together
@@ -247,7 +247,7 @@ def _indexed(place: OwnedPart, local: torch.Tensor, indices: Sequence[torch.Tens
 
 
 def _lengths(place: OwnedPart, member: torch.Tensor) -> torch.Tensor:
-    """How much of the dim each of these members has."""
+    """The length of the part of each of these members."""
     size = torch.full_like(member, place.size)
     left = place.members
     for parts in place.parts:
@@ -270,7 +270,7 @@ def index(place: OwnedPart, named: Mapping[str, Any]) -> Generator[Items, Items,
 
 
 def index_put(op: Any) -> Program:
-    """Values put where indices say, one of the indexed dims and the indices sharded."""
+    """Values put at indices; one of the indexed dims and the indices are sharded."""
 
     def put_by_owner(place: OwnedPart, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
         local = named["self"]

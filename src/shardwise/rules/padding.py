@@ -1,4 +1,4 @@
-"""Padding along a sharded dim: rows are exchanged, those that are repeated too; their gradients are added up. Pure."""
+"""Padding along a sharded dim: rows are exchanged, repeated ones too; their gradients are added."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def pads_of(pad: Sequence[int], ndim: int, dim: int) -> tuple[int, int]:
-    """How many rows are put in front of a dim and after it: the last dim comes first."""
+    """The number of rows added before and after each dim: the last dim comes first."""
     at = 2 * (ndim - 1 - dim)
     return (pad[at], pad[at + 1]) if at < len(pad) else (0, 0)
 
@@ -29,7 +29,7 @@ def without(pad: Sequence[int], ndim: int, dim: int) -> list[int]:
 
 
 def padded_dims(pad: Sequence[int], ndim: int) -> list[int]:
-    """The dims along which the number of rows changes, or rows are left out."""
+    """The dims along which the number of rows changes, or rows are removed."""
     return [dim for dim in range(ndim) if any(pads_of(pad, ndim, dim))]
 
 

@@ -1,6 +1,6 @@
-"""Pointwise operators: every dim is a factor of its own; which of them let a Partial through is one table.
+"""Pointwise operators: every dim is its own factor; one table lists those that Partial placements pass.
 
-What torch tags as pointwise and stands in no table here lets none through. Pure.
+Partial passes no operator that torch tags as pointwise and that no table here contains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.rules.registry import (
 )
 
 aten = torch.ops.aten
-prims = torch.ops.prims  # which forward mode meets where a tangent is zero
+prims = torch.ops.prims  # used by forward mode for zero tangents
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -66,8 +66,8 @@ def only_rounds(before: torch.dtype, after: torch.dtype) -> bool:
     """Whether a cast rounds and cannot overflow: both dtypes have the same exponents.
 
     The parts of a sum may then be cast before they are added. Each is rounded once, as the parts that a matrix product
-    of bfloat16 leaves. Gradients of float32 arithmetic on bfloat16 weights so stay Partial until they are reduced
-    together.
+    of bfloat16 leaves. So gradients of float32 arithmetic on bfloat16 weights stay Partial until they are reduced in
+    one collective.
     """
     return before is torch.float32 and after is torch.bfloat16
 
@@ -138,7 +138,7 @@ def with_inplace(*ops: Any) -> list[Any]:
     return found
 
 
-# zero stays zero and each element stands alone, so a MaskPartial passes; otherwise not linear
+# zero maps to zero, elementwise: a MaskPartial passes; otherwise not linear
 ZERO_KEEPING = (
     aten.abs, aten.sqrt, aten.sin, aten.tan, aten.asin, aten.atan, aten.sinh, aten.asinh, aten.tanh, aten.atanh,
     aten.erf, aten.expm1, aten.log1p, aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round.default, aten.trunc,
@@ -182,7 +182,7 @@ LINEAR: dict[Rule, Sequence[Any]] = {
     ),
 }  # fmt: skip
 
-# pointwise operators that torch does not tag, or only in their functional form, and of which no list above speaks
+# pointwise operators that torch does not tag, or only in their functional form, and that no list above contains
 UNTAGGED = (
     aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
     aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_, aten.polar,
@@ -196,12 +196,12 @@ def is_out(op: Any) -> bool:
 
 
 def declare(made: Rule, ops: Iterable[Any]) -> None:
-    """Enter a rule for operators and their in-place forms."""
+    """Register a rule for operators and their in-place forms."""
     declare_rule(made, *(op for op in with_inplace(*ops) if not is_out(op)))
 
 
 def unary_facts() -> dict[Any, dict[str, Any]]:
-    """For each unary operator what the lists above say of it."""
+    """For each unary operator its entries in the lists above."""
     facts: dict[Any, dict[str, Any]] = {}
     for ops, said in ((ZERO_KEEPING, {"keeps_zero": True}), (RISING, {"monotone": 1}), (FALLING, {"monotone": -1})):
         for op in with_inplace(*ops):
@@ -227,11 +227,11 @@ for one, said in unary_facts().items():
     declare_rule(unary_rule(**said), one)
 
 
-# ---------------------------------------------------------------- those that read more than their operands' shapes
+# ---------------------------------------------------------------- operators whose rule depends on arguments
 
 
 def either(call: Call, chosen: Sequence[int], **more: Any) -> Factors:
-    """An operator that picks each element from one of the operands `chosen`: they may be Partial, all alike.
+    """An operator that picks each element from one of the operands `chosen`: all may have the same Partial.
 
     Of several only as sums: an extremum over one axis and a sum over another would not be one reduction.
     """
@@ -268,7 +268,7 @@ def copy(call: Call) -> Factors:
     if len(call.operands) < 2:
         return Factors(*broadcast(call))
     source = call.operands[1].dtype
-    pinned = call.op is aten.copy_.default  # what is written to keeps its layout, so nothing is mixed
+    pinned = call.op is aten.copy_.default  # the tensor that is written to keeps its layout, so nothing is mixed
     return Factors(
         *broadcast(call), moves=pinned and source is kind, linear=TOGETHER if keeps_sums(source, kind) else ()
     )
@@ -330,7 +330,7 @@ def prelu_backward(call: Call) -> Factors:
 
 @rule(aten.glu.default)
 def halves(call: Call) -> Factors:
-    """Two halves of a dim are treated unlike: that dim is whole."""
+    """Two halves of a dim are treated differently: that dim must not be sharded."""
     return along(call, [call["dim"]])
 
 

@@ -1,4 +1,4 @@
-"""Pooling: batch and channels are factors; windows slide over the last dims, which may be sharded. Pure."""
+"""Pooling: batch and channels are factors; windows slide over the last dims, which may be sharded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REPLICATE, SUM = Replicate(), Partial()
 
 
 def leading(call: Call, space: int, linear: bool) -> Factors:
-    """The dims before the last `space` ones, which all tensors of the call have alike; windows slide over the last.
+    """The dims before the last `space` ones, which all tensors of the call share; windows slide over the last.
 
-    What a gradient is taken by is read for its size only: it may be a sum as it is.
+    A gradient reads only the size of the forward's operand: that may be a Partial sum.
     """
 
     def dims(ndim: int) -> tuple[Dim, ...]:
@@ -61,7 +61,7 @@ def pool_windows(call: Call, space: int) -> dict[str, Window]:
 
 
 def by_what_is_covered(call: Call, space: int, local: torch.Tensor, places: Places) -> torch.Tensor:
-    """Averages over whole kernels, or their gradients, as averages over what a kernel covers: less at the borders."""
+    """Averages over full kernels, or their gradients, as averages over covered elements: fewer at the borders."""
     if call["divisor_override"] is not None:
         return local
     for dim, place in places.items():
@@ -78,7 +78,7 @@ def by_what_is_covered(call: Call, space: int, local: torch.Tensor, places: Plac
 
 
 def average_halo(call: Call, space: int) -> Halo | None:
-    """A rank averages its window; where a kernel covers less, that is put right. Integers would be rounded before."""
+    """A rank averages its window, corrected at borders. Integers would be rounded before that."""
     if not call["self"].dtype.is_floating_point:
         return None
 
@@ -106,9 +106,9 @@ def average_backward_halo(call: Call, space: int) -> Halo:
 def renumbered(
     indices: torch.Tensor, sizes: Sequence[int], new_sizes: Sequence[int], offsets: Sequence[int], steps: Sequence[int]
 ) -> torch.Tensor:
-    """Places in an image of some size as places in another, whose origin is moved by the offsets.
+    """Positions in an image of some size as positions in another, whose origin is shifted by the offsets.
 
-    A place in front of a dim of step d is the first after it, d by d: the kernel's first row that is in the image.
+    A position before a dim of step d becomes the first one inside, in steps of d: the kernel's first row in the image.
     """
     result = torch.zeros_like(indices)
     scale = 1
@@ -126,7 +126,7 @@ def offsets_of(places: Places, ndim: int, space: int) -> list[int]:
 
 
 def maximum_halo(call: Call, space: int) -> Halo:
-    """A rank takes the maxima of its window; their places are those in the whole image."""
+    """A rank takes the maxima of its window; their positions are global."""
     image = call["self"].shape[-space:]
     steps = [at(call["dilation"], i) for i in range(space)]
 
@@ -198,7 +198,7 @@ def adaptive_average_backward_halo(call: Call, space: int) -> Halo:
 
 
 def adaptive_maximum_halo(call: Call, space: int) -> Halo:
-    """The maxima of other dims by the kernel, and then of rows of the window, with their places."""
+    """The maxima of other dims by the kernel, and then of rows of the window, with their positions."""
     image, made = call["self"].shape, call.results[0].shape
 
     def pool(local: torch.Tensor, output_size: Any, *, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,7 +249,7 @@ def adaptive_maximum_backward_halo(call: Call, space: int) -> Halo:
 
 
 def whole(call: Call, space: int) -> None:
-    """The dims of a window must be whole: what is read may be anywhere."""
+    """The dims of a window must not be sharded: any row may be read."""
 
 
 Halos = Callable[[Call, int], Halo | None]

@@ -1,8 +1,8 @@
-"""Layers of recurrent networks, as oneDNN and cuDNN compute them: the batch is parallel, time is not. Pure.
+"""Layers of recurrent networks, as oneDNN and cuDNN compute them: the batch is parallel, time is not.
 
-A kernel keeps a workspace for its backward, of which only the kernel knows what it holds. So backward runs on the same
-shards as forward did, whatever the layout of the gradients. cuDNN's backward has no meta kernel that would give the
-shapes of its results: it runs replicated, and so does forward.
+The forward saves an opaque workspace for its backward. So backward runs on the same shards as forward, whatever the
+layout of the gradients. cuDNN's backward has no meta kernel for the shapes of its results: it runs replicated, and so
+does forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def operand_names(call: Call) -> list[str]:
 
 @rule(aten.mkldnn_rnn_layer.default)
 def layer(call: Call) -> Factors | None:
-    """One direction of one layer. oneDNN is given time before the batch always."""
+    """One direction of one layer. oneDNN always gets time before the batch."""
     if call["batch_sizes"]:  # sequences packed into one another
         return None
     given = zip(operand_names(call), call.operands, strict=True)
@@ -56,7 +56,7 @@ def layer(call: Call) -> Factors | None:
 def layer_backward(
     call: Call, specs: Sequence[DTensorSpec]
 ) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]] | None:
-    """Everything as the output of forward was computed; gradients of weights are sums over the batch."""
+    """Every operand in the layout of forward; gradients of weights are sums over the batch."""
     names = operand_names(call)
     output = specs[names.index("output")]
     batch = dims_of("output", output.ndim).index("b")
@@ -92,7 +92,7 @@ def _along(
 
 @rule(aten._cudnn_rnn.default, reads=("dropout",))
 def cudnn(call: Call) -> None:
-    """Replicated. Dropout is drawn by a state of cuDNN's own, which differs from rank to rank."""
+    """Replicated. Dropout uses cuDNN's own random state, which differs between ranks."""
     if call["dropout"] and call["train"]:
         raise UnsupportedError(
             "dropout between the layers of a recurrent network on CUDA: cuDNN draws it with a state of each process",

@@ -1,6 +1,6 @@
-"""Reductions: a dim that is reduced over may be sharded and leaves a Partial, or must be whole. Pure.
+"""Reductions: a dim that is reduced over may be sharded and leaves a Partial, or must not be sharded.
 
-Those that must see all of a dim and can be computed by small reductions are decomposed (`decompose/`).
+Reductions that need all of a dim and can be computed from smaller ones are decomposed (`decompose/`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Sizes = tuple[int, ...] | list[int]
 Dims = int | Sizes | None
 
 
-# ---------------------------------------------------------------- what is reduced over
+# ---------------------------------------------------------------- reduced dims
 
 
 def reduced_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
-    """The dims that a reduction runs over, counted from the front; all of them where none is named."""
+    """The dims that a reduction runs over, counted from the front; all of them if none is named."""
     if dim is None or (not isinstance(dim, int) and not dim):
         return tuple(range(ndim))
     chosen = [dim] if isinstance(dim, int) else dim
@@ -37,7 +37,7 @@ def reduced_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
 
 
 def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> list[int]:
-    """The shape that is left of `shape`."""
+    """`shape` after the reduction."""
     return [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
 
 
@@ -68,7 +68,7 @@ def passing(*reductions: str) -> tuple[Row, ...]:
 
 
 def sums_pass(call: Call) -> dict[str, Any]:
-    """How a sum of ranks' shares passes an operator that adds: not where the elements are rounded to integers first."""
+    """Whether a Partial sum passes an operator that adds: not if the elements are rounded to integers first."""
     given, result = call["self"].dtype, call.results[0].dtype
     if result.is_floating_point or result.is_complex:
         return {"linear": FIRST}
@@ -93,7 +93,7 @@ def counting(call: Call) -> Factors | None:
 def local_share(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """How much of what a mean runs over lies on a rank."""
+    """The local share of the elements of a mean."""
     held, total = inputs[0].share(coordinate, dims_of(call))
     return {"share": held / total if total else 1.0}
 
@@ -108,7 +108,7 @@ def mean_of_share(local: torch.Tensor, *args: Any, share: float, **kwargs: Any) 
 
 @rule(aten.mean.default, aten.mean.dim, localize=local_share, local_op=mean_of_share)
 def averaging(call: Call) -> Factors | None:
-    """A mean is a sum of the ranks' means weighted by how many elements each holds, even and uneven."""
+    """A mean is a sum of the ranks' means weighted by their numbers of elements, even and uneven."""
     return reducing(call, linear=FIRST)
 
 
@@ -123,21 +123,21 @@ def multiplying(call: Call) -> Factors | None:
 
 
 def lowest(dtype: torch.dtype) -> float | int | bool:
-    """What every number of a dtype is at least."""
+    """The smallest number of a dtype."""
     if dtype.is_floating_point:
         return -math.inf
     return torch.iinfo(dtype).min if dtype is not torch.bool else False
 
 
 def highest(dtype: torch.dtype) -> float | int | bool:
-    """What every number of a dtype is at most."""
+    """The largest number of a dtype."""
     if dtype.is_floating_point:
         return math.inf
     return torch.iinfo(dtype).max if dtype is not torch.bool else True
 
 
 def neutral(local: torch.Tensor, dim: Dims, keepdim: bool, value: float | int | bool) -> torch.Tensor | None:
-    """The result of a reduction over nothing, on a rank with an empty shard; None where there is something."""
+    """The result of a reduction over an empty shard; None if the shard is not empty."""
     dims = reduced_dims(dim, local.dim())
     if all(local.shape[d] for d in dims):
         return None
@@ -180,7 +180,7 @@ def every(call: Call) -> Factors | None:
     return reducing(call, reduce=by(call, "min"), rows=passing("min") if call["self"].dtype is torch.bool else ())
 
 
-# ---------------------------------------------------------------- a dim that must be whole
+# ---------------------------------------------------------------- reduced dims that must not be sharded
 
 
 @rule(
@@ -188,7 +188,7 @@ def every(call: Call) -> Factors | None:
     aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.logsumexp.default,
 )  # fmt: skip
 def reducing_whole(call: Call) -> Factors | None:
-    """A reduction that must see all of what it reduces."""
+    """A reduction whose reduced dims must not be sharded."""
     return reducing(call, whole=True)
 
 
@@ -206,18 +206,18 @@ def renorm(call: Call) -> Factors:
 def local_diagonals(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """Where the diagonal of the whole matrix lies in a rank's block: (row, column, length) of each piece."""
+    """The parts of the global diagonal in a rank's block: (row, column, length) of each."""
     rows, columns = inputs[0].block(coordinate).runs
     return {"pieces": intersect(rows, columns)}
 
 
 def sum_of_pieces(local: torch.Tensor, pieces: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-    """The sum of a block's pieces of the diagonal."""
+    """The sum of a block's parts of the diagonal."""
     found = [local[row : row + n, column : column + n].diagonal() for row, column, n in pieces]
     return torch.cat(found or [local.new_empty(0)]).sum()
 
 
 @rule(aten.trace.default, localize=local_diagonals, local_op=sum_of_pieces)
 def trace(call: Call) -> Factors:
-    """Every rank adds what it holds of the diagonal."""
+    """Every rank adds its part of the diagonal."""
     return Factors((("m", "n"),), ((),), linear=FIRST)

@@ -1,6 +1,6 @@
 """The one table from operator to rule: `@rule`, and `register_sharding` for users' operators.
 
-Pure: a rule looks at a `Call` (global shapes and plain values) and says what one axis allows.
+A rule maps a `Call` (global shapes and plain values) to the placements that one axis allows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call as a rule sees it: arguments by name (tensors as `TensorMeta`), tensor operands and results in order."""
+    """The argument of rules: a call, with arguments by name (tensors as `TensorMeta`), operands and results in order."""
 
     op: OpOverload
     arguments: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Call:
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` where the operator has none of that name."""
+        """The argument, or `default` if the operator has none of that name."""
         return self.arguments.get(name, default)
 
     @property
@@ -57,18 +57,18 @@ class Call:
 
 # Tags of operators whose results, or the sizes of these, depend on values.
 VALUE_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-# What the operator must be called with on the rank at a coordinate, when its plain arguments depend on the layout.
+# Arguments to replace on the rank at a coordinate, if plain arguments depend on the layout.
 Localize = Callable[[Call, Sequence[DTensorSpec], Sequence[DTensorSpec], Coordinate], Mapping[str, Any]]
-# For operators whose layouts do not fall apart by axis (views): the specs wanted and the specs that result.
+# For operators whose axes are not independent (views): the specs of operands and results.
 Layouts = Callable[[Call, Sequence[DTensorSpec]], tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of the results along one dim come from.
+    """The sources of the rows of results along one dim.
 
     Args:
-        segments: what comes from where; rows that no segment covers hold the fill value.
+        segments: rows and their sources; rows that no segment covers have the fill value.
         fill: the argument that is the fill value; None for zero.
         first: what runs on each local before, given the local and the fill value: the operator along its other dims.
         adds: whether several segments may have the same rows of a result, which are added up.
@@ -81,30 +81,30 @@ class Rows:
 
 
 class WindowPart(NamedTuple):
-    """Where a rank works along a dim: the rows of the reference, and those of tensors with halos."""
+    """The rows of a rank along a dim: those of the reference, and those of tensors with halos."""
 
     start: int
     length: int
     window: int  # the first row of the window, which may be outside of the tensor
-    rows: int  # how many rows the window has
+    rows: int  # the number of rows of the window
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """How an operator runs on shards of dims that a window slides over.
+    """How an operator runs if a window slides over a sharded dim.
 
-    Each rank computes what its part of one tensor, the reference, stands for. Of some operands it needs the window of
-    that part: these get halos before. Of some results it computes the window: these are added up over ranks after.
+    The work is split by one tensor, the reference. Of some operands a rank needs the window of its part: these get
+    halos before. Of some results it computes the window: these are added over ranks after.
 
     Args:
         windows: by factor, the rows of tensors with halos that a row of the reference needs.
-        local_op: what runs on each rank in place of the operator, with the same arguments and `places`: by dim, where
-            the rank works along it. Of the tensors with halos it gets and gives the windows.
+        local_op: runs on each rank instead of the operator, with the same arguments and `places`: by dim, the rows of
+            the rank. It gets and returns windows of the tensors with halos.
         reads: the operands that get halos.
         adds: the results that are windows.
         reference: the operand that is the reference; None for the first result.
-        fill: what is outside of a tensor.
-        last: by result, what runs on each rank at the end, with the local of the result and those of all operands,
+        fill: the value of padding.
+        last: by result, a function called on each rank at the end, with the local of the result and those of operands,
             without halos.
     """
 
@@ -123,22 +123,22 @@ def _no_factors(call: Call) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """What an operator allows.
+    """The layouts that an operator allows.
 
     Args:
-        factors: the factors of a call, or None where the rule has nothing to say (the operator is then decomposed or
-            run replicated).
-        layouts: in place of factors, for operators whose axes cannot be looked at one by one.
+        factors: the factors of a call, or None if the rule does not cover it (the operator is then decomposed or run
+            replicated).
+        layouts: instead of factors, for operators whose axes are not independent.
         localize: arguments to be replaced on each rank (sizes, offsets).
-        reads: arguments of kind Scalar or float that the rule reads, each with what it looks at (whether it is zero):
-            that is part of the dispatch key. Other numbers are not.
-        local_op: what to run on the locals in place of the operator, with the same arguments.
-        meta_op: what to run on meta tensors for the shape of the result, where torch's own refuses what kernels take,
-            or gives other results than they do.
-        rows: for a call and a dim whose factor is exchanged, where the rows of the results come from.
-        halo: for a call, how it runs with its exchanged factors sharded; None where it cannot.
-        ways: by name, the factors of other ways to run the operator, which dispatch knows how to carry out.
-        program: what a rank does where an owned row of the factors is chosen.
+        reads: arguments of kind Scalar or float that the rule reads, each with the function of it that matters
+            (whether it is zero): its value is part of the dispatch key. Other numbers are not.
+        local_op: runs on the locals instead of the operator, with the same arguments.
+        meta_op: runs on meta tensors for the shape of the result, if torch's own refuses arguments that kernels accept,
+            or differs from them.
+        rows: for a call and a dim whose factor is exchanged, the sources of the rows of results.
+        halo: for a call, how it runs with its exchanged factors sharded; None if it cannot.
+        ways: by name, the factors of other ways to run the operator, which dispatch implements.
+        program: the program of a rank if an owned row of the factors is chosen.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -174,7 +174,7 @@ def rule(
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
-    An operator packet (`aten.sum`) stands for all of its overloads.
+    An operator packet (`aten.sum`) means all of its overloads.
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
@@ -186,7 +186,7 @@ def rule(
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a number that a rule reads is zero: all that many rules look at."""
+    """Whether a number that a rule reads is zero: the property that many rules need."""
     return value == 0
 
 
@@ -201,7 +201,7 @@ def layout_rule(
     local_op: Callable[..., Any] | None = None,
     meta_op: Callable[..., Any] | None = None,
 ) -> Callable:
-    """Declare a rule that looks at all axes at once."""
+    """Declare a rule that considers all axes at once."""
 
     def declare(layouts: Layouts) -> Layouts:
         own = Rule(layouts=layouts, localize=localize, reads=_looked_at(reads), local_op=local_op, meta_op=meta_op)
@@ -212,7 +212,7 @@ def layout_rule(
 
 
 def declare_rule(made: Rule, *ops: Any, replace: bool = False) -> None:
-    """Enter a rule for some operators. They have none yet, unless theirs is to be replaced."""
+    """Register a rule for some operators, which must have none, unless it is to be replaced."""
     for op in overloads(ops):
         assert replace or op not in RULES, f"{op} has a rule already"
         RULES[op] = made
@@ -242,9 +242,9 @@ def overloads(ops: Sequence[Any]) -> list[OpOverload]:
     return found
 
 
-# How to compute an operator from others, on DTensors: taken where its rule would have to communicate, or it has none.
+# Decompositions on DTensors: taken if the rule of the operator would communicate, or there is none.
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
-# Of decompositions that reduce along sharded dims, how often they do: what they cost beside moving the operands.
+# The number of reductions along sharded dims of a decomposition: its cost, compared with moving the operands.
 REDUCTIONS: dict[OpOverload, int] = {}
 
 
@@ -253,8 +253,8 @@ def decomposition(*ops: Any, reductions: int | None = None) -> Callable:
 
     Args:
         ops: the operators.
-        reductions: how many small collectives it takes along dims that the rule wants whole, none of them counted
-            with 0; where it is not given, the decomposition is taken wherever the rule would communicate.
+        reductions: the number of small collectives along dims that the rule does not shard; if it is not given, the
+            decomposition is taken whenever the rule would communicate.
     """
 
     def declare(compute: Callable[..., Any]) -> Callable:

@@ -1,7 +1,7 @@
-"""Sorting along a sharded dim: a sample sort, by exchanges by owner; and searching in what is sorted. Pure.
+"""Sorting along a sharded dim: a sample sort, by exchanges by owner; and searching in a sorted sequence.
 
 Each rank sorts its part. Splitters, chosen from samples of all ranks, cut the sorted order of all elements into as many
-parts; each rank gets one, sorts it, and sends its elements to the ranks that have their places in the result. Columns
+parts; each rank gets one, sorts it, and sends its elements to the ranks that own their positions in the result. Columns
 are sorted as one sequence, column by column, so that short columns are no worse than long ones. Equal elements stay in
 order, and indices are part of what is compared: so splitters also cut runs of equal elements.
 """
@@ -53,7 +53,7 @@ def sort(place: OwnedPart, named: Mapping[str, Any]) -> Generator[Items, Items, 
     local, dim, descending = named["self"].movedim(place.dim, 0), place.dim, bool(named["descending"])
     columns = math.prod(local.shape[1:])
     ordered = local.sort(dim=0, descending=descending, stable=True)
-    if not columns:  # another axis splits these; all ranks that would exchange know it
+    if not columns:  # split by another axis; all ranks that would exchange decide the same
         return ordered.values.movedim(0, dim), ordered.indices.movedim(0, dim)
     first = torch.arange(columns, device=local.device).mul_(place.size).add_(place.start).view(local.shape[1:])
     own = _Sequence(

@@ -1,4 +1,4 @@
-"""Running sums, products and extremes, and the parts of scans in `decompose/sharded_scans.py`. Pure."""
+"""Running sums, products and extremes, and the parts of scans in `decompose/sharded_scans.py`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def summing_up(call: Call) -> Factors:
 
 
 class Scan(NamedTuple):
-    """How parts are scanned, what stands before the first, by dtype, and how that is joined to a part."""
+    """How parts are scanned, the initial value by dtype, and how a prefix is combined with a part."""
 
     scan: Callable[[torch.Tensor, int], torch.Tensor]
     nothing: Callable[[torch.dtype], float]
@@ -46,14 +46,14 @@ class Scan(NamedTuple):
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """What no element is below."""
+    """The lowest value of a dtype."""
     if dtype is torch.bool:
         return False
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def highest(dtype: torch.dtype) -> float:
-    """What no element is above."""
+    """The highest value of a dtype."""
     if dtype is torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -80,7 +80,7 @@ def scan_part(local: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
 
 
 def scan_total(local: torch.Tensor, dim: int, parts: int, kind: str) -> torch.Tensor:
-    """What a scanned part comes to: its last element, along a dim with one element for each part."""
+    """The total of a scanned part: its last element, along a dim with one element for each part."""
     if local.shape[dim]:
         return local.narrow(dim, local.shape[dim] - 1, 1).clone()
     shape = [1 if d == dim else size for d, size in enumerate(local.shape)]
@@ -88,13 +88,13 @@ def scan_total(local: torch.Tensor, dim: int, parts: int, kind: str) -> torch.Te
 
 
 def scan_before(local: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
-    """What all parts before each come to, of what each comes to."""
+    """The total of all parts before each part, from the totals of the parts."""
     so_far = SCANS[kind].scan(local, dim).narrow(dim, 0, local.shape[dim] - 1)
     return torch.cat([torch.full_like(local.narrow(dim, 0, 1), SCANS[kind].nothing(local.dtype)), so_far], dim)
 
 
 def scan_onward(local: torch.Tensor, before: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
-    """A scanned part with what stands before it."""
+    """A scanned part combined with the total before it."""
     return SCANS[kind].join(local, before)
 
 
@@ -113,6 +113,6 @@ rule(torch.ops.shardwise.scan_before.default, local_op=scan_before)(scanning)
 @rule(torch.ops.shardwise.scan_total.default, local_op=scan_total)
 @rule(torch.ops.shardwise.scan_onward.default, local_op=scan_onward)
 def by_parts(call: Call) -> Factors:
-    """What is done part by part, as the tensor is split."""
+    """The factors of operators on parts: the split of the tensor."""
     own = tuple(names(len(call.operands[0].shape)))
     return Factors((own,) * len(call.operands), (own,))

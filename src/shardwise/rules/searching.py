@@ -1,4 +1,4 @@
-"""Sorting, searching and counting along a dim, which is not sharded or sorted by owner. Pure."""
+"""Sorting, searching and counting along a dim, which is not sharded or sorted by owner."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ rule(aten.argsort.default, aten.topk.default)(along_dim)
 
 @rule(aten.sort.default, aten.sort.stable, program=sample_sort.sort)
 def sorting(call: Call) -> Factors:
-    """Along a sharded dim the elements are exchanged by their places in the result."""
+    """Along a sharded dim the elements are exchanged by their positions in the result."""
     factors, of = along_dim(call), call["self"]
     if not of.shape or 0 in of.shape or of.dtype not in sample_sort.SORTED_BY_OWNER:
         return factors
     split = Shard(wrapped(call["dim"], len(of.shape)))
-    # values and indices go to the ranks that sort them, and from there to their places
+    # values and indices go to the ranks that sort them, and from there to their positions
     owned = OwnerRow(Row((split,), (split, split)), sent=(), received=(0, 1, 0, 1), rounds=4)
     return replace(factors, owned=(owned,))
 
@@ -103,7 +103,7 @@ def where_part_begins(
 def topk_part(
     local: torch.Tensor, k: int, dim: int, largest: bool, parts: int, *, start: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest of what a rank holds and their global indices, filled up with what any element comes before."""
+    """The `k` largest local elements and their global indices, padded with values that sort last."""
     found = local.topk(min(k, local.shape[dim]), dim, largest)
     lacking = [k - found.values.shape[dim] if d == dim else size for d, size in enumerate(local.shape)]
     if not lacking[dim]:
@@ -115,16 +115,16 @@ def topk_part(
 
 @rule(torch.ops.shardwise.topk_part.default, localize=where_part_begins, local_op=topk_part)
 def of_each_part(call: Call) -> Factors:
-    """What is done part by part, as the tensor is split."""
+    """The factors of operators on parts: the split of the tensor."""
     own = tuple(names(len(call["self"].shape)))
     return Factors((own,), (own, own))
 
 
-# ---------------------------------------------------------------- searching in what is sorted
+# ---------------------------------------------------------------- searching in a sorted sequence
 
 
 def search(values: str, boundaries: str) -> Callable[[Call], Factors | None]:
-    """The rule of a search: how many boundaries lie before a value is how many lie there in each part, added up."""
+    """The rule of a search: the number of boundaries before a value is the sum of the numbers in all parts."""
 
     def factors(call: Call) -> Factors | None:
         sequence, wanted = call[boundaries].shape, call[values]

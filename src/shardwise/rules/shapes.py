@@ -1,7 +1,7 @@
-"""The shape that an operator's result has, for those that meet new sizes most often.
+"""The shapes of results, for operators that meet new sizes most often.
 
-Spares running the operator on meta tensors. A function here answers None to anything out of the ordinary, so that torch
-itself may say what is wrong with it. Pure.
+This saves running the operator on meta tensors. Functions return None for unusual arguments, so that torch itself may
+raise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ShapeOf = Callable[[Mapping[str, Any]], Shape | None]
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape | None:
-    """What shapes broadcast to."""
+    """The broadcast shape."""
     result: list[int] = []
     for own in shapes:
         result[:0] = own[: len(own) - len(result)] if len(own) > len(result) else ()

@@ -1,7 +1,7 @@
 """Taking a part of a dim: select and slice, and back.
 
-Of a little of a sharded dim the ranks that hold it contribute it: others have zero there, a MaskPartial, and nothing is
-moved. A longer slice stays sharded, and ranks exchange rows. Pure.
+A small slice of a sharded dim is contributed by the ranks that have it: others have zeros, a MaskPartial, and nothing
+moves. A longer slice remains sharded, and ranks exchange rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sums_masks(dtype: torch.dtype) -> bool:
 
 
 def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
-    """The factors of taking something of `dim`; `masked` where each rank may contribute what it holds of a sharded one.
+    """The factors of taking a part of `dim`; `masked` if each rank may contribute its part of a sharded one.
 
     Then only sums pass besides: the sum over one axis and the extremum over another would not be one reduction.
     """
@@ -38,12 +38,12 @@ def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: boo
 
 
 def runs_along(spec: DTensorSpec, dim: int, coordinate: Coordinate) -> tuple[Run, ...]:
-    """The runs of global indices of a dim that the rank at `coordinate` holds, or one of all where it is whole."""
+    """The runs of global indices of a dim on the rank at `coordinate`; one run of all if it is not sharded."""
     return spec.block(coordinate).runs[dim]
 
 
 def local_index(runs: Sequence[Run], index: int) -> int | None:
-    """Where a global index lies on a rank that holds these runs; None where it does not."""
+    """The local position of a global index on a rank with these runs; None if it has not that index."""
     at = 0
     for run in runs:
         if run.start <= index < run.start + run.length:
@@ -55,7 +55,7 @@ def local_index(runs: Sequence[Run], index: int) -> int | None:
 def where_selected(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """Which local index is selected, if any, and whether the result is a part of it only."""
+    """The selected local index, if any, and whether the result is a MaskPartial."""
     spec = inputs[0]
     dim = wrapped(call["dim"], spec.ndim)
     index = call["index"] % spec.shape[dim] if spec.shape[dim] else call["index"]
@@ -65,7 +65,7 @@ def where_selected(
 
 
 def local_select(local: torch.Tensor, dim: int, index: int | None, masked: bool = False) -> torch.Tensor:
-    """The selected slice of a rank that holds it, zeros on the others."""
+    """The selected slice on the rank that has it, zeros on the others."""
     if index is None:
         at = dim % local.dim()
         return local.new_zeros([size for d, size in enumerate(local.shape) if d != at])
@@ -75,7 +75,7 @@ def local_select(local: torch.Tensor, dim: int, index: int | None, masked: bool 
 
 @rule(aten.select.int, aten.select_copy.int, localize=where_selected, local_op=local_select)
 def select(call: Call) -> Factors:
-    """One index of a dim: of a sharded one, the rank that holds it contributes it."""
+    """One index of a dim: of a sharded one, the rank that has it contributes it."""
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
     own = names(ndim)
@@ -100,7 +100,7 @@ def taken_by_slice(call: Call) -> Taken:
 def where_sliced(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """For a slice of a sharded dim, the pieces that a rank holds of it."""
+    """For a slice of a sharded dim, the local pieces of it."""
     spec = inputs[0]
     dim = wrapped(call["dim"], spec.ndim)
     if not spec.dim_axes[dim] or call.results[0].shape[dim] == spec.shape[dim]:
@@ -110,7 +110,7 @@ def where_sliced(
 
 
 def pieces_of(runs: Sequence[Run], taken: Taken) -> list[tuple[int, int, int]]:
-    """What a rank with these runs holds of the indices taken: (first local index, first of the result, how many)."""
+    """The indices taken on a rank with these runs: (first local index, first of the result, number) each."""
     found = []
     at = 0
     for run in runs:
@@ -152,7 +152,7 @@ def rows_sliced(call: Call, dim: int) -> Rows:
 
 @rule(aten.slice.Tensor, aten.slice_copy.Tensor, localize=where_sliced, local_op=local_slice, rows=rows_sliced)
 def slice_(call: Call) -> Factors:
-    """Some indices of a dim. All of them leave it as it is; a little of a sharded one may be contributed."""
+    """Some indices of a dim. A slice of all changes nothing; a small slice of a sharded dim may be contributed."""
     shape = call["self"].shape
     at = wrapped(call["dim"], len(shape))
     own = names(len(shape))

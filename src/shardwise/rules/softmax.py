@@ -1,4 +1,4 @@
-"""Softmax and its logarithm: row by row; along a sharded dim see `decompose/sharded_softmax.py`. Pure."""
+"""Softmax and its logarithm: row by row; along a sharded dim see `decompose/sharded_softmax.py`."""
 
 from __future__ import annotations
 

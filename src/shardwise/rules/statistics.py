@@ -1,4 +1,4 @@
-"""Norms and variances; over sharded dims variances are decomposed (`decompose/sharded_statistics.py`). Pure."""
+"""Norms and variances; over sharded dims variances are decomposed (`decompose/sharded_statistics.py`)."""
 
 from __future__ import annotations
 

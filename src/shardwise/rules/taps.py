@@ -1,6 +1,6 @@
 """Rows that are weighted sums of a few rows: resampling and adaptive pooling along one dim of a window.
 
-Indices and weights are worked out in numbers from global rows, so that every rank has those of one device.
+Indices and weights are computed from global rows, so that every rank has those of one device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy import ndarray  # by this name the types of fields are found at run time
+from numpy import ndarray  # the types of fields are resolved by this name at run time
 
 from shardwise.rules.registry import WindowPart
 
@@ -99,8 +99,8 @@ class Resampling(NamedTuple):
         scale: rows before for one row after.
         corners: whether the first and last rows fall together, else the ends of the dim.
         kind: "nearest", "nearest-exact", "linear" or "cubic".
-        smooths: whether as many rows are averaged as a row after stands for.
-        single: whether one device computes places in single precision.
+        smooths: whether all rows before that a row after covers are averaged.
+        single: whether one device computes positions in single precision.
     """
 
     size: int
@@ -141,7 +141,7 @@ class Resampling(NamedTuple):
         return first[:, None] + np.arange(-1, 3), cubic(distances, -0.75)
 
     def _smoothed(self, at: ndarray) -> tuple[ndarray, ndarray]:
-        """Each row after is an average by a triangle or a spline, as wide as the rows that it stands for."""
+        """Each row after is an average by a triangle or a spline, as wide as the rows that it covers."""
         scale, wide = self.scale, max(self.scale, 1.0)
         support = (1 if self.kind == "linear" else 2) * wide
         centre = scale * (at + 0.5)

@@ -1,4 +1,4 @@
-"""Windows of a tensor laid out side by side, and added up again: unfold, im2col, col2im. Pure."""
+"""Sliding windows as new dims, and their sum: unfold, im2col, col2im."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unfold_halo(call: Call) -> Halo:
 
 @rule(aten.unfold.default, aten.unfold_copy.default, halo=unfold_halo)
 def unfold(call: Call) -> Factors:
-    """Windows of a dim: where they begin stays at its place, what is in them comes last."""
+    """Windows of a dim: the dim counts windows, a new last dim has their elements."""
     own = names(len(call["self"].shape))
     if not own:
         return Factors(((),), ((None,),), moves=True)
@@ -120,7 +120,7 @@ _library.impl("columns_to_image", columns_to_image, "CompositeExplicitAutograd")
 
 
 def plane_windows(call: Call) -> dict[str, Window]:
-    """By factor, the rows of an image that a row of the plane of windows stands for."""
+    """By factor, the rows of an image that a row of the plane of windows covers."""
     kernel, dilation, padding, stride = (call[name] for name in ("kernel", "dilation", "padding", "stride"))
     return {SPACE[i]: kernel_window(at(kernel, i), at(stride, i), at(padding, i), at(dilation, i)) for i in range(2)}
 

@@ -5,7 +5,7 @@ goes to the dim that its digit falls into, as a `Shard` if the digit leads there
 The blocks of a `Zigzag` are a digit too; where they are uneven, its rows must stay what they are. The sizes of
 a `Ragged` first dim are counted in elements of the first dim after the view, if they can be.
 Where a digit falls into no dim, the only split of a group is moved to one that does. What cannot be said this way is
-gathered first. Pure.
+gathered first.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _digits(spec: DTensorSpec, dims: Sequence[int], axes: Sequence[Sequence[int]
                 return
             end = None if blocks is None else outer * spec.shape[dim]
             yield Digit(axis, n if blocks is None else len(blocks), prefix * rows, end)
-            if (rows > 1 or blocks) and axis != axes[dim][-1]:  # what follows such a split has no digit of its own
+            if (rows > 1 or blocks) and axis != axes[dim][-1]:  # later splits have no digit then
                 yield None
                 return
             left, prefix = left // n, prefix * n
@@ -97,7 +97,7 @@ def _digits(spec: DTensorSpec, dims: Sequence[int], axes: Sequence[Sequence[int]
 
 
 def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int, int]]] | int:
-    """For each output size its splits (axis, rows), major first; or the axis of a digit that fits nowhere."""
+    """For each output size its splits (axis, rows), major first; or the axis of a digit that fits into no dim."""
     placed: list[list[tuple[int, int]]] = [[] for _ in sizes]
     taken = [1] * len(sizes)
     zigzags: set[int] = set()
@@ -127,7 +127,7 @@ def _place(digits: Sequence[Digit], sizes: Sequence[int]) -> list[list[tuple[int
 def map_group(
     spec: DTensorSpec, group: DimGroup, after: Sequence[int], axes: Sequence[Sequence[int]]
 ) -> list[list[tuple[int, int]]] | int:
-    """Where the splits of a group go; or the axis of one that must be gathered."""
+    """The splits of a group after the view; or the axis of one that must be gathered."""
     split = [dim for dim in group.inputs if axes[dim]]
     if not split:
         return [[] for _ in group.outputs]
@@ -167,7 +167,7 @@ def _same_parts(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis: 
 def _uneven(
     spec: DTensorSpec, group: DimGroup, after: Sequence[int], dim: int, axis: int
 ) -> list[list[tuple[int, int]]] | None:
-    """A single split of the last dim of a group may be uneven: each row is split alike, before and after the view.
+    """A single split of the last dim of a group may be uneven: each row is split in the same way, before and after the view.
 
     One of the first dim may be, if its parts are those of the first dim after the view.
     """
@@ -284,7 +284,7 @@ def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequen
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, localize=local_size, local_op=view_or_copy
 )
 def view(call: Call, specs: Sequence[DTensorSpec]) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]:
-    """The layouts of a view: what it needs and what it gives."""
+    """The layouts of the operand and the result of a view."""
     spec, result = specs[0], call.results[0]
     needed, placed = regroup(spec, result.shape)
     same = [[(axis, spec.rows(axis) or 0) for axis in axes] for axes in spec.dim_axes]

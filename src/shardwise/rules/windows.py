@@ -1,4 +1,4 @@
-"""Windows that slide over dims: which rows a kernel reads, and arguments and shapes of the part of one rank. Pure."""
+"""Windows that slide over dims: which rows a kernel reads, and arguments and shapes of the part of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.rules.registry import Call, WindowPart
 __all__ = ["SPACE", "Places", "at", "kernel_window", "local_image", "window_of", "with_rows", "with_value"]
 
 Places = Mapping[int, WindowPart]  # by dim
-SPACE = ("x", "y", "z")  # the factors of what a window slides over
+SPACE = ("x", "y", "z")  # the factors of dims that a window slides over
 
 
 def at(values: Any, index: int) -> int:
@@ -44,7 +44,7 @@ def with_rows(shape: Sequence[int], places: Places) -> list[int]:
 
 
 def window_of(local: torch.Tensor, places: Places) -> torch.Tensor:
-    """A tensor like a rank's window of one of which only the size is read."""
+    """A tensor of the size of a rank's window, if only the size of an operand is read."""
     shape = with_rows(local.shape, places)
     return local.new_empty_strided(shape, dense_strides(shape, like=local.stride()))
 
