@@ -126,7 +126,7 @@ def write(
 def _elements(
     place: OwnedPart, table: torch.Tensor, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For indices along dim 0, each for one element of the other dims: owners, positions in flat tables, an error flag."""
+    """For indices along dim 0, each for one element of other dims: owners, positions in flat tables, an error flag."""
     rest = table.shape[1:]
     inner = math.prod(rest)
     columns = torch.arange(inner, device=index.device).view(rest)[tuple(slice(n) for n in index.shape[1:])]

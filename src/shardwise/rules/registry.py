@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The argument of rules: a call, with arguments by name (tensors as `TensorMeta`), operands and results in order."""
+    """The argument of rules: a call with its arguments by name (tensors as `TensorMeta`), operands and results."""
 
     op: OpOverload
     arguments: Mapping[str, Any]
