@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from shardwise.core.opaque import ConstantMeta
-from shardwise.core.symbolic import has_symbols, named, settled
+from shardwise.core.symbolic import has_symbols, known_value, named
 
 __all__ = ["Interned", "pool_size"]
 
@@ -37,7 +37,7 @@ class Interned(metaclass=ConstantMeta):
         try:
             found = _pool.get(key)
         except TypeError:  # symbolic sizes cannot be hashed; their names can
-            values = tuple([_settled(value) for value in values])
+            values = tuple([_known_values(value) for value in values])
             key = (cls, *named(values))
             found = _pool.get(key)
         if found is None:
@@ -81,10 +81,10 @@ class Interned(metaclass=ConstantMeta):
         return f"{make.__name__}({', '.join([_in_code(value, meanings) for value in arguments])})", meanings
 
 
-def _settled(value: Any) -> Any:
+def _known_values(value: Any) -> Any:
     """A sequence of sizes; those whose value is known by now are plain numbers."""
     if isinstance(value, tuple | list) and has_symbols(value):
-        return type(value)([settled(size) for size in value])
+        return type(value)([known_value(size) for size in value])
     return value
 
 

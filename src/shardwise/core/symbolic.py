@@ -17,7 +17,16 @@ import torch
 
 from shardwise.torch_private import DispatchModeKey, dispatch_mode_count, dispatch_mode_of, without_dispatch_modes
 
-__all__ = ["has_symbols", "hinted", "introduce_sizes", "is_tracing", "named", "settled", "specialized", "unrecorded"]
+__all__ = [
+    "has_symbols",
+    "hinted",
+    "introduce_sizes",
+    "is_tracing",
+    "known_value",
+    "named",
+    "specialized",
+    "unrecorded",
+]
 
 
 def has_symbols(sizes: Iterable[Any]) -> bool:
@@ -30,11 +39,11 @@ def has_symbols(sizes: Iterable[Any]) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def settled(size: Any) -> Any:
+def known_value(size: Any) -> Any:
     """The value of a symbolic integer that the compiler knows to have only one; others unchanged.
 
     Example:
-        >>> settled(8)
+        >>> known_value(8)
         8
     """
     if not isinstance(size, torch.SymInt):

@@ -1,6 +1,6 @@
-"""Operators computed from other operators, on DTensors: where that communicates less than their rules allow.
+"""Decompositions: operators computed from others, on DTensors, if their rules would communicate more.
 
-Importing the package enters all of them in the registry; it is done with the rules, when the first operator runs.
+Importing the package registers all of them; this is done with the rules, when the first operator runs.
 """
 
 from shardwise.decompose import (  # noqa: F401  # read for what they declare

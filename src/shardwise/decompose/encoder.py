@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @decomposition(aten._nested_tensor_from_mask.default)
 def nested(*args: Any, **kwargs: Any) -> Any:
-    """What nn.TransformerEncoder makes of padded batches when it does not train."""
+    """Nested tensors, which nn.TransformerEncoder makes of padded batches in eval mode."""
     raise UnsupportedError(
         "a padded batch would become a nested tensor, and a DTensor is dense",
         hint="nn.TransformerEncoder(..., enable_nested_tensor=False)",
@@ -41,7 +41,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Any, Any]:
-    """Attention with its projections; a mask is true where nothing is to be seen."""
+    """Attention with its projections; a mask is true for excluded keys."""
     projected = map(F.linear, (query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3))
     q, k, v = (x.unflatten(-1, (num_head, -1)).transpose(1, 2) for x in projected)
     scores = (q * (embed_dim // num_head) ** -0.5) @ k.mT

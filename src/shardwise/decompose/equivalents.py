@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 @decomposition(aten._has_same_storage_numel.default)
 def has_same_storage_numel(one: Any, other: Any) -> bool:
-    """Whether two global tensors take as much memory. Forward mode asks so of a value and its tangent."""
+    """Whether two global tensors take as much memory. Forward mode compares a value and its tangent."""
     return _storage_numel(one) == _storage_numel(other)
 
 
@@ -25,7 +25,7 @@ def _storage_numel(tensor: Any) -> int:
 
 @decomposition(aten._new_zeros_with_same_feature_meta.default)
 def new_zeros_with_same_feature_meta(one: Any, other: Any, *, self_num_batch_dims: int = 0) -> Any:
-    """Zeros in the layout of a value, which forward mode copies a tangent of another layout into."""
+    """Zeros in the layout of a value, into which forward mode copies a tangent of another layout."""
     if self_num_batch_dims == 0:
         return torch.zeros_like(other, dtype=one.dtype)
     step = _storage_numel(other)
@@ -36,7 +36,7 @@ def new_zeros_with_same_feature_meta(one: Any, other: Any, *, self_num_batch_dim
 
 @decomposition(aten.addbmm_.default)
 def resized_addbmm(self: Any, batch1: Any, batch2: Any, **scales: Any) -> Any:
-    """Alone of its kind, addbmm_ gives self the shape that it broadcasts to."""
+    """Unlike other operators, addbmm_ gives self the shape that it broadcasts to."""
     result = aten.addbmm.default(self, batch1, batch2, **scales)
     return (self if self.shape == result.shape else self.resize_(result.shape)).copy_(result)
 
@@ -47,7 +47,7 @@ decomposition(aten._is_any_true.default)(torch.any)
 
 @decomposition(aten.equal.default)
 def equal(a: Any, b: Any) -> bool:
-    """Whether two tensors are the same: each rank compares what it has."""
+    """Whether two tensors are equal: each rank compares its locals."""
     if a.dtype != b.dtype:
         return NotImplemented
     return a.shape == b.shape and bool((a == b).all())

@@ -1,6 +1,6 @@
-"""How decompositions change layouts: Partial tensors are reduced or scattered, small ones replicated, others stay.
+"""How decompositions change layouts: Partial tensors are reduced or scattered, small ones replicated.
 
-Plain tensors pass unchanged. Knows no operator.
+Plain tensors are returned unchanged.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from shardwise.core.placement import AnyShard, Partial, Replicate, Shard
 from shardwise.tensor import DTensor
 
 __all__ = [
-    "HALVES", "as_laid_out", "as_result", "indices_of", "moved_to", "reduced", "replicated", "settled", "split_axes",
-    "statistic_of", "widened",
+    "HALVES", "as_laid_out", "as_result", "indices_of", "moved_to", "reduced", "replicated", "split_axes", "statistic_of",
+    "widened", "without_partial",
 ]  # fmt: skip
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -30,10 +30,10 @@ def _axes_on(placements: Sequence[Any], dims: Sequence[int]) -> list[int]:
     return [a for a, p in enumerate(placements) if isinstance(p, AnyShard) and p.dim in dims]
 
 
-def settled(x: Any, dims: Sequence[int] = ()) -> Any:
-    """`x` with nothing Partial: scattered along a free dim not in `dims` where that is even, else replicated."""
+def without_partial(x: Any, dims: Sequence[int] = ()) -> Any:
+    """`x` with nothing Partial: scattered along a free dim not in `dims` if that is even, else replicated."""
     placements: list[Any] = list(getattr(x, "placements", ()))
-    if not x.numel():  # nothing to move, and no extreme to be found
+    if not x.numel():  # nothing to move
         return moved_to(x, [Replicate()] * len(placements))
     partial = [a for a, p in enumerate(placements) if isinstance(p, Partial)]
     if not partial:
@@ -49,7 +49,7 @@ def settled(x: Any, dims: Sequence[int] = ()) -> Any:
 
 
 def reduced(x: Any) -> Any:
-    """`x` with every Partial reduced: for something small that is used more than once."""
+    """`x` with every Partial reduced: for small tensors that are used more than once."""
     placements = getattr(x, "placements", ())
     return moved_to(x, [Replicate() if isinstance(p, Partial) else p for p in placements])
 
@@ -69,12 +69,12 @@ def widened(x: Any) -> Any:
 
 
 def as_result(value: Any, dtype: torch.dtype) -> Any:
-    """Back from the dtype that was computed in."""
+    """The inverse of `widened`, for results."""
     return value if value.dtype is dtype else value.to(dtype)
 
 
 def as_laid_out(x: Any, like: Any) -> Any:
-    """`x` laid out like another tensor of its shape."""
+    """`x` in the layout of another tensor of its shape."""
     return moved_to(x, like.placements) if isinstance(like, DTensor) else x
 
 
@@ -84,7 +84,7 @@ def replicated(x: Any) -> Any:
 
 
 def statistic_of(value: Any, x: Any, dims: Sequence[int]) -> Any:
-    """A statistic over `dims` of `x`, laid out as `x` is in the others."""
+    """A statistic over `dims` of `x`, with the layout of `x` in the others."""
     if not isinstance(value, DTensor) or not isinstance(x, DTensor):
         return value
     wanted = [Replicate() if isinstance(p, AnyShard) and p.dim in dims else p for p in x.placements]

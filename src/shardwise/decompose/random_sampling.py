@@ -1,6 +1,6 @@
 """Random operators that are computed from a fill with random numbers, step by step as torch itself does it.
 
-The fill is an operator of its own, of which every rank gets its part; see `shardwise.dispatch.random_ops`.
+Each rank computes its part of the fill; see `shardwise.dispatch.random_ops`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _new_like(tensor: Any, dtype: torch.dtype | None = None) -> Any:
 
 @decomposition(aten.bernoulli.default)
 def _bernoulli(p: Any, *, generator: torch.Generator | None = None) -> Any:
-    if not _is_on_cpu(p):  # drawn by a kernel with a mapping of its own
+    if not _is_on_cpu(p):  # drawn by a kernel with another mapping of threads
         return NotImplemented
     return (_new_like(p, _unit_dtype(p)).uniform_(0, 1, generator=generator) < p).to(p.dtype)
 
@@ -41,7 +41,7 @@ def _bernoulli_into(target: Any, p: Any, generator: torch.Generator | None = Non
 
 
 def _is_on_cpu(x: Any) -> bool:
-    """Whether a tensor is one of CPUs; locals of dry runs are on no device."""
+    """Whether a tensor is on CPUs; locals of dry runs are on no device."""
     return (x.device_mesh.device_type if hasattr(x, "device_mesh") else x.device.type) == "cpu"
 
 
@@ -54,7 +54,7 @@ def _rrelu(
 
 
 def _unit_dtype(p: Any) -> torch.dtype:
-    """Of the uniform numbers that torch compares with probabilities."""
+    """The dtype of the uniform numbers that torch compares with probabilities."""
     return torch.float64 if p.dtype is torch.float64 else torch.float32
 
 
@@ -62,7 +62,7 @@ def _unit_dtype(p: Any) -> torch.dtype:
 def _multinomial(
     probabilities: Any, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> Any:
-    """Without replacement: those who arrive first, of exponential arrivals."""
+    """Without replacement: the largest of `p / Exp(1)`."""
     if replacement and num_samples > 1:
         return NotImplemented
     if not bool(((probabilities >= 0) & (probabilities < torch.inf)).all()):

@@ -15,7 +15,7 @@ MEAN = 1
 
 
 def bag_of_each(indices: Any, offsets: Any) -> Any:
-    """The bag of each index, of where bags begin. What forward gives as such is empty after some of its kernels."""
+    """The bag of each index, from the offsets of bags. Some kernels of the forward return it empty."""
     count = indices.shape[0]
     begins = offsets.new_zeros(count + 1).index_add(0, offsets, torch.ones_like(offsets))
     return begins[:count].cumsum(0) - 1
@@ -33,7 +33,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """Rows are looked up where they are, and added up."""
+    """Each rank looks up its rows; these are added."""
     if mode == MAX or not split_axes(weight, (0,)) or not indices.shape[0]:
         return NotImplemented
     bags = offsets.shape[0] - int(include_last_offset)

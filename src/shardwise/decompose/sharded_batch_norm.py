@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.decompose.layout_helpers import as_laid_out, as_result, reduced, settled, widened
+from shardwise.decompose.layout_helpers import as_laid_out, as_result, reduced, widened, without_partial
 from shardwise.decompose.sharded_norms import but_channels, over_channels, scaled
 from shardwise.decompose.sharded_statistics import moments
 from shardwise.rules.registry import decomposition
@@ -21,7 +21,7 @@ def batch_norm_of_shards(
 ) -> tuple[Any, Any, Any]:
     """Batch norm over sharded batches: mean and variance of each channel are reduced, as one device has them."""
     dims = but_channels(x)
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     channels = [x.shape[1]]
     if training:
         var, mean = moments(x, dims, 0)
@@ -36,7 +36,7 @@ def batch_norm_of_shards(
     else:
         own = (as_result(running_mean, widened(running_mean).dtype), (widened(running_var) + eps).rsqrt())
         mean, rstd = over_channels(own[0], x), over_channels(own[1], x)
-        # CPUs keep nothing, other devices what the backward would need
+        # CPUs save nothing, other devices what the fused backward needs
         kept = (own[0].clone(), own[1])
         if x.device.type == "cpu":
             kept = tuple(torch.empty(0, dtype=running_mean.dtype, device=x.device) for _ in own)
@@ -45,7 +45,7 @@ def batch_norm_of_shards(
 
 
 def update(running: Any, value: Any, momentum: float) -> None:
-    """Move a running statistic towards a value, where it lies."""
+    """Update a running statistic in place."""
     running.mul_(1 - momentum).add_(as_result(value * momentum, running.dtype))
 
 
@@ -61,19 +61,19 @@ def batch_norm_without_stats(
 
 
 def reserve(x: Any) -> Any:
-    """What the fused backward of some backends would need, and ours does not."""
+    """The reserved tensor of fused backends, empty: this backward does not need it."""
     return torch.empty(0, dtype=torch.uint8, device=x.device)
 
 
 @decomposition(aten.cudnn_batch_norm.default)
 def cudnn_batch_norm(x: Any, *args: Any) -> tuple[Any, ...]:
-    """cuDNN's, by the one that every backend has."""
+    """The operator of cuDNN, by that of all backends."""
     return *aten.native_batch_norm.default(x, *args), reserve(x)
 
 
 @decomposition(aten.miopen_batch_norm.default)
 def miopen_batch_norm(x: Any, *args: Any) -> tuple[Any, ...]:
-    """MIOpen's, by the one that every backend has."""
+    """The operator of MIOpen, by that of all backends."""
     return aten.native_batch_norm.default(x, *args)
 
 
@@ -100,7 +100,7 @@ def batch_norm_backward_of_shards(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """The gradients of a batch norm over sharded batches: two sums for each channel are reduced."""
     dims = but_channels(x)
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     grad = widened(as_laid_out(grad, x))
     mean, rstd = (save_mean, save_invstd) if train else (running_mean, (running_var + eps).rsqrt())
     mean, rstd = over_channels(reduced(mean), x), over_channels(reduced(rstd), x)
@@ -125,7 +125,7 @@ def cudnn_batch_norm_backward(
     x: Any, grad: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, eps: float,
     reserve: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """cuDNN's, by the one that every backend has; what it saves as variance is the inverse of the deviation."""
+    """The operator of cuDNN, by that of all backends; its saved variance is the inverse standard deviation."""
     saved = (running_mean, running_var, save_mean, save_var)
     return aten.native_batch_norm_backward.default(grad, x, weight, *saved, True, eps, [True, True, True])
 
@@ -134,7 +134,7 @@ def cudnn_batch_norm_backward(
 def miopen_batch_norm_backward(
     x: Any, grad: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, eps: float
 ) -> tuple[Any, ...]:
-    """MIOpen's, by the one that every backend has."""
+    """The operator of MIOpen, by that of all backends."""
     saved = (running_mean, running_var, save_mean, save_var)
     return aten.native_batch_norm_backward.default(grad, x, weight, *saved, True, eps, [True, True, True])
 

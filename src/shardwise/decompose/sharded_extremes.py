@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.decompose.layout_helpers import HALVES, reduced, settled, split_axes, widened
+from shardwise.decompose.layout_helpers import HALVES, reduced, split_axes, widened, without_partial
 from shardwise.rules.reduction import Dims, Sizes, reduced_dims
 from shardwise.rules.registry import decomposition
 
@@ -16,11 +16,11 @@ aten = torch.ops.aten
 
 @decomposition(aten.aminmax.default)
 def aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
-    """Both extremes; a sum is added up once for the two."""
+    """Both extremes; a Partial sum is reduced once for the two."""
     dims = () if dim is None else (dim,)
     if dim is None and keepdim:
         dims = tuple(range(x.dim()))
-    x = settled(x, reduced_dims(dims, x.dim()))
+    x = without_partial(x, reduced_dims(dims, x.dim()))
     return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
 
 
@@ -39,15 +39,15 @@ def first_index(match: Any, dims: Sizes, keepdim: bool) -> Any:
 
 
 def at_extreme(x: Any, extreme: Any) -> Any:
-    """Where `x` is its extreme; a NaN is more extreme than any number."""
+    """The mask of extreme elements of `x`; NaN is more extreme than any number."""
     match = x == extreme
     return match | (x != x) if x.is_floating_point() else match
 
 
 def extreme_and_index(op: Any, reduce: Any, x: Any, dim: int, keepdim: bool = False) -> Any:
-    """The extremes along a dim and where they first are."""
+    """The extremes along a dim and their first positions."""
     dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     if not split_axes(x, dims):
         return op(x, dim, keepdim)
     extreme = reduced(reduce(x, dims, True))
@@ -56,9 +56,9 @@ def extreme_and_index(op: Any, reduce: Any, x: Any, dim: int, keepdim: bool = Fa
 
 
 def index_of_extreme(op: Any, reduce: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Where the extremes along a dim, or of the whole tensor, first are."""
+    """The first positions of the extremes along a dim, or of all elements."""
     dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     if not split_axes(x, dims):
         return op(x, dim, keepdim)
     return first_index(at_extreme(x, reduced(reduce(x, dims, True))), dims, keepdim)
@@ -76,9 +76,9 @@ _declare_extreme(index_of_extreme, aten.argmin.default, torch.amin)
 
 @decomposition(aten.logsumexp.default, reductions=2)
 def logsumexp(x: Any, dim: Dims, keepdim: bool = False) -> Any:
-    """The logarithm of a sum, with the largest summand taken out: two small reductions."""
+    """The logarithm of a sum of exponentials, shifted by the largest: two small reductions."""
     dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     if not split_axes(x, dims):
         return aten.logsumexp.default(x, dim, keepdim)
     wide = widened(x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype()))

@@ -1,7 +1,7 @@
 """`flex_attention` on DTensors: scores, masks and modifications of scores as operators on DTensors.
 
-Batch, heads and queries may be sharded: scores then are too, and so are the indices that masks are made of. Keys and
-values are gathered along their sequence on the axes that shard the queries. As on one device without a compiled
+Batch, heads and queries may be sharded: so are scores and the indices from which masks are computed. Keys and values
+are gathered along their sequence on the axes that shard the queries. As on one device without a compiled
 kernel, a rank holds all scores of its queries.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.placement import AnyShard, Partial, Replicate
-from shardwise.decompose.layout_helpers import indices_of, moved_to, settled, widened
+from shardwise.decompose.layout_helpers import indices_of, moved_to, widened, without_partial
 from shardwise.errors import UnsupportedError
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import CopiedDTensor, PendingDTensor
@@ -28,7 +28,7 @@ Buffers = tuple[Any, ...]
 
 
 class Scores(NamedTuple):
-    """The scores of a call: products of queries and keys, what softmax takes, where the mask lets through, indices."""
+    """The scores of a call: products of queries and keys, arguments of softmax, the mask, indices."""
 
     products: Any
     final: Any
@@ -52,7 +52,7 @@ def attend(
     buffers = score_mod_other_buffers, mask_mod_other_buffers
     final = _scores(query, _each_head(keys, query), score_mod, block_mask[-1], scale, *buffers).final
     largest = final.amax(-1)
-    dead = largest == -math.inf  # queries that attend to nothing
+    dead = largest == -math.inf  # queries without keys
     sums = final.logsumexp(-1).masked_fill(dead, -math.inf)
     weights = final.softmax(-1).masked_fill(dead.unsqueeze(-1), 0.0)
     out = weights.to(query.dtype) @ _each_head(values, query).to(query.dtype)
@@ -118,7 +118,7 @@ def _scores(
     score_buffers: Buffers,
     mask_buffers: Buffers,
 ) -> Scores:
-    products = settled(widened(query) @ widened(keys).mT) * scale
+    products = without_partial(widened(query) @ widened(keys).mT) * scale
     indices = [indices_of(products, dim) for dim in range(4)]
     with scalar_lookups():
         modified = _for_each_score(score_mod, 1, len(score_buffers))(products, *indices, *score_buffers)
@@ -132,10 +132,10 @@ def _for_each_score(
     """A function of `before` scores, four indices and `after` more, on all of them.
 
     Args:
-        function: what is called with scalars.
-        before: how many scores come first.
-        after: how many arguments follow the indices.
-        mapped: those of them that are scores as well; the others are given as they are.
+        function: called with scalars.
+        before: the number of scores before the indices.
+        after: the number of arguments after the indices.
+        mapped: those of them that are scores as well; the others are passed unchanged.
     """
     following = tuple(0 if i in mapped else None for i in range(after))
     for index in reversed(range(4)):
@@ -193,7 +193,7 @@ def _in_memory_like(x: Any, like: Any) -> Any:
 
 
 def register() -> None:
-    """Tell torch's operator what to do with DTensors: of this class, in flight, or copies of views."""
+    """Register implementations of torch's operator for these classes: DTensor, in flight, copied views."""
     for kind in (DTensor, PendingDTensor, CopiedDTensor):
         flex_attention.py_impl(kind)(attend)
         flex_attention_backward.py_impl(kind)(attend_backward)

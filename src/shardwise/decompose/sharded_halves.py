@@ -1,4 +1,4 @@
-"""Halves, planes and groups of sharded dims, taken apart and joined: `glu`, `rot90`, `channel_shuffle`, `renorm`."""
+"""Halves, planes and groups of sharded dims, split and joined: `glu`, `rot90`, `channel_shuffle`, `renorm`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rot90_by_flips(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
 
 @decomposition(aten.channel_shuffle.default)
 def channels_by_groups(x: Any, groups: int) -> Any:
-    """Channels are taken apart by groups; ranks exchange what views need elsewhere."""
+    """Channels are split into groups; ranks exchange the parts that views need on other ranks."""
     if not x.numel() or x.shape[1] % groups:
         return NotImplemented
     apart = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])

@@ -53,7 +53,7 @@ def several_sharded(x: Any, pad: Sequence[int]) -> list[int]:
 
 
 def one_after_the_other(op: Any) -> Callable[..., Any]:
-    """A padding of several sharded dims, one after the other; what is not sharded with the first of them."""
+    """A padding of several sharded dims, one after the other; dims that are not sharded with the first of them."""
 
     def pad_dims_in_turn(x: Any, pad: Sequence[int], *value: Any) -> Any:
         dims = several_sharded(x, pad)
@@ -85,7 +85,7 @@ def backward_one_after_the_other(op: Any) -> Callable[..., Any]:
         rest = [0 if x.dim() - 1 - i // 2 in apart else n for i, n in enumerate(padding)]
         for some in (*apart.values(), rest):
             shape = [n - sum(pads_of(some, x.dim(), dim)) for dim, n in enumerate(grad.shape)]
-            # of what a gradient is taken by only the size is read: it needs no memory
+            # only the size of the forward's operand is read: it needs no memory
             grad = op(grad, grad.new_zeros(()).expand(shape), some)
         return grad
 
@@ -99,7 +99,7 @@ for count, kind in itertools.product((2, 3), ("reflection", "replication")):
 
 @decomposition(aten.im2col.default)
 def columns_over_plane(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """Windows of a sharded image stay with the rows that they begin in."""
+    """Windows of a sharded image are on the ranks of their first rows."""
     if not split_axes(x, (x.dim() - 2, x.dim() - 1)) or not x.numel():
         return NotImplemented
     return torch.ops.shardwise.image_to_columns.default(x, kernel_size, dilation, padding, stride).flatten(-2)
@@ -107,7 +107,7 @@ def columns_over_plane(x: Any, kernel_size: Any, dilation: Any, padding: Any, st
 
 @decomposition(aten.col2im.default)
 def image_of_plane(x: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """Windows whose places are sharded are put back on each rank, and added up over ranks."""
+    """Windows with sharded positions are put back on each rank, and added over ranks."""
     if not split_axes(x, (x.dim() - 1,)) or not x.numel():
         return NotImplemented
     plane = places_of(output_size, kernel_size, dilation, padding, stride)

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def without_masks(tensor: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Masks replaced by the indices of what they let through; one without dims adds a dim to the tensor."""
+    """Masks replaced by indices; one without dims adds a dim to the tensor."""
     found: list[Any] = []
     for each in indices:
         if each is None or each.dtype not in MASKS:
@@ -34,7 +34,7 @@ def without_masks(tensor: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 @decomposition(aten.index.Tensor)
 def index_without_masks(tensor: Any, indices: Sequence[Any]) -> Any:
-    """Only the masks are made whole to be looked into."""
+    """Only the masks are replicated to be read."""
     tensor, found = without_masks(tensor, indices)
     return aten._unsafe_index.Tensor(tensor, found)
 
@@ -43,7 +43,7 @@ def index_without_masks(tensor: Any, indices: Sequence[Any]) -> Any:
 def index_put_without_masks(
     tensor: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
-    """One number put where a mask says needs no indices; otherwise only the masks are made whole to be looked into."""
+    """One number put by a mask needs no indices; otherwise only the masks are replicated to be read."""
     mask = indices[0] if len(indices) == 1 else None
     if mask is not None and mask.dtype in MASKS and mask.dim() and values.numel() == 1:
         chosen = mask.to(torch.bool).reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim()))
@@ -64,7 +64,7 @@ def sharded_and_shorter(tensor: Any, dim: int, index: Any) -> list[int]:
 
 @decomposition(aten.gather.default)
 def gather_in_front(tensor: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Where the indices cover the front of a sharded dim, only that is looked at."""
+    """If the indices cover the front of a sharded dim, only that is read."""
     shorter = sharded_and_shorter(tensor, dim, index) if tensor.dim() == index.dim() and index.numel() else []
     for d in shorter:
         tensor = tensor.narrow(d, 0, index.shape[d])
@@ -72,7 +72,7 @@ def gather_in_front(tensor: Any, dim: int, index: Any, sparse_grad: bool = False
 
 
 def write_in_front(op: Any) -> Callable[..., Any]:
-    """Where the indices cover the front of a sharded dim, only that is written to."""
+    """If the indices cover the front of a sharded dim, only that is written to."""
 
     def compute(tensor: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Any:
         shorter = sharded_and_shorter(tensor, dim, index) if tensor.dim() == index.dim() and index.numel() else []
@@ -104,7 +104,7 @@ for write in (
 def in_order_of_shards(tensor: Any, index: Any) -> tuple[Any, int, Any]:
     """The tensor with its first sharded dim in front, that dim, and the flat indices into it.
 
-    An index that is out of range stays out of range, so that the operator after it refuses it.
+    An index out of range remains out of range, so that the next operator refuses it.
     """
     dim, count = next((d for d in range(tensor.dim()) if split_axes(tensor, [d])), 0), tensor.numel()
     outer, size, inner = (
@@ -122,7 +122,7 @@ def in_order_of_shards(tensor: Any, index: Any) -> tuple[Any, int, Any]:
 
 @decomposition(aten.take.default)
 def take_by_rows(tensor: Any, index: Any) -> Any:
-    """A look-up along the sharded dim, which moves what is asked for."""
+    """A look-up along the sharded dim, which moves the requested elements only."""
     if not tensor.dim() or not tensor.numel() or not split_axes(tensor, range(tensor.dim())):
         return NotImplemented
     moved, _, at = in_order_of_shards(tensor, index)

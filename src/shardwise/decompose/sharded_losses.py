@@ -1,4 +1,4 @@
-"""Negative log-likelihood with sharded classes: each rank contributes the targets whose class it holds."""
+"""Negative log-likelihood with sharded classes: each rank contributes the targets of its classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index
         return as_result(losses, scores.dtype), torch.zeros((), dtype=scores.dtype, device=scores.device)
     if reduction == SUM:
         return as_result(losses.sum(), scores.dtype), as_result(weights.sum(), scores.dtype)
-    # without weights the targets alone say how many count: no rank needs to be asked which of them it has
+    # without weights the number of counted targets follows from the targets: no communication is needed
     counted = (target != ignore_index).to(weights.dtype) if weight is None else weights
     total = reduced(counted.sum())
     loss = losses.sum() / total

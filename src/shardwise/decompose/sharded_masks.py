@@ -1,4 +1,4 @@
-"""Masks and unique elements of large sharded tensors: ranks count, then exchange the elements that are left.
+"""Masks and unique elements of large sharded tensors: ranks count, then exchange the selected elements.
 
 The number of elements depends on values. So it is computed first, and the result is sharded. A compiler traces the
 operators themselves, which replicate their operands.
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from shardwise.core.symbolic import is_tracing
-from shardwise.decompose.layout_helpers import as_laid_out, settled, split_axes
+from shardwise.decompose.layout_helpers import as_laid_out, split_axes, without_partial
 from shardwise.rules.registry import decomposition
 
 aten = torch.ops.aten
-# Bytes of a tensor that is worth counting in: replicating a smaller one takes less time than several collectives.
+# The smallest tensor in bytes for which this is worth it: replicating a smaller one is faster.
 LARGE = 1 << 20
 
 
 def flattened(x: Any) -> Any:
-    """A large tensor as one dim that is sharded; None where it is small, or would have to be moved for that."""
+    """A large tensor as one dim that is sharded; None if it is small, or would have to be moved for that."""
     if is_tracing() or not hasattr(x, "placements") or x.numel() * x.element_size() < LARGE:
         return None
-    x = settled(x)
+    x = without_partial(x)
     if x.spec.is_strided or not split_axes(x, (0,)) or len(split_axes(x, range(x.dim()))) > len(x.spec.dim_axes[0]):
         return None
     members = math.prod(x.device_mesh.shape[axis] for axis in x.spec.dim_axes[0])
@@ -32,7 +32,7 @@ def flattened(x: Any) -> Any:
 
 
 def let_through(mask: Any, *tensors: Any) -> list[Any]:
-    """The elements of these tensors that a mask lets through, all of one dim."""
+    """The elements of these tensors that a mask selects, all of one dim."""
     size, place = int(mask.sum()), mask.cumsum(0) - 1
     return [torch.ops.shardwise.compact.default(t, mask, place, size) for t in tensors]
 
@@ -44,7 +44,7 @@ def positions(x: Any) -> Any:
 
 @decomposition(aten.nonzero.default)
 def nonzero(x: Any) -> Any:
-    """Each rank looks into its part."""
+    """Each rank reads its part."""
     flat = flattened(x)
     if flat is None:
         return NotImplemented
@@ -58,23 +58,23 @@ def nonzero(x: Any) -> Any:
 
 @decomposition(aten.masked_select.default)
 def masked_select(x: Any, mask: Any) -> Any:
-    """The elements of a tensor that a mask lets through; the mask is laid out as the tensor is."""
+    """The elements of a tensor that a mask selects; the mask gets the layout of the tensor."""
     x, mask = torch.broadcast_tensors(x, mask)
     flat = flattened(x)
     if flat is None or not hasattr(mask, "placements"):
         return NotImplemented
-    return let_through(as_laid_out(settled(mask), settled(x)).reshape(-1), flat)[0]
+    return let_through(as_laid_out(without_partial(mask), without_partial(x)).reshape(-1), flat)[0]
 
 
 @decomposition(aten.masked_scatter.default)
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
-    """For each element that a mask lets through, the next one of a source: looked up where it is."""
+    """For each element that a mask selects, the next one of a source, by a look-up."""
     x, mask = torch.broadcast_tensors(x, mask)
-    x = x if split_axes(x, range(x.dim())) else as_laid_out(x, settled(mask))
+    x = x if split_axes(x, range(x.dim())) else as_laid_out(x, without_partial(mask))
     flat = flattened(x)
     if flat is None:
         return NotImplemented
-    chosen = as_laid_out(settled(mask), settled(x)).reshape(-1)
+    chosen = as_laid_out(without_partial(mask), without_partial(x)).reshape(-1)
     if not source.numel():
         return NotImplemented if chosen.any() else x.clone()
     place = torch.where(chosen, chosen.cumsum(0) - 1, 0)
@@ -83,13 +83,13 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
 
 @decomposition(aten.masked_scatter_backward.default)
 def masked_scatter_backward(grad: Any, mask: Any, sizes: Any) -> Any:
-    """The gradient of the source: that of the elements that were let through, in their order."""
+    """The gradient of the source: that of the selected elements, in their order."""
     if hasattr(mask, "placements") and not split_axes(grad, range(grad.dim())):
-        grad = as_laid_out(grad, settled(mask).expand(grad.shape))
+        grad = as_laid_out(grad, without_partial(mask).expand(grad.shape))
     flat = flattened(grad)
     if flat is None or not hasattr(mask, "placements"):
         return NotImplemented
-    chosen = as_laid_out(settled(mask).expand(grad.shape), settled(grad)).reshape(-1)
+    chosen = as_laid_out(without_partial(mask).expand(grad.shape), without_partial(grad)).reshape(-1)
     made = torch.ops.shardwise.compact.default(flat, chosen, chosen.cumsum(0) - 1, math.prod(sizes))
     return made.reshape(sizes)
 
@@ -106,16 +106,16 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
     return x.new_zeros(size, dtype=dtype).index_add(0, x, weights.to(dtype))
 
 
-# ---------------------------------------------------------------- what is unique
+# ---------------------------------------------------------------- unique elements
 
 
 def runs_of(values: Any, inverse: Any, wants_counts: bool) -> tuple[Any, Any, Any]:
-    """The first of each run of equal values, where the elements went, and how long the runs are.
+    """The first of each run of equal values, the run of each element, and the lengths of runs.
 
     Args:
         values: of one dim.
-        inverse: for each element where it is to be told to which run it belongs; None where it is not.
-        wants_counts: whether lengths are asked for.
+        inverse: for each element the position at which the number of its run is stored; None if it is not wanted.
+        wants_counts: whether lengths are wanted.
     """
     place, nothing = positions(values), values.new_empty(0, dtype=torch.int64)
     first = (values != values.roll(1)) | (place == 0)

@@ -1,4 +1,4 @@
-"""Layer, RMS and group norm over sharded dims: only statistics are reduced, the tensor stays."""
+"""Layer, RMS and group norm over sharded dims: only statistics are reduced."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.decompose.layout_helpers import (
     as_result,
     reduced,
     replicated,
-    settled,
     split_axes,
     statistic_of,
     widened,
+    without_partial,
 )
 from shardwise.decompose.sharded_statistics import moments
 from shardwise.rules.registry import decomposition
@@ -33,7 +33,7 @@ def norm_dims(x: Any, normalized_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def scaled(value: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
-    """Times the weight and plus the bias, where there are such."""
+    """Times the weight and plus the bias, if given."""
     value = value if weight is None else value * weight
     return as_result(value if bias is None else value + bias, dtype)
 
@@ -42,7 +42,7 @@ def scaled(value: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
 def layer_norm_of_shards(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """Layer norm over sharded dims: mean and variance are reduced."""
     dims = norm_dims(x, normalized_shape)
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     if not split_axes(x, dims):
         return aten.native_layer_norm.default(x, normalized_shape, replicated(weight), replicated(bias), eps)
     var, mean = moments(x, dims, 0)
@@ -59,7 +59,7 @@ def layer_norm_backward_of_shards(
 ) -> Any:  # fmt: skip
     """The gradients of a layer norm over sharded dims: two means are reduced."""
     dims = norm_dims(x, normalized_shape)
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     grad, mean, rstd = as_laid_out(grad, x), statistic_of(mean, x, dims), statistic_of(rstd, x, dims)
     if not split_axes(x, dims) and all(output_mask):
         weights = (replicated(weight), replicated(bias))
@@ -98,7 +98,7 @@ def backward_through(
 def rms_norm_of_shards(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
     """RMS norm over sharded dims: the mean square is reduced."""
     dims = norm_dims(x, normalized_shape)
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     if not split_axes(x, dims):
         return aten._fused_rms_norm.default(x, normalized_shape, replicated(weight), eps)
     wide = widened(x)
@@ -114,7 +114,7 @@ def rms_norm_backward_of_shards(
 ) -> Any:
     """The gradients of an RMS norm over sharded dims: one mean is reduced."""
     dims = norm_dims(x, normalized_shape)
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     grad, rstd = as_laid_out(grad, x), statistic_of(rstd, x, dims)
     if not split_axes(x, dims) and all(output_mask):
         return aten._fused_rms_norm_backward.default(grad, x, normalized_shape, rstd, replicated(weight), output_mask)
@@ -127,7 +127,7 @@ def rms_norm_backward_of_shards(
 
 
 def over_channels(value: Any, x: Any) -> Any:
-    """Something with an element for each channel, shaped to be computed with `x`."""
+    """A tensor with an element for each channel, in a shape that broadcasts with `x`."""
     return None if value is None else value.reshape([1, x.shape[1]] + [1] * (x.dim() - 2))
 
 
@@ -148,7 +148,7 @@ def per_group(x: Any, group: int) -> Any:
 
 
 def per_channel(value: Any, x: Any) -> Any:
-    """Something of each group, repeated for its channels and shaped to be computed with `x`."""
+    """A value of each group, repeated for its channels, in a shape that broadcasts with `x`."""
     groups, channels = value.shape[1], x.shape[1]
     repeated = value.unsqueeze(-1).expand(x.shape[0], groups, channels // groups)
     return repeated.reshape([x.shape[0], channels] + [1] * (x.dim() - 2))
@@ -158,8 +158,8 @@ def per_channel(value: Any, x: Any) -> Any:
 def group_norm_of_shards(
     x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
 ) -> tuple[Any, Any, Any]:
-    """Group norm over sharded channels or space: statistics of each channel are reduced, the tensor stays."""
-    x = settled(x, range(1, x.dim()))
+    """Group norm over sharded channels or space: statistics of each channel are reduced."""
+    x = without_partial(x, range(1, x.dim()))
     if not split_axes(x, range(1, x.dim())):
         return aten.native_group_norm.default(x, replicated(weight), replicated(bias), N, C, HxW, group, eps)
     wide = widened(x)
@@ -178,7 +178,7 @@ def group_norm_backward_of_shards(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """The gradients of a group norm over sharded channels or space: two means of each channel are reduced."""
     inner = range(1, x.dim())
-    x = settled(x, inner)
+    x = without_partial(x, inner)
     grad, mean, rstd = as_laid_out(grad, x), statistic_of(mean, x, inner), statistic_of(rstd, x, inner)
     if not split_axes(x, inner) and all(output_mask):
         sizes = (N, C, HxW, group)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import Replicate, Shard
-from shardwise.decompose.layout_helpers import as_result, moved_to, settled, split_axes, widened
+from shardwise.decompose.layout_helpers import as_result, moved_to, split_axes, widened, without_partial
 from shardwise.decompose.sharded_extremes import at_extreme
 from shardwise.rules.dims import wrapped
 from shardwise.rules.registry import decomposition
 
 aten = torch.ops.aten
-# So few ranks that gathering the totals of all in one collective costs less than exchanging them twice.
+# Up to this number of ranks, gathering all totals in one collective costs less than exchanging them twice.
 FEW = 8
 
 
@@ -22,14 +22,14 @@ def scan_of_shards(kind: str, x: Any, dim: int, dtype: torch.dtype | None = None
     """A scan along a sharded dim."""
     dim = wrapped(dim, x.dim())
     kept = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    x = settled(x if x.dtype is kept else x.to(kept), (dim,))
+    x = without_partial(x if x.dtype is kept else x.to(kept), (dim,))
     return as_result(part_by_part(kind, widened(x), dim), kept) if goes_by_parts(x, dim, kind) else NotImplemented
 
 
 def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
-    """The extremes so far along a sharded dim, and where they last were: the last place that was an extreme then."""
+    """The running extremes along a sharded dim, and their last positions."""
     dim = wrapped(dim, x.dim())
-    x = settled(x, (dim,))
+    x = without_partial(x, (dim,))
     if not goes_by_parts(x, dim, kind):
         return NotImplemented
     extremes = part_by_part(kind, x, dim)
@@ -38,14 +38,14 @@ def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
 
 
 def goes_by_parts(x: Any, dim: int, kind: str) -> bool:
-    """Whether a dim falls into parts that follow each other, one on a rank, and totals can be told of them."""
+    """Whether a dim has consecutive parts, one for each rank, of which totals can be exchanged."""
     axes = split_axes(x, (dim,))
     totals = kind in ("sum", "product") or not x.is_complex()
     return bool(axes) and totals and all(isinstance(x.placements[a], Shard) for a in axes)
 
 
 def part_by_part(kind: str, x: Any, dim: int) -> Any:
-    """A scan along a sharded dim: each part is scanned, and goes on from the totals of those before it."""
+    """A scan along a sharded dim: each part is scanned, and combined with the totals of those before it."""
     axes, scans = split_axes(x, (dim,)), torch.ops.shardwise
     members = math.prod(x.device_mesh.shape[a] for a in axes)
     part = scans.scan_part.default(x, dim, kind)
@@ -55,14 +55,14 @@ def part_by_part(kind: str, x: Any, dim: int) -> Any:
 
 
 def _gathered_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
-    """What stands before each part: every rank gets the totals of all. One collective."""
+    """The total before each part: every rank gets the totals of all. One collective."""
     whole = moved_to(total, [Replicate() if a in axes else p for a, p in enumerate(total.placements)])
     before = torch.ops.shardwise.scan_before.default(whole, dim, kind)
     return before.redistribute(placements=total.placements, shard_order=total.spec.shard_order)
 
 
 def _exchanged_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
-    """What stands before each part: a rank gets all totals of its share of the columns, and sends them back scanned.
+    """The total before each part: a rank gets all totals of its share of the columns, and returns them scanned.
 
     Two exchanges. A rank receives about two rows of totals, however many parts there are.
     """
@@ -82,7 +82,7 @@ def _exchanged_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
 
 
 def _declare_scan(op: Any, compute: Any, kind: str) -> None:
-    # totals are gathered (of places, too), and the gradient, which runs the other way, is moved once more
+    # totals are gathered (of positions, too), and the reversed gradient is moved once more
     decomposition(op, reductions=2)(lambda *args, **kwargs: compute(kind, *args, **kwargs))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import Replicate, Shard
-from shardwise.decompose.layout_helpers import moved_to, reduced, settled, split_axes
+from shardwise.decompose.layout_helpers import moved_to, reduced, split_axes, without_partial
 from shardwise.rules import sample_sort
 from shardwise.rules.dims import wrapped
 from shardwise.rules.registry import decomposition
@@ -21,10 +21,10 @@ aten = torch.ops.aten
 def topk_of_shards(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
     """The largest along a dim that one axis shards: the largest of each part are exchanged by columns, and sorted.
 
-    Sorting is stable, and only the last parts are filled up, so an element comes before what it ties with there.
+    Sorting is stable, and only the last parts are padded, so an element precedes padding of the same value.
     """
     dim = wrapped(dim, x.dim())
-    x = settled(x, (dim,))
+    x = without_partial(x, (dim,))
     axes = split_axes(x, (dim,))
     if not axes or x.spec.is_strided:
         return NotImplemented
@@ -43,13 +43,13 @@ def topk_of_shards(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: 
     return ordered.values.narrow(dim, 0, k).contiguous(), indices.gather(dim, order)
 
 
-# ---------------------------------------------------------------- one of what is sorted
+# ---------------------------------------------------------------- one of the sorted elements
 
 MANY = 8  # ranks: sorting moves values and indices twice, six times a rank's part of float32; gathering moves all parts
 
 
 def sorts_by_owner(x: Any, dim: int) -> bool:
-    """Whether a sharded dim is to be sorted where it is: no other can be split instead, and there are many parts."""
+    """Whether to sort along a sharded dim: no other dim can be sharded instead, and there are many parts."""
     axes = split_axes(x, (dim,))
     parts = math.prod(x.device_mesh.shape[a] for a in axes)
     if parts < MANY or not x.numel() or x.dtype not in sample_sort.SORTED_BY_OWNER or x.spec.is_strided:
@@ -62,7 +62,7 @@ def from_sorted(choose: Callable[..., tuple[Any, Any]], x: Any, dim: int, keepdi
     if not x.dim():
         return NotImplemented
     dim = wrapped(dim, x.dim())
-    x = settled(x, (dim,))
+    x = without_partial(x, (dim,))
     if not sorts_by_owner(x, dim):
         return NotImplemented
     found = choose(x, x.sort(dim=dim, stable=True), dim, *more)
@@ -112,8 +112,8 @@ decomposition(aten.mode.default, reductions=8)(lambda x, dim=-1, keepdim=False: 
 
 
 def median_of_all(x: Any, ignores_nan: bool) -> Any:
-    """The median of all elements, as one dim that stays sharded."""
-    x = settled(x, tuple(range(x.dim())))
+    """The median of all elements, as one sharded dim."""
+    x = without_partial(x, tuple(range(x.dim())))
     if not x.dim() or not split_axes(x, (0,)) or len(split_axes(x, range(x.dim()))) != len(split_axes(x, (0,))):
         return NotImplemented
     found = from_sorted(_median, x.reshape(-1), 0, False, ignores_nan)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.decompose.layout_helpers import as_laid_out, as_result, reduced, settled, split_axes, widened
+from shardwise.decompose.layout_helpers import as_laid_out, as_result, reduced, split_axes, widened, without_partial
 from shardwise.rules.registry import decomposition
 
 aten = torch.ops.aten
@@ -23,19 +23,19 @@ def shifted(x: Any, dim: int) -> Any:
 def softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     """Softmax along a sharded dim: the maximum and the sum are reduced."""
     dim %= max(x.dim(), 1)
-    x = settled(x, (dim,))
+    x = without_partial(x, (dim,))
     if not split_axes(x, (dim,)):
         return aten._softmax.default(x, dim, half_to_float)
     exps = shifted(x, dim).exp_()
     return as_result(exps.div_(reduced(exps.sum(dim, keepdim=True))), torch.float32 if half_to_float else x.dtype)
 
 
-# however few the classes are: a loss over sharded ones gathers no score
+# for any number of classes: a loss over sharded ones gathers no score
 @decomposition(aten._log_softmax.default, reductions=0)
 def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     """The logarithm of a softmax along a sharded dim: the maximum and the sum are reduced."""
     dim %= max(x.dim(), 1)
-    x = settled(x, (dim,))
+    x = without_partial(x, (dim,))
     if not split_axes(x, (dim,)):
         return aten._log_softmax.default(x, dim, half_to_float)
     below = shifted(x, dim)
@@ -46,9 +46,9 @@ def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
 
 @decomposition(aten._safe_softmax.default, reductions=2)
 def safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Softmax with zeros for rows in which nothing is allowed: those whose maximum says so."""
+    """Softmax with zeros for rows that are masked entirely: those with a maximum of minus infinity."""
     dim %= max(x.dim(), 1)
-    x = settled(x if dtype is None else x.to(dtype), (dim,))
+    x = without_partial(x if dtype is None else x.to(dtype), (dim,))
     if not split_axes(x, (dim,)):
         return aten._safe_softmax.default(x, dim)
     wide = widened(x)
@@ -62,7 +62,7 @@ def safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
 def softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
     """The gradient of a softmax along a sharded dim: one sum is reduced."""
     dim %= max(output.dim(), 1)
-    output = settled(output, (dim,))
+    output = without_partial(output, (dim,))
     grad = as_laid_out(grad, output)
     if not split_axes(output, (dim,)):
         return aten._softmax_backward_data.default(grad, output, dim, input_dtype)
@@ -76,7 +76,7 @@ def softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: to
 def log_softmax_backward_of_shards(grad: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
     """The gradient of a log-softmax along a sharded dim: one sum is reduced."""
     dim %= max(output.dim(), 1)
-    output = settled(output, (dim,))
+    output = without_partial(output, (dim,))
     grad = as_laid_out(grad, output)
     if not split_axes(output, (dim,)):
         return aten._log_softmax_backward_data.default(grad, output, dim, input_dtype)

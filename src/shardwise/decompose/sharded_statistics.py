@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.decompose.layout_helpers import reduced, settled, split_axes, widened
+from shardwise.decompose.layout_helpers import reduced, split_axes, widened, without_partial
 from shardwise.rules.reduction import Dims, reduced_dims
 from shardwise.rules.registry import decomposition
 
@@ -31,7 +31,7 @@ decomposition(aten.dist.default)(lambda x, other, p=2: any_norm(x - other, p))
 
 
 def moments(x: Any, dims: Sequence[int], correction: float) -> tuple[Any, Any]:
-    """Variance and mean over `dims`, which stay with size one: computed wide, in two passes."""
+    """Variance and mean over `dims`, kept with size one: computed in a wide dtype, in two passes."""
     wide = widened(x)
     mean = reduced(wide.mean(dims, keepdim=True))
     squares = torch.ops.shardwise.power_sum.default(wide - mean, 2, dims, True)
@@ -43,7 +43,7 @@ def variance(
 ) -> Any:
     """Any of var, std, var_mean, std_mean; `op` is which."""
     dims = reduced_dims(dim, x.dim())
-    x = settled(x, dims)
+    x = without_partial(x, dims)
     if not split_axes(x, dims):
         return op(x, dim, correction=correction, keepdim=keepdim)
     var, mean = moments(x, dims, 1 if correction is None else correction)

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def single_of(name: str, in_place: bool) -> Callable[..., Any]:
-    """The operator of one tensor that a foreach operator stands for."""
+    """The operator on one tensor that corresponds to a foreach operator."""
     extremum = {"maximum": (aten.maximum, aten.clamp_min), "minimum": (aten.minimum, aten.clamp_max)}.get(name)
     if extremum is None:
         return getattr(aten, f"{name}_" if in_place else name)
@@ -86,14 +86,14 @@ if hasattr(aten, "_foreach_mm"):
 
 
 def _locals(value: Any) -> Any:
-    """DTensors replaced by what this rank holds of them."""
+    """DTensors replaced by their locals."""
     if isinstance(value, list | tuple):
         return [_locals(item) for item in value]
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def aligned(op: Any) -> Callable[..., None]:
-    """A fused optimizer on lists that do not lie alike: all of a parameter is brought to where that lies."""
+    """A fused optimizer on lists in different layouts: gradients and states get the layouts of their parameters."""
     names = [a.name for a in op._schema.arguments]
 
     def run_aligned(*args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ def aligned(op: Any) -> Callable[..., None]:
 
 
 def _laid_out_as(tensor: Any, parameter: Any) -> Any:
-    """A gradient or state in the layout of its parameter; of plain ones every rank has the whole."""
+    """A gradient or state in the layout of its parameter; plain ones are replicated."""
     if not hasattr(parameter, "placements"):
         return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
     if not hasattr(tensor, "placements"):

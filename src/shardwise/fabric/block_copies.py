@@ -17,7 +17,7 @@ from shardwise.core.layout import Block, EqualChunks, dense_strides, intersect
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import settled, unrecorded
+from shardwise.core.symbolic import known_value, unrecorded
 from shardwise.plan.step import AllReduce, Compact, Expand, ReduceScatter, Slice, Step, Unreduce, Windowed, average_over
 from shardwise.torch_private import dispatch_mode_count
 
@@ -208,7 +208,7 @@ def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:
     if at.__class__ is int and n.__class__ is int:
         return local.narrow(dim, at, n)
     with unrecorded():  # narrow adds the two, which a tracer must not see: it knows the sum only by its symbols
-        end = settled(at + n)
+        end = known_value(at + n)
     return torch.ops.aten.slice.Tensor(local, dim, at, end)
 
 

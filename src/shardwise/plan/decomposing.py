@@ -53,11 +53,11 @@ def _split_wrongly(sharding: OutputSharding, operand: int, spec: DTensorSpec) ->
 
 def _seconds(specs: Sequence[DTensorSpec], main: int, split: Mapping[int, int], reductions: int) -> float:
     """Reductions of one element for each row of an operand, after all operands of its shape get its layout, reduced."""
-    planner, spec, settled = DTensorRedistributePlanner(), specs[main], specs[main].reduced()
+    planner, spec, reduced = DTensorRedistributePlanner(), specs[main], specs[main].reduced()
     alike = [other for other in specs if other.shape == spec.shape]
-    seconds = sum(planner.plan(other, settled.with_meta(other.tensor_meta)).seconds for other in alike)
-    local = settled.local_shape((0,) * spec.mesh.ndim)
+    seconds = sum(planner.plan(other, reduced.with_meta(other.tensor_meta)).seconds for other in alike)
+    local = reduced.local_shape((0,) * spec.mesh.ndim)
     row = math.prod(local[dim] for dim in set(split.values()))
     members = math.prod(spec.mesh.shape[axis] for axis in split)
-    received = 2 * (members - 1) / members * settled.local_bytes / max(row, 1)
+    received = 2 * (members - 1) / members * reduced.local_bytes / max(row, 1)
     return seconds + reductions * current_cost_model().seconds(spec.mesh, tuple(split), received)

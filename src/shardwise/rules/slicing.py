@@ -14,7 +14,7 @@ import torch
 from shardwise.core.layout import Run, Segment
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import settled
+from shardwise.core.symbolic import known_value
 from shardwise.rules.dims import kept, moved, names, wrapped
 from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, Rows, rule
@@ -118,7 +118,7 @@ def pieces_of(runs: Sequence[Run], taken: Taken) -> list[tuple[int, int, int]]:
         last = min(taken.length, -(-(run.start + run.length - taken.start) // taken.step))
         if first < last:
             piece = at + taken.start + first * taken.step - run.start, first, last - first
-            found.append((settled(piece[0]), settled(piece[1]), settled(piece[2])))
+            found.append((known_value(piece[0]), known_value(piece[1]), known_value(piece[2])))
         at += run.length
     return found
 

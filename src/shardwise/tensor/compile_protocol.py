@@ -17,7 +17,7 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
-from shardwise.core.symbolic import hinted, is_tracing, settled, specialized
+from shardwise.core.symbolic import hinted, is_tracing, known_value, specialized
 from shardwise.core.tangents import accept_plain_tangents
 from shardwise.dispatch.views import OUTSIDE
 from shardwise.fabric.base import fabric_of
@@ -201,7 +201,7 @@ def _trace_again_where_fixed(spec: DTensorSpec) -> None:
     if dispatch_mode_of(DispatchModeKey.PROXY) is None or TracingContext.try_get() is None:
         return
     sizes = [size for size in spec.shape if isinstance(size, torch.SymInt)]
-    found = {(spec.mesh, value) for value in map(settled, sizes) if not isinstance(value, torch.SymInt)}
+    found = {(spec.mesh, value) for value in map(known_value, sizes) if not isinstance(value, torch.SymInt)}
     if found - _fixed_by_backward:
         _fixed_by_backward.update(found)
         restart = importlib.import_module("torch._dynamo.exc").TensorifyScalarRestartAnalysis  # what backends may raise
