@@ -14,8 +14,8 @@ from shardwise.core.placement import AnyShard, Partial, Replicate, Shard
 from shardwise.tensor import DTensor
 
 __all__ = [
-    "HALVES", "as_laid_out", "as_result", "indices_of", "moved_to", "reduced", "replicated", "split_axes", "statistic_of",
-    "widened", "without_partial",
+    "HALVES", "as_laid_out", "as_result", "indices_of", "moved_to", "reduced", "replicated", "split_axes",
+    "statistic_of", "widened", "without_partial",
 ]  # fmt: skip
 
 HALVES = (torch.float16, torch.bfloat16)
