@@ -40,7 +40,7 @@ from shardwise.core.placement import (
     Zigzag,
     as_placement,
 )
-from shardwise.core.symbolic import has_symbols, hinted, settled, specialized, unrecorded
+from shardwise.core.symbolic import has_symbols, hinted, known_value, specialized, unrecorded
 from shardwise.errors import LayoutError
 
 __all__ = ["DTensorSpec", "ShardOrder", "ShardOrderEntry", "TensorMeta", "checked_placements", "dtype_name"]
@@ -350,7 +350,7 @@ class DTensorSpec(Interned):
         index = 0
         for axis in axes:
             index = index * sizes[axis] + coordinate[axis]
-        return Run(settled(index * (size // parts)), settled(size // parts))
+        return Run(known_value(index * (size // parts)), known_value(size // parts))
 
     def _checked_coordinate(self, given: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
         mesh = self.mesh

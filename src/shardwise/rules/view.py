@@ -1,11 +1,10 @@
 """Views that regroup dims: view, reshape, flatten, unflatten, on sharded, uneven and strided dims.
 
 A dim's index is a number in mixed radix, and an even split is one of its digits. A view regroups digits: a split
-goes to the dim that its digit falls into, as a `Shard` if the digit leads there and as a `StridedShard` if others do.
-The blocks of a `Zigzag` are a digit too; where they are uneven, its rows must stay what they are. The sizes of
-a `Ragged` first dim are counted in elements of the first dim after the view, if they can be.
-Where a digit falls into no dim, the only split of a group is moved to one that does. What cannot be said this way is
-gathered first.
+goes to the dim of its digit, as a `Shard` if the digit is the leading one there and as a `StridedShard` if not. The
+blocks of a `Zigzag` are a digit too; if they are uneven, its rows must not change. The sizes of a `Ragged` first dim
+are counted in elements of the first dim after the view, if possible. If a digit crosses dims, the only split of a group
+is moved to one that does not. Layouts that cannot be expressed in this way are gathered first.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ def _same_parts(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis: 
 def _uneven(
     spec: DTensorSpec, group: DimGroup, after: Sequence[int], dim: int, axis: int
 ) -> list[list[tuple[int, int]]] | None:
-    """A single split of the last dim of a group may be uneven: each row is split in the same way, before and after the view.
+    """A single split of the last dim of a group may be uneven: each row is split the same, before and after the view.
 
     One of the first dim may be, if its parts are those of the first dim after the view.
     """
