@@ -1,6 +1,6 @@
-"""How an operator runs on locals: once here, or once for each virtual rank; on a dry run, on meta tensors.
+"""Helpers for operators on locals: their arguments, conjugate bits, empty operands, order in memory.
 
-Knows nothing of how layouts are chosen.
+The fabric runs them; layouts have been chosen before.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import torch
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.fabric.base import fabric_of
-from shardwise.fabric.dry import dry
-from shardwise.fabric.nondeterministic import is_nondeterministic
+from shardwise.fabric.base import OperatorRunner, fabric_of
 from shardwise.fabric.shared_writes import written_arguments
-from shardwise.fabric.virtual import RankTensor, map_parts, parts_of, run_rows, together
+from shardwise.fabric.virtual import map_parts, parts_of
 from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import DispatchKey, is_key_excluded, set_key_excluded, tree_leaves, tree_map
 
@@ -25,8 +23,6 @@ __all__ = [
     "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing_conjugates",
     "sparing_empty", "stored_zeros",
 ]  # fmt: skip
-
-Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]  # operator, arguments, locals
 
 
 def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
@@ -127,7 +123,7 @@ def local_runner(
     patches: Mapping[Coordinate, Mapping[str, Any]] | None,
     mesh: DeviceMesh,
     draws: bool,
-) -> Run:
+) -> OperatorRunner:
     """How an operator is run on locals.
 
     Args:
@@ -137,17 +133,13 @@ def local_runner(
         mesh: whose ranks run it.
         draws: whether it draws random numbers, once for all ranks.
     """
-    runner = _Runner(info, slots, patches, coordinates_here(mesh))
-    fabric = fabric_of(mesh)
-    if fabric.many_ranks:
-        return runner.run_once if draws else runner.run_on_each
-    return runner.run_here if fabric.has_values else runner.run_dry
+    return fabric_of(mesh).operator_runner(_Operator(info, slots, patches, coordinates_here(mesh)), draws)
 
 
-class _Runner:
+class _Operator:
     """An operator with the places of its locals, for the ranks at the coordinates here."""
 
-    __slots__ = ("info", "own", "slots", "written")
+    __slots__ = ("names", "op", "own", "slots", "written")
 
     def __init__(
         self,
@@ -156,16 +148,17 @@ class _Runner:
         patches: Mapping[Coordinate, Mapping[str, Any]] | None,
         coordinates: list[Coordinate],
     ) -> None:
-        self.info, self.slots = info, slots
-        self.own = [{} if patches is None else patches[at] for at in coordinates]  # each rank's plain arguments
-        self.written = [(i, slot.name) for i, slot in enumerate(slots) if slot.name in written_arguments(info.op)]
+        self.op, self.names, self.slots = info.op, info.names, slots
+        self.own: Sequence[Mapping[str, Any]] = [{} if patches is None else patches[at] for at in coordinates]
+        names = written_arguments(info.op)
+        self.written: Sequence[tuple[int, str]] = [(i, slot.name) for i, slot in enumerate(slots) if slot.name in names]
 
     def arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: Sequence[Any], own: Mapping[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """What the operator is called with on a rank: its locals, and the plain arguments that are its own."""
-        names, new_args, new_kwargs = self.info.names, list(args), dict(kwargs)
-        for slot, local in zip(self.slots, locals_, strict=True):
+        """The arguments of a call on one rank: its tensors in their places, and those that it replaces."""
+        names, new_args, new_kwargs = self.names, list(args), dict(kwargs)
+        for slot, local in zip(self.slots, tensors, strict=True):
             slot.put(new_args, new_kwargs, local)
         for name, value in own.items():
             index = names.index(name) if name in names else len(new_args)
@@ -174,58 +167,6 @@ class _Runner:
             else:
                 new_kwargs[name] = value
         return new_args, new_kwargs
-
-    def run_here(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        """On the one rank of this process."""
-        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.own[0])
-        return op(*new_args, **new_kwargs)
-
-    def run_dry(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        """On meta tensors, which are counted."""
-        new_args, new_kwargs = self.arguments(args, kwargs, locals_, self.own[0])
-        if "device" in new_kwargs:
-            new_kwargs["device"] = torch.device("meta")
-        results = op(*new_args, **new_kwargs)
-        for result in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(result, torch.Tensor):
-                dry.track(result)
-        return results
-
-    def run_on_each(
-        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]
-    ) -> Any:
-        """On one virtual rank after the other."""
-        columns = _columns(locals_)
-        rows = [[*_row(locals_, columns, i), own] for i, own in enumerate(self.own)]
-
-        def call(row: Sequence[Any]) -> Any:
-            new_args, new_kwargs = self.arguments(args, kwargs, row[:-1], row[-1])
-            return op(*new_args, **new_kwargs)
-
-        func = self.info.op if is_nondeterministic(self.info.op) else op  # `op` may be a function around it
-        return together(run_rows(func, rows, call, self.written), lambda values: values[0])
-
-    def run_once(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
-        """Random numbers are drawn once, on operands that all virtual ranks hold alike, and given to every rank."""
-        columns = _columns(locals_)
-        new_args, new_kwargs = self.arguments(args, kwargs, _row(locals_, columns, 0), self.own[0])
-        result = op(*new_args, **new_kwargs)
-        for slot, column in zip(self.slots, columns, strict=True):
-            if slot.name in self.info.writes and column is not None:
-                for other in column[1:]:
-                    other.copy_(column[0])
-        copies = [tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, result) for _ in self.own]
-        return together(copies, lambda values: values[0])
-
-
-def _columns(locals_: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor] | None]:
-    """Of each local the tensors of all virtual ranks; None for a plain one, which every rank has."""
-    return [local.tensors if isinstance(local, RankTensor) else None for local in locals_]
-
-
-def _row(locals_: Sequence[torch.Tensor], columns: Sequence[Sequence[torch.Tensor] | None], position: int) -> list[Any]:
-    """What the virtual rank at a position has of each local."""
-    return [local if column is None else column[position] for local, column in zip(locals_, columns, strict=True)]
 
 
 def stored_zeros(tensor: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,7 @@ class HostOf:
     """A host that says it is `rank`."""
 
     name = "virtual"
+    many_ranks = True
 
     def __init__(self, rank: int) -> None:
         self.mine = rank

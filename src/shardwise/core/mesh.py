@@ -34,6 +34,7 @@ class Host(Protocol):
     """What depends on the current rank; implemented by fabrics."""
 
     name: str
+    many_ranks: bool
 
     def rank(self) -> int:
         """The rank of this process."""

@@ -27,7 +27,7 @@ from shardwise.core.layout import (
     normalize_dim,
     runs_of,
 )
-from shardwise.core.mesh import DeviceMesh
+from shardwise.core.mesh import DeviceMesh, hosts
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.core.placement import (
     AnyShard,
@@ -281,7 +281,7 @@ class DTensorSpec(Interned):
         put(self, "is_strided", any(isinstance(p, AnyShard) and not isinstance(p, Shard) for p in placements))
         if self.is_strided:
             _check_sizes(self)
-        by_rank = self.mesh.fabric == "virtual" and self._is_uneven()
+        by_rank = hosts[self.mesh.fabric].many_ranks and self._is_uneven()
         flattened = (_rank_names(self.mesh.grid_size), ByRank(self.context)) if by_rank else (_LOCAL, self.context)
         put(self, "flattened", flattened)
         put(self, "_blocks", {})

@@ -24,7 +24,7 @@ from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_b
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.routes import BoundRoute
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.virtual import parts_of
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates, sparing_empty
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.step import OwnerExchange, RowExchange
@@ -144,28 +144,24 @@ def _simple_executor(
         return None
     if signature.pinned not in ((), (0,)) or info.outs or (info.op in MAY_COPY and patches is None):
         return None
-    op, wrap, lockstep = local_op or kernel_of(info.op), wrapping.wrapper(spec), fabric_of(mesh).many_ranks
+    op, wrap, fabric = local_op or kernel_of(info.op), wrapping.wrapper(spec), fabric_of(mesh)
     if patches is not None:
-        return None if len(slots) != 1 or lockstep else _patched(info, op, wrap, patches[here[0]])
+        return None if len(slots) != 1 or not fabric.one_rank else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
         return _writing(wrapping, info, op, len(slots) == 1)
-    form = _form(signature, lockstep)
-    if form is None:
+    op = fabric.on_each(op, len(slots))
+    if op is None:
         return None
+    form = _form(signature)
     return _view(info, op, wrap) if form is _unary and info.is_view else watched(wrapping, info, form(op, wrap))
 
 
-def _form(signature: Signature, lockstep: bool) -> Callable[[Callable[..., Any], Wrap], Executor] | None:
-    """The short function for so many operands; None where there is none."""
-    match len(signature.slots), lockstep:
-        case 1, _:
-            return _unary_lockstep if lockstep else _unary
-        case 2, _:
-            return _binary_lockstep if lockstep else functools.partial(_binary, signature.wrapping.tensor_class)
-        case _, False:
-            return functools.partial(_several, signature.wrapping.tensor_class)
-        case _:
-            return None
+def _form(signature: Signature) -> Callable[[Callable[..., Any], Wrap], Executor]:
+    """The short function for so many operands."""
+    if len(signature.slots) == 1:
+        return _unary
+    form = _binary if len(signature.slots) == 2 else _several
+    return functools.partial(form, signature.wrapping.tensor_class)
 
 
 def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DTensorSpec], Executor] | None:
@@ -178,13 +174,13 @@ def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DT
     dtypes = [spec.tensor_meta.dtype for spec in (*signature.specs, *sharding.outputs)]
     if not fabric.has_values or any(dtype.is_complex for dtype in dtypes):
         return None
-    wrapper, form = signature.wrapping.wrapper, _form(signature, fabric.many_ranks)
-    if form is None or sharding.inputs != signature.specs or info.returns != ("Tensor",):
+    if sharding.inputs != signature.specs or info.returns != ("Tensor",):
         return None
     if rule.local_op is None and info.op in PHYSICAL:
         return None
-    op = rule.local_op or kernel_of(info.op)
-    return lambda spec: form(op, wrapper(spec))
+    wrapper, form = signature.wrapping.wrapper, _form(signature)
+    op = fabric.on_each(rule.local_op or kernel_of(info.op), len(signature.slots))
+    return None if op is None else lambda spec: form(op, wrapper(spec))
 
 
 def _unary(op: Callable[..., Any], wrap: Wrap) -> Executor:
@@ -242,25 +238,6 @@ def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any], alone: bo
         return target
 
     return writing_one if alone else writing
-
-
-def _unary_lockstep(op: Callable[..., Any], wrap: Wrap) -> Executor:
-    def unary_lockstep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        rest = args[1:]
-        return wrap(RankTensor([op(a, *rest, **kwargs) for a in args[0]._local_tensor.tensors]))
-
-    return unary_lockstep
-
-
-def _binary_lockstep(op: Callable[..., Any], wrap: Wrap) -> Executor:
-    def binary_lockstep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        a, b, *rest = args
-        a, b = getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b)
-        if a.__class__ is RankTensor and b.__class__ is RankTensor:
-            return wrap(RankTensor([op(x, y, *rest, **kwargs) for x, y in zip(a.tensors, b.tensors, strict=True)]))
-        return wrap(op(a, b, *rest, **kwargs))
-
-    return binary_lockstep
 
 
 def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[str, Any]) -> Executor | None:

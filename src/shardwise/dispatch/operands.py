@@ -14,7 +14,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import SideBySide, alike
 from shardwise.dispatch.signature import Executor, Signature, Wrapping
 from shardwise.fabric.routes import BoundRoute, bound_route
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import writes_to
 from shardwise.schema import OpInfo, Slot
 
 __all__ = ["Bring", "bringing", "reduced_first"]
@@ -79,11 +79,10 @@ def _remembered(tensor: Any, target: DTensorSpec) -> torch.Tensor | None:
 
 def _versions(tensor: Any) -> Versions:
     """How often a tensor and its local have been written to; None where torch does not count."""
-    local = tensor._local_tensor
-    parts = (local, *local.tensors) if isinstance(local, RankTensor) else (local,)
-    if tensor._copied_view is not None or tensor.is_inference() or any(part.is_inference() for part in parts):
+    if tensor._copied_view is not None or tensor.is_inference():
         return None
-    return tensor._version, sum(part._version for part in parts)
+    written = writes_to(tensor._local_tensor)
+    return None if written is None else (tensor._version, written)
 
 
 # ---------------------------------------------------------------- lists

@@ -20,7 +20,7 @@ from shardwise.events import user_line
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.collective_log import argument_name
 from shardwise.fabric.shared_writes import agree
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot
 
@@ -97,15 +97,14 @@ def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class
 def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
     """Locals of virtual ranks are what processes would have as plain tensors."""
     for name, operand in zip(names, operands, strict=True):
-        if isinstance(operand, RankTensor):
-            first = operand.tensors[0]
-            differs = [i for i, other in enumerate(operand.tensors) if not agree(first, other)]
-            if differs:
-                raise AgreementError(
-                    f"{op} at {user_line()}: argument {argument_name(name, operand)} is a plain torch.Tensor on "
-                    f"each rank among DTensors, and ranks 0 and {differs[0]} do not have the same",
-                    hint="DTensor.from_local(tensor, mesh, placements) if each rank holds a part of a tensor",
-                )
+        first, *others = parts_of(operand)
+        differs = [rank for rank, other in enumerate(others, start=1) if not agree(first, other)]
+        if differs:
+            raise AgreementError(
+                f"{op} at {user_line()}: argument {argument_name(name, operand)} is a plain torch.Tensor on "
+                f"each rank among DTensors, and ranks 0 and {differs[0]} do not have the same",
+                hint="DTensor.from_local(tensor, mesh, placements) if each rank holds a part of a tensor",
+            )
 
 
 # ---------------------------------------------------------------- gradients

@@ -8,8 +8,8 @@ per-rank values by `build` and `map`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -25,6 +25,8 @@ __all__ = [
     "BoundRows",
     "BoundStep",
     "Fabric",
+    "LocalOperator",
+    "OperatorRunner",
     "StartExchange",
     "advance",
     "check_counts",
@@ -46,6 +48,23 @@ BoundStep = Callable[[torch.Tensor], torch.Tensor]
 BoundRows = Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]]
 # The program by which a rank takes part in an exchange by owner, from its coordinate and its locals.
 StartExchange = Callable[[Coordinate, list[torch.Tensor]], Exchanging]
+# The operator, the arguments of a call, and the locals in the places of its DTensors, to the results as locals.
+OperatorRunner = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]
+
+
+@runtime_checkable
+class LocalOperator(Protocol):
+    """An operator and the places of locals in its arguments, as a fabric runs it on each rank here."""
+
+    op: Any
+    own: Sequence[Mapping[str, Any]]  # for each rank here the plain arguments that it replaces
+    written: Sequence[tuple[int, str]]  # which locals it writes to, and the names of their arguments
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any], own: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call on one rank: its tensors in their places, and those that it replaces."""
+        ...
 
 
 class Fabric(ABC):
@@ -101,6 +120,23 @@ class Fabric(ABC):
     ) -> torch.Tensor:
         """The local made of `fn(tensor)`, which calls `op`, for each rank here; equal tensors have equal results."""
         return self.map(mesh, lambda _, tensor: fn(tensor), local)
+
+    def is_local(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a local as it is: a plain one is not where a local holds the tensors of many ranks."""
+        return True
+
+    def on_each(self, op: Callable[..., Any], operands: int) -> Callable[..., Any] | None:
+        """`op` on each rank here, its first `operands` arguments locals; None: only an `operator_runner` runs it."""
+        return op
+
+    def operator_runner(self, operator: LocalOperator, draws: bool) -> OperatorRunner:
+        """What runs a call of an operator on each rank here. `draws`: random numbers, the same on all ranks."""
+
+        def run_here(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+            new_args, new_kwargs = operator.arguments(args, kwargs, locals_, operator.own[0])
+            return op(*new_args, **new_kwargs)
+
+        return run_here
 
     @abstractmethod
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,17 @@ from torch.overrides import TorchFunctionMode
 from shardwise.core.mesh import Coordinate, DeviceMesh, fabric_mode
 from shardwise.core.mode_stack import ModeStack, mode_context
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.base import BoundRows, BoundStep, Fabric, StartExchange, advance, check_source, register
+from shardwise.fabric.base import (
+    BoundRows,
+    BoundStep,
+    Fabric,
+    LocalOperator,
+    OperatorRunner,
+    StartExchange,
+    advance,
+    check_source,
+    register,
+)
 from shardwise.fabric.block_copies import empty_block, local_step
 from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, workspace_of
 from shardwise.plan.cost import current_cost_model
@@ -220,6 +230,21 @@ class DryFabric(Fabric):
 
     def map(self, mesh: DeviceMesh, fn: Callable[..., torch.Tensor], *locals_: torch.Tensor) -> torch.Tensor:
         return self.track(fn((0,) * mesh.ndim, *locals_))
+
+    def operator_runner(self, operator: LocalOperator, draws: bool) -> OperatorRunner:
+        """On meta tensors, which are counted."""
+
+        def run_dry(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+            new_args, new_kwargs = operator.arguments(args, kwargs, locals_, operator.own[0])
+            if "device" in new_kwargs:
+                new_kwargs["device"] = torch.device("meta")
+            results = op(*new_args, **new_kwargs)
+            for result in results if isinstance(results, tuple | list) else (results,):
+                if isinstance(result, torch.Tensor):
+                    self.track(result)
+            return results
+
+        return run_dry
 
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
         return [((0,) * mesh.ndim, local)]

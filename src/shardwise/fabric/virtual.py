@@ -18,6 +18,8 @@ from shardwise.fabric.base import (
     BoundRows,
     BoundStep,
     Fabric,
+    LocalOperator,
+    OperatorRunner,
     StartExchange,
     advance,
     check_counts,
@@ -61,7 +63,10 @@ from shardwise.torch_private import (
     tree_unflatten,
 )
 
-__all__ = ["RankTensor", "VirtualFabric", "check_replicas", "is_even", "parts_of", "run_rows", "together", "virtual"]
+__all__ = [
+    "RankTensor", "VirtualFabric", "check_replicas", "is_even", "map_parts", "of_rows", "part_at", "parts_of",
+    "virtual", "writes_to",
+]  # fmt: skip
 
 
 SHOWN_RANKS = 6  # of a RankTensor that is printed
@@ -235,6 +240,23 @@ def part_at(local: Any, position: int) -> torch.Tensor:
 def map_parts(fn: Callable[[torch.Tensor], torch.Tensor], local: torch.Tensor) -> torch.Tensor:
     """The local made of `fn(part)` for each tensor that a local is."""
     return RankTensor([fn(part) for part in local.tensors]) if isinstance(local, RankTensor) else fn(local)
+
+
+def of_rows(like: torch.Tensor, rows: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """Locals of the kind of `like`, made of a row of tensors for each rank here; none where no rank is here."""
+    if isinstance(like, RankTensor):
+        return [RankTensor(column) for column in zip(*rows, strict=True)]
+    return rows[0] if rows else ()
+
+
+def writes_to(local: torch.Tensor) -> int | None:
+    """How often a local has been written to; None where torch does not count."""
+    count = 0
+    for tensor in (local, *local.tensors) if isinstance(local, RankTensor) else (local,):
+        if tensor.is_inference():
+            return None
+        count += tensor._version
+    return count
 
 
 def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -425,6 +447,15 @@ class VirtualFabric(Fabric):
     ) -> torch.Tensor:
         return RankTensor(_alike(op, [[tensor] for tensor in _tensors(local, mesh)], lambda row: fn(row[0]), ()))
 
+    def is_local(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, RankTensor)
+
+    def on_each(self, op: Callable[..., Any], operands: int) -> Callable[..., Any] | None:
+        return _on_one(op) if operands == 1 else _on_two(op) if operands == 2 else None
+
+    def operator_runner(self, operator: LocalOperator, draws: bool) -> OperatorRunner:
+        return _drawing_once(operator) if draws else _rank_by_rank(operator)
+
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
         return list(zip(self.coordinates(mesh), _tensors(local, mesh), strict=True))
 
@@ -567,6 +598,54 @@ class VirtualFabric(Fabric):
             return RankTensor(out)
 
         return run_reduction
+
+
+def _on_one(op: Callable[..., Any]) -> Callable[..., Any]:
+    def unary_on_each(a: RankTensor, *rest: Any, **kwargs: Any) -> RankTensor:
+        return RankTensor([op(x, *rest, **kwargs) for x in a.tensors])
+
+    return unary_on_each
+
+
+def _on_two(op: Callable[..., Any]) -> Callable[..., Any]:
+    def binary_on_each(a: Any, b: Any, *rest: Any, **kwargs: Any) -> Any:
+        if a.__class__ is RankTensor and b.__class__ is RankTensor:
+            return RankTensor([op(x, y, *rest, **kwargs) for x, y in zip(a.tensors, b.tensors, strict=True)])
+        return op(a, b, *rest, **kwargs)
+
+    return binary_on_each
+
+
+def _rank_by_rank(operator: LocalOperator) -> OperatorRunner:
+    """On one rank after the other."""
+
+    def run_rank_by_rank(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+        rows = [[*(part_at(local, rank) for local in locals_), own] for rank, own in enumerate(operator.own)]
+
+        def call(row: Sequence[Any]) -> Any:
+            new_args, new_kwargs = operator.arguments(args, kwargs, row[:-1], row[-1])
+            return op(*new_args, **new_kwargs)
+
+        func = operator.op if is_nondeterministic(operator.op) else op  # `op` may be a function around it
+        return together(run_rows(func, rows, call, operator.written), lambda values: values[0])
+
+    return run_rank_by_rank
+
+
+def _drawing_once(operator: LocalOperator) -> OperatorRunner:
+    """Random numbers are drawn once, on operands that all ranks hold alike, and given to every rank."""
+
+    def run_once(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
+        first = [part_at(local, 0) for local in locals_]
+        new_args, new_kwargs = operator.arguments(args, kwargs, first, operator.own[0])
+        result = op(*new_args, **new_kwargs)
+        for position, _ in operator.written:
+            for other in parts_of(locals_[position])[1:]:
+                other.copy_(first[position])
+        copies = [tree_map(lambda t: t.clone() if _is_tensor(t) else t, result) for _ in operator.own]
+        return together(copies, lambda values: values[0])
+
+    return run_once
 
 
 def _swapped(parcels: Sequence[RowParcels], given: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -21,7 +21,6 @@ from shardwise.errors import PlainTensorError
 from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.routes import bound_route
 from shardwise.fabric.shared_writes import is_traced
-from shardwise.fabric.virtual import RankTensor
 from shardwise.local import stored_zeros
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor.gradient_layouts import (
@@ -173,7 +172,8 @@ class ToLocal(torch.autograd.Function):
             return None, None, None
         refuse_parts(ctx.spec)
         own: Any = grad
-        if fabrics[ctx.spec.mesh.fabric].many_ranks and not isinstance(innermost(own), RankTensor):
+        fabric = fabrics[ctx.spec.mesh.fabric]
+        if fabric.many_ranks and not fabric.is_local(innermost(own)):
             own = on_every_rank(own, ctx.spec.mesh.grid_size)  # of a plain tensor that the ranks' values were added to
         for axis in ctx.spec.partial_axes:
             if ctx.spec.placements[axis].is_partial("avg") and not ctx.gradient.placements[axis].is_partial("avg"):

@@ -281,7 +281,7 @@ class DTensor(CompileProtocol):
         if local_tensor.is_complex():  # locals never carry the conjugate bit: dispatch does not see it
             local_tensor = resolved(local_tensor)
         fabric = fabric_of(mesh)
-        if fabric.many_ranks and not isinstance(innermost(local_tensor), RankTensor):
+        if fabric.many_ranks and not fabric.is_local(innermost(local_tensor)):
             local_tensor = on_every_rank(local_tensor, mesh.grid_size)
         spec = spec_given(local_tensor, mesh, placements, run_check, shape, stride, shard_order)
         if fabric.is_outside(mesh):
@@ -386,7 +386,7 @@ class DTensor(CompileProtocol):
         mesh = self._spec.mesh
         whole = self if self._spec.is_replicated else self.redistribute(placements=(Replicate(),) * mesh.ndim)
         local = whole.to_local(grad_placements=grad_placements)
-        if isinstance(innermost(local), RankTensor) and mesh.size() == mesh.grid_size:
+        if fabrics[mesh.fabric].many_ranks and mesh.size() == mesh.grid_size:
             check_replicas(innermost(local))
             return first_rank(local)
         return local.clone() if whole is self else local  # never the memory of this tensor, on any fabric

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.io.range_reader import Replaced
 from shardwise.core import mesh as mesh_module
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError
-from shardwise.fabric.base import of_one_rank
+from shardwise.fabric.base import fabrics, of_one_rank
 from shardwise.fabric.c10d import c10d, new_group
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
@@ -179,7 +179,7 @@ def processes_of(outcome: Outcome, tensors: Iterable[torch.Tensor], group: Any =
 
     If the tensors cannot be saved or loaded together, the error is stored in `outcome`, for the next exchange.
     """
-    fabrics: set[str] = set()
+    here: set[str] = set()  # names of the fabrics that run the meshes
 
     def look() -> None:
         for tensor in tensors:
@@ -189,12 +189,12 @@ def processes_of(outcome: Outcome, tensors: Iterable[torch.Tensor], group: Any =
                     hint="make a DTensor of it with DTensor.from_local",
                 )
             if isinstance(tensor, DTensor):
-                fabrics.add(tensor.device_mesh.fabric)
-        if "dry" in fabrics:
+                here.add(tensor.device_mesh.fabric)
+        if not all(fabrics[name].has_values for name in here):
             raise UnsupportedError(
                 "a dry run has no values to save or load", hint="create the tensors on a virtual mesh or under torchrun"
             )
-        if len(fabrics) > 1:
+        if len(here) > 1:
             raise UnsupportedError(
                 "the state contains tensors of virtual ranks and of processes", hint="save them as two checkpoints"
             )
@@ -202,8 +202,8 @@ def processes_of(outcome: Outcome, tensors: Iterable[torch.Tensor], group: Any =
     looking = Outcome()  # runs also after an error, which must still be sent to the other processes
     looking.attempt(look, None)
     outcome.error = outcome.error or looking.error
-    surrounding = fabrics.pop() if len(fabrics) == 1 else mesh_module.chosen_fabric()
-    if surrounding != c10d.name or not dist.is_initialized():
+    surrounding = here.pop() if len(here) == 1 else mesh_module.chosen_fabric()
+    if not fabrics[surrounding].one_rank or not dist.is_initialized():
         return Processes()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise UnsupportedError(

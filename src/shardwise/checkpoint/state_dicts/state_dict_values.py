@@ -9,7 +9,7 @@ import torch
 
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
 from shardwise.errors import CheckpointError
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import parts_of
 from shardwise.loading import laid_out_as
 from shardwise.tensor import DTensor
 
@@ -62,14 +62,15 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
     """The global tensor as a plain tensor. Collective: all ranks call it."""
     with torch.no_grad():
         full = tensor.full_tensor()
-    if not isinstance(full, RankTensor):
+    first, *others = parts_of(full)
+    if first is full:
         return full
-    if any(not torch.equal(other, full.tensors[0]) for other in full.tensors[1:]):
+    if any(not torch.equal(other, first) for other in others):
         raise CheckpointError(
             f"{tensor.spec} differs between the slices of its mesh, and a full state dict cannot contain it",
             hint="use a sharded state dict: full_state_dict=False",
         )
-    return full.tensors[0].clone()
+    return first.clone()
 
 
 class TensorInfo(NamedTuple):

@@ -28,7 +28,7 @@ Part = tuple[Coordinate, torch.Tensor]
 class GatheredTensor(NamedTuple):
     """The global tensor, and facts about its parts."""
 
-    value: torch.Tensor
+    value: torch.Tensor  # of slices of a virtual mesh, each rank's own
     differing: tuple[Coordinate, ...]  # ranks whose replica of a block differs from the first rank's
     largest: float  # the largest magnitude on any rank: a Partial may be a small sum of large addends
 

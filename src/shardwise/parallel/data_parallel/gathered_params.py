@@ -19,7 +19,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import is_tracing
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.virtual import of_rows, part_at, parts_of
 from shardwise.parallel.data_parallel.sharded_param import ShardedParameter
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.torch_private import (
@@ -137,10 +137,9 @@ class Gathered:
         self._pending, self._started = None, False
         self._bases = [0] * len(self.tensors)
         for index in self.source.indices:
-            part = self.tensors[index]
-            if isinstance(part, RankTensor):
-                part = part.tensors[0]
-            else:
+            local = self.tensors[index]
+            part = part_at(local, 0)
+            if part is local:  # leaves on it share its version counter
                 self._bases[index] = part._version
             key = part.untyped_storage()._cdata
             _memory[key] = self, index
@@ -193,7 +192,7 @@ class Gathered:
         return found
 
     def _base(self, tensor: torch.Tensor, index: int) -> int:
-        return 0 if isinstance(tensor, DTensor | RankTensor) else self._bases[index]
+        return 0 if isinstance(tensor, DTensor) else self._bases[index]
 
     # ---------------------------------------------------------------- what autograd saves
 
@@ -228,11 +227,8 @@ class Saved(NamedTuple):
             gathered.group.needed(gathered)
         assert gathered.tensors is not None
         whole = gathered.tensors[self.position]
-        if isinstance(whole, RankTensor):
-            parts = zip(whole.tensors, self.views, strict=True)
-            local: torch.Tensor = RankTensor([part.as_strided(*view) for part, view in parts])
-        else:
-            local = whole.as_strided(*self.views[0])
+        parts = zip(parts_of(whole), self.views, strict=True)
+        local = of_rows(whole, [(part.as_strided(*view),) for part, view in parts])[0]
         return local if self.spec is None else dtensor_of(self.spec, local)
 
 
@@ -241,14 +237,14 @@ def _pack(tensor: Any) -> Any:
     local = tensor
     if type(tensor) is DTensor:
         spec, local = tensor._spec, tensor._local_tensor
-    part = local.tensors[0] if type(local) is RankTensor else local
+    part = part_at(local, 0)
     if type(part) is torch.Tensor:
         found = _memory.get(part.untyped_storage()._cdata)
         if found is not None and not part.is_conj() and not part.is_neg():
             gathered, index = found
             assert gathered.tensors is not None
             whole = gathered.tensors[index]
-            if whole.dtype is part.dtype and isinstance(whole, RankTensor) is (part is not local):
+            if whole.dtype is part.dtype and (part_at(whole, 0) is whole) is (part is local):
                 return gathered.handle(tensor, index, spec, local)
     return tensor, tensor._version
 

@@ -21,7 +21,7 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.virtual import of_rows, part_at
 from shardwise.parallel.data_parallel.flat_params import FlatLayout
 from shardwise.parallel.data_parallel.gathered_params import Gathered, Leaves, Source, at_once, completion_token
 from shardwise.parallel.data_parallel.grad_reduction import parts_of_sums
@@ -234,7 +234,7 @@ class ParameterGroup:
             wholes = [flat.new_empty(shape) for shape in layout.shapes(coordinates)[1]]
             layout.spread(flat, wholes)
             rows.append(wholes)
-        for index, tensor in zip(source.indices, _joined_ranks(local, rows), strict=False):
+        for index, tensor in zip(source.indices, of_rows(local, rows), strict=False):
             found[index] = tensor
         return found
 
@@ -481,7 +481,7 @@ class ParameterGroup:
         layout = self._layout(indices)
         rows = [layout.blocks(flat, coordinates) for flat, coordinates in rank_by_rank(self.data_mesh, layout, row)]
         with torch.no_grad():
-            for index, local in zip(indices, _joined_ranks(row, rows), strict=False):
+            for index, local in zip(indices, of_rows(row, rows), strict=False):
                 stored: Any = source.stored[index]
                 grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
                 accumulate(stored, grad)
@@ -526,12 +526,5 @@ def rank_by_rank(data_mesh: DeviceMesh, layout: FlatLayout, *locals_: torch.Tens
         if mesh not in here:
             here[mesh] = fabric_of(mesh).coordinates(mesh)
     for rank in range(len(here[data_mesh])):
-        flat, *others = [local.tensors[rank] if isinstance(local, RankTensor) else local for local in locals_]
+        flat, *others = [part_at(local, rank) for local in locals_]
         yield flat, [here[mesh][rank] for mesh in layout.meshes], *others
-
-
-def _joined_ranks(like: torch.Tensor, rows: Sequence[Sequence[torch.Tensor]]) -> Iterable[torch.Tensor]:
-    """The tensors of each rank here as locals; none on ranks outside of the mesh."""
-    if like.__class__ is RankTensor:
-        return [RankTensor(column) for column in zip(*rows, strict=True)]
-    return rows[0] if rows else ()

@@ -18,8 +18,8 @@ from shardwise.core.mesh import DeviceMesh, on_one_grid
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
-from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.base import fabric_of, fabrics
+from shardwise.fabric.virtual import map_parts
 from shardwise.parallel.data_parallel.flat_params import ParamSlot
 from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
 from shardwise.plan.propagate import replicated_spec
@@ -179,8 +179,8 @@ class ShardedParameter:
         """A tensor on gathered memory that modules take for a parameter; without a gradient yet."""
         if spec is not None:
             made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
-        elif isinstance(gathered, RankTensor):
-            made = RankTensor(gathered.tensors)
+        elif fabrics[self.data_mesh.fabric].many_ranks:
+            made = map_parts(lambda part: part, gathered)  # a local of its own on this memory
         else:
             return make_subclass(GatheredParameter, gathered)
         made._is_param = True  # what makes isinstance(made, nn.Parameter) true
