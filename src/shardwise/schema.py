@@ -1,4 +1,4 @@
-"""What an operator's schema says, and where the tensors stand in a call.
+"""What an operator's schema says, and the place of a tensor in a call.
 
 Read once for each operator. Knows nothing of layouts or of how operators run.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.rules.registry import find_rule
+from shardwise.rules.registry import Rule, find_rule
 from shardwise.torch_private import OpOverload
 
 __all__ = [
@@ -23,9 +23,8 @@ __all__ = [
     "Slot",
     "forget_infos",
     "functional_of",
-    "kernel_of",
+    "infos",
     "op_info",
-    "tensor_slots",
 ]
 
 
@@ -41,6 +40,8 @@ class OpInfo:
     """What dispatch must know of an operator, read once from its schema."""
 
     op: OpOverload
+    kernel: Callable[..., Any]  # what the operator calls: the same without a frame of Python
+    rule: Rule | None
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     unread: frozenset[str]  # arguments whose value no rule reads: only their type is in the key
@@ -77,24 +78,19 @@ def load_rules() -> None:
         importlib.import_module(name)
 
 
-_infos: dict[int, OpInfo] = {}  # by id: OpOverload hashes in Python, and operators live for ever
+infos: dict[int, OpInfo] = {}  # by id: OpOverload hashes in Python, and operators live for ever
 
 
 def op_info(op: OpOverload) -> OpInfo:
-    info = _infos.get(id(op))
+    info = infos.get(id(op))
     if info is None:
-        info = _infos[id(op)] = _read(op)
+        info = infos[id(op)] = _read(op)
     return info
-
-
-def kernel_of(op: OpOverload) -> Callable[..., Any]:
-    """What an operator calls: the same without a frame of Python. The attribute is torch's own."""
-    return getattr(op, "_op", op)
 
 
 def forget_infos() -> None:
     """Read schemas and rules again when they are next asked for: a rule has changed."""
-    _infos.clear()
+    infos.clear()
 
 
 def _read(op: OpOverload) -> OpInfo:
@@ -106,6 +102,8 @@ def _read(op: OpOverload) -> OpInfo:
     writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     return OpInfo(
         op=op,
+        kernel=getattr(op, "_op", op),
+        rule=rule,
         names=tuple(a.name for a in arguments),
         defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
         unread=frozenset(a.name for a in arguments if _is_value(str(a.type)) and a.name not in reads),
@@ -177,20 +175,3 @@ class Slot:
 
 class _Copied(list):
     """A list that is ours to write to."""
-
-
-def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Every tensor of a call with its place, in the order of the schema."""
-    for i, name in enumerate(info.names):
-        if i < len(args):
-            index, value = i, args[i]
-        elif name in kwargs:
-            index, value = None, kwargs[name]
-        else:
-            continue
-        if isinstance(value, torch.Tensor):
-            yield Slot(index, name, None), value
-        elif isinstance(value, list | tuple):
-            for item, one in enumerate(value):
-                if isinstance(one, torch.Tensor):
-                    yield Slot(index, name, item), one

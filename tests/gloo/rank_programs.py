@@ -204,7 +204,7 @@ def check_afresh() -> None:
         c10d._plain.close(wait=True)
     c10d._plain = None
     c10d._worlds += 1
-    base._found.clear()
+    base.found_errors.clear()
     base._raised.clear()
     dist.barrier()
 

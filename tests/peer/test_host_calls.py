@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from bench.counting import fake_world
 from bench.data_parallel_ranks import calls, moved, training_step
+from bench.walk import calls as walked_calls
 from bench.walk import walk
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -73,7 +74,7 @@ def _outermost(module: nn.Module, mesh: sw.DeviceMesh) -> nn.Module:
 
 
 def report() -> dict[str, Any]:
-    """Visits of our functions by each warm call; calls of a step, and its collectives and bytes, ours and torch's."""
+    """Visits of our functions by each warm call, the walk of a cold one; calls of a step, its collectives and bytes."""
     with fake_world(RANKS):
         mesh = sw.init_device_mesh("cpu", (RANKS,))
         visits = {}
@@ -81,6 +82,10 @@ def report() -> dict[str, Any]:
             for _ in range(3):
                 call()
             visits[name] = walk(call).visits
+        grid = sw.init_device_mesh("cpu", (RANKS // 2, 2))
+        for call in walked_calls(grid, 3, warming=True).values():
+            call()
+        first = walk(walked_calls(grid, 5)["a + b, the first in these layouts"])
         steps = {
             "ours": training_step(sw.fully_shard, mesh, width=16),
             "torch's": training_step(theirs.fully_shard, init_device_mesh("cpu", (RANKS,)), width=16),
@@ -90,6 +95,7 @@ def report() -> dict[str, Any]:
                 step()
         return {
             "visits": visits,
+            "first": [len(first.functions), len(first.files)],
             "calls": {name: calls(step) for name, step in steps.items()},
             "moved": {name: list(moved(step)) for name, step in steps.items()},
         }
@@ -104,6 +110,12 @@ def counted() -> dict[str, Any]:
 @pytest.mark.parametrize("call", LIMITS)
 def test_a_warm_call_enters_few_functions(counted: dict[str, Any], call: str) -> None:
     assert counted["visits"][call] <= LIMITS[call]
+
+
+def test_the_first_call_of_a_signature_is_a_short_walk(counted: dict[str, Any]) -> None:
+    functions, files = counted["first"]
+    assert functions <= 45
+    assert files <= 14
 
 
 def test_a_sharded_step_makes_less_than_half_the_calls_of_torch(counted: dict[str, Any]) -> None:

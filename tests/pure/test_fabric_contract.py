@@ -56,7 +56,9 @@ def counted() -> Counter[str]:
 
 def test_fabrics_are_asked_not_named() -> None:
     more = {name: count for name, count in counted().items() if count > ALLOWED.get(name, 0)}
-    assert not more, f"ask the fabric (`has_values`, `many_ranks`, `one_rank`, `spread`, `is_local`, `parts_of`, ...): {more}"
+    assert not more, (
+        f"ask the fabric (`has_values`, `many_ranks`, `one_rank`, `spread`, `is_local`, `parts_of`, ...): {more}"
+    )
 
 
 def test_the_list_is_current() -> None:

@@ -79,7 +79,7 @@ class TensorMeta(Interned):
         True
     """
 
-    __slots__ = ("dtype", "is_symbolic", "shape", "stride")
+    __slots__ = ("_contiguous", "dtype", "is_symbolic", "shape", "stride")
     _fields = ("shape", "stride", "dtype")
     shape: torch.Size
     stride: tuple[int, ...]
@@ -108,11 +108,13 @@ class TensorMeta(Interned):
             raise LayoutError(f"strides {self.stride} for shape {tuple(self.shape)}", hint="one stride for each dim")
         # torch.Size keeps the integers of numpy as they are
         object.__setattr__(self, "shape", torch.Size(map(_as_size, self.shape)))
+        # comparing symbolic sizes is a guard for the compiler: only where it is asked
+        object.__setattr__(self, "_contiguous", None if self.is_symbolic else self.stride == dense_strides(self.shape))
 
     @property
     def is_contiguous(self) -> bool:
         """Whether the strides are exactly those of a new tensor of this shape."""
-        return self.stride == dense_strides(self.shape)
+        return self.stride == dense_strides(self.shape) if self._contiguous is None else self._contiguous
 
     def dense(self) -> TensorMeta:
         """The metadata of a copy of the tensor: the same order of dims in memory, without gaps and overlaps."""

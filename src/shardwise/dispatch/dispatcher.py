@@ -27,7 +27,6 @@ from shardwise.dispatch.cross_mesh import on_one_mesh
 from shardwise.dispatch.decision import Decision, decided
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_whole_tensors, torch_decomposition
-from shardwise.dispatch.key import Key, is_symbolic, key_of
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.origins import (
     GROUPED,
@@ -47,20 +46,32 @@ from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.random_ops import agree_once, drawing, filling
 from shardwise.dispatch.result_meta import ResultMetas
 from shardwise.dispatch.ring_attention import attending
-from shardwise.dispatch.signature import Executor, GradientHooks, Signature, Wrap, Wrapping, fixed_sizes, routes_between
+from shardwise.dispatch.signature import (
+    Executor,
+    GradientHooks,
+    Key,
+    Signature,
+    Wrap,
+    Wrapping,
+    fixed_sizes,
+    is_symbolic,
+    key_of,
+    routes_between,
+    tensor_slots,
+)
 from shardwise.dispatch.size_generic import KnownCalls
 from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
 from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
 from shardwise.errors import UnsupportedError
 from shardwise.events import decision_made
-from shardwise.fabric.base import fabric_of, on_found, on_new_world, raise_found
+from shardwise.fabric.base import fabrics, found_errors, on_found, on_new_world, raise_found
 from shardwise.fabric.routes import cached_routes
 from shardwise.plan.cost import on_new_model
 from shardwise.plan.decomposing import worth_decomposing
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator, replicated_spec
 from shardwise.rng.random_fill import fills
 from shardwise.rules.registry import DECOMPOSITIONS, REDUCTIONS, RULES
-from shardwise.schema import OpInfo, Slot, forget_infos, functional_of, op_info, tensor_slots
+from shardwise.schema import OpInfo, forget_infos, functional_of, infos, op_info
 from shardwise.torch_private import OpOverload
 
 __all__ = ["CacheInfo", "OpDispatcher"]
@@ -135,13 +146,13 @@ class OpDispatcher:
 
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
         """Work out the executor of a new signature and keep it."""
-        raise_found()
+        if found_errors:
+            raise_found()
         if is_symbolic(key):
             return self._resolve_symbolic(named(key), func, args, kwargs)
         run = self._known_calls.find(key)
-        return self._keep(key, self.resolve(key, func, args, kwargs) if run is None else run)
-
-    def _keep(self, key: Key, run: Executor) -> Executor:
+        if run is None:
+            run = self.resolve(key, func, args, kwargs)
         self.misses += 1
         return self.cache.keep(key, run)
 
@@ -154,7 +165,8 @@ class OpDispatcher:
         with decision_made.collected() as heard:
             run = self.resolve(key, func, args, kwargs)
         if key not in self.cache:
-            self._keep(key, run)
+            self.misses += 1
+            self.cache.keep(key, run)
         return heard[-1]
 
     def _resolve_symbolic(
@@ -176,8 +188,8 @@ class OpDispatcher:
                 f"{func} is a collective of a process group, and was called with a DTensor",
                 hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives what a collective can take",
             )
-        info = op_info(func)
-        found: list[tuple[Slot, Any]] = list(tensor_slots(info, args, kwargs))
+        info = infos.get(id(func)) or op_info(func)
+        found = tensor_slots(info, args, kwargs)
         tensor_class = self.wrapping.tensor_class
         laid_out = [tensor._spec.mesh for _, tensor in found if isinstance(tensor, tensor_class)]
         mesh = laid_out[0]
@@ -190,7 +202,7 @@ class OpDispatcher:
             decided("on another device")
             return made_elsewhere(self.wrapping, info)
         signature = Signature.of(info, found, args, kwargs, mesh, self.wrapping)
-        if fabric_of(mesh).is_outside(mesh) and torch.Tag.inplace_view not in func.tags:
+        if fabrics[mesh.fabric].is_outside(mesh) and torch.Tag.inplace_view not in func.tags:
             run = self._resolve_outside(signature, key, args, kwargs)
             return run if len(laid_out) == len(found) else with_plain_operands(run, info, found, mesh, self.wrapping)
         if info.draws:
@@ -334,7 +346,7 @@ def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Out
     # of random operators only a rule of their own may speak, where nothing is drawn; torch's tags do not
     if metas is None or (signature.info.draws and op not in RULES):
         return None
-    schema = OpSchema(op, signature.arguments, signature.specs)
+    schema = OpSchema(op, signature.arguments, signature.specs, signature.info.rule)
     return ShardingPropagator().propagate(schema, metas, signature.pinned)
 
 

@@ -21,7 +21,7 @@ from shardwise.dispatch.owner_exchanges import exchanging_by_owner
 from shardwise.dispatch.row_exchanges import exchanging_halos, exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
 from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.routes import BoundRoute
 from shardwise.fabric.virtual import parts_of
@@ -29,7 +29,7 @@ from shardwise.local import any_complex, coordinates_here, like, local_runner, s
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.step import OwnerExchange, RowExchange
 from shardwise.rules.view import NOT_A_VIEW
-from shardwise.schema import OpInfo, kernel_of
+from shardwise.schema import OpInfo
 from shardwise.torch_private import is_alias_of
 
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
@@ -59,7 +59,7 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     routes = routes_between(specs, sharding.inputs)
     local_op, runs_as = sharding.rule.local_op or PHYSICAL.get(info.op), sharding
     if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):
-        sharding, local_op, runs_as = keeping_broadcast(signature, sharding, local_op or kernel_of(info.op))
+        sharding, local_op, runs_as = keeping_broadcast(signature, sharding, local_op or info.kernel)
     patches = _patches(runs_as, signature.mesh)
     if any_complex(specs, sharding.outputs):
         local_op = seeing_conjugates(local_op or info.op)
@@ -79,9 +79,9 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         if simple is not None:
             return simple
     if not any(routes) and patches is None and _takes_lists(signature):
-        return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or kernel_of(info.op)))
+        return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.kernel))
     if patches is None and not copies and info.returns == ("Tensor",):
-        run = _moving(signature, routes, sharding.outputs, local_op or kernel_of(info.op))
+        run = _moving(signature, routes, sharding.outputs, local_op or info.kernel)
         if run is not None:
             return run
     run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
@@ -144,7 +144,7 @@ def _simple_executor(
         return None
     if signature.pinned not in ((), (0,)) or info.outs or (info.op in MAY_COPY and patches is None):
         return None
-    op, wrap, fabric = local_op or kernel_of(info.op), wrapping.wrapper(spec), fabric_of(mesh)
+    op, wrap, fabric = local_op or info.kernel, wrapping.wrapper(spec), fabric_of(mesh)
     if patches is not None:
         return None if len(slots) != 1 or not fabric.one_rank else _patched(info, op, wrap, patches[here[0]])
     if signature.pinned:
@@ -170,7 +170,7 @@ def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DT
     short = all(slot.item is None and slot.index == i for i, slot in enumerate(signature.slots))
     if not short or info.is_view or info.writes or not info.pointwise or rule.localize is not None:
         return None
-    fabric = fabric_of(mesh)
+    fabric = fabrics[mesh.fabric]
     dtypes = [spec.tensor_meta.dtype for spec in (*signature.specs, *sharding.outputs)]
     if not fabric.has_values or any(dtype.is_complex for dtype in dtypes):
         return None
@@ -179,7 +179,9 @@ def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DT
     if rule.local_op is None and info.op in PHYSICAL:
         return None
     wrapper, form = signature.wrapping.wrapper, _form(signature)
-    op = fabric.on_each(rule.local_op or kernel_of(info.op), len(signature.slots))
+    op = rule.local_op or info.kernel
+    if fabric.many_ranks:
+        op = fabric.on_each(op, len(signature.slots))
     return None if op is None else lambda spec: form(op, wrapper(spec))
 
 

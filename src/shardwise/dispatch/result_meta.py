@@ -10,8 +10,7 @@ import torch
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import unrecorded
-from shardwise.dispatch.key import Key
-from shardwise.dispatch.signature import Signature, sparse_result
+from shardwise.dispatch.signature import Key, Signature, sparse_result
 from shardwise.plan.propagate import meta_tensor
 from shardwise.rules.registry import RULES, VALUE_DEPENDENT
 from shardwise.rules.shapes import SHAPES, broadcast_shape
@@ -42,6 +41,15 @@ class ResultMetas:
             if metas is None:
                 return None
             dtype = self._dtypes.keep(shapeless, metas[0].dtype)
+        first = signature.specs[0].tensor_meta
+        if (
+            info.pointwise
+            and dtype is first.dtype
+            and first.is_contiguous
+            and not first.is_symbolic
+            and all(spec.tensor_meta is first for spec in signature.specs)
+        ):
+            return (first,)
         shape = _shape(signature)  # even where it was run: torch's own on meta tensors is not always right
         if shape is not None and all(spec.tensor_meta.is_contiguous for spec in signature.specs):
             return (TensorMeta(shape, None, dtype),)

@@ -1,4 +1,4 @@
-"""What is known of a call apart from its values, and how locals become DTensors again.
+"""What is known of a call apart from its values: its key, its operands and their specs; how locals become DTensors.
 
 The tensor class is known only as what is unwrapped and wrapped.
 """
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
@@ -19,27 +20,96 @@ from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import part_at
 from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
-from shardwise.schema import OpInfo, Slot
+from shardwise.schema import UNREAD, OpInfo, Reader, Slot, infos, op_info
 from shardwise.torch_private import OpOverload, tree_map
 
 __all__ = [
     "Executor",
     "GradientHooks",
     "Hook",
+    "Key",
     "Signature",
     "Wrap",
     "Wrapping",
     "fixed_sizes",
+    "is_symbolic",
+    "key_of",
     "routes_between",
     "sparse_result",
+    "tensor_slots",
     "whole_of",
 ]
 
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 Wrap = Callable[[torch.Tensor], torch.Tensor]
-
-
 Hook = Callable[[torch.Tensor], torch.Tensor]
+
+
+Key = tuple[Any, ...]
+CONSTANTS = {type(None), bool, int, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
+    """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
+    parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
+    info = infos.get(id(func)) or op_info(func)
+    reads = info.reads
+    for i, arg in enumerate(args):
+        kind = arg.__class__
+        if kind is tensor_class:
+            parts.append(arg._spec)
+        elif kind is int or kind is bool:
+            parts.append((kind, arg) if reads[i] is None else _part(tensor_class, arg, reads[i]))
+        elif isinstance(arg, torch.Tensor):
+            ours = issubclass(kind, tensor_class)
+            parts.append(arg._spec if ours else _plain_key(arg))  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            parts.append(_part(tensor_class, arg, reads[i]))
+    for name in kwargs:
+        arg = kwargs[name]
+        kind = arg.__class__
+        read = reads[info.names.index(name)]
+        parts += (name, (kind, arg) if read is None and kind in CONSTANTS else _part(tensor_class, arg, read))
+    return tuple(parts)
+
+
+def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
+    kind = value.__class__
+    if issubclass(kind, tensor_class):
+        return value._spec
+    if kind is list or kind is tuple:
+        if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
+            return tuple(value)
+        return tuple(
+            [item._spec if item.__class__ is tensor_class else _part(tensor_class, item, looked_at) for item in value]
+        )
+    if isinstance(value, torch.Tensor):
+        return _plain_key(value)
+    if looked_at is not None:
+        # a number that shapes nothing: its type, and what the rule looks at, if it looks
+        return kind if looked_at is UNREAD else (kind, looked_at(value))
+    # 1 == 1.0 == True to a dictionary, but not to an operator
+    return (kind, value)
+
+
+def _plain_key(tensor: torch.Tensor) -> Key:
+    """The key of a plain tensor, with what it is taken for."""
+    return (modes.plain_policy(), TensorMeta.of(tensor))
+
+
+def is_symbolic(key: Key) -> bool:
+    """Whether sizes in a call are those of a compiler: then the call is traced, and not met again."""
+    for part in key:
+        kind = part.__class__
+        if kind is DTensorSpec:
+            part = part.tensor_meta
+            kind = TensorMeta
+        if part.is_symbolic if kind is TensorMeta else is_symbolic(part) if kind is tuple else kind is torch.SymInt:
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- between DTensors and locals
 
 
 class GradientHooks(NamedTuple):
@@ -109,6 +179,26 @@ class Wrapping:
         return self.wrapper(replicated_spec(mesh, TensorMeta.of(results)))(results)
 
 
+# ---------------------------------------------------------------- a call
+
+
+def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Slot, Any]]:
+    """Every tensor of a call with its place, in the order of the schema."""
+    found: list[tuple[Slot, Any]] = []
+    for i, name in enumerate(info.names):
+        if i < len(args):
+            index, value = i, args[i]
+        elif name in kwargs:
+            index, value = None, kwargs[name]
+        else:
+            continue
+        if isinstance(value, torch.Tensor):
+            found.append((Slot(index, name, None), value))
+        elif isinstance(value, list | tuple):
+            found += [(Slot(index, name, i), one) for i, one in enumerate(value) if isinstance(one, torch.Tensor)]
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
     """One call apart from its values: the operator, where its tensors stand, how they lie."""
@@ -118,6 +208,8 @@ class Signature:
     specs: tuple[DTensorSpec, ...]
     arguments: Mapping[str, Any]  # all of them by name, with specs in the place of tensors
     wrapping: Wrapping
+    mesh: DeviceMesh  # the one mesh of all operands
+    pinned: tuple[int, ...]  # the operands that are written to: they keep their layout
 
     @classmethod
     def of(
@@ -130,29 +222,21 @@ class Signature:
         wrapping: Wrapping,
     ) -> Signature:
         """The signature of a call whose tensors stand at `found`."""
-        slots = tuple([slot for slot, _ in found])
-        specs = tuple([wrapping.spec_of(tensor, mesh) for _, tensor in found])
-        arguments = info.bind(args, kwargs)
+        tensor_class = wrapping.tensor_class
+        arguments = {**info.defaults, **dict(zip(info.names, args, strict=False)), **kwargs}
         lists: dict[str, list[Any]] = {}
-        for slot, spec in zip(slots, specs, strict=True):
+        specs: list[DTensorSpec] = []
+        for slot, tensor in found:
+            spec = tensor._spec if isinstance(tensor, tensor_class) else wrapping.spec_of(tensor, mesh)
+            specs.append(spec)
             if slot.item is None:
                 arguments[slot.name] = spec
                 continue
             if slot.name not in lists:
                 lists[slot.name] = arguments[slot.name] = list(arguments[slot.name])
             lists[slot.name][slot.item] = spec
-        return cls(info, slots, specs, arguments, wrapping)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The one mesh of all operands."""
-        return self.specs[0].mesh
-
-    @property
-    def pinned(self) -> tuple[int, ...]:
-        """The operands that are written to: they keep their layout."""
-        writes = self.info.writes
-        return tuple(i for i, slot in enumerate(self.slots) if slot.name in writes) if writes else ()
+        pinned = tuple([i for i, (slot, _) in enumerate(found) if slot.name in info.writes]) if info.writes else ()
+        return cls(info, tuple([slot for slot, _ in found]), tuple(specs), arguments, wrapping, mesh, pinned)
 
     def with_whole_operands(self) -> tuple[DTensorSpec, ...]:
         """The operands' specs, were they all made whole."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.dispatch.key import Key
-from shardwise.dispatch.signature import Executor
+from shardwise.dispatch.signature import Executor, Key
 
 __all__ = ["KnownCalls"]
 

@@ -33,6 +33,7 @@ __all__ = [
     "device_of",
     "fabric_of",
     "fabrics",
+    "found_errors",
     "nothing_of",
     "of_one_rank",
     "on_found",
@@ -294,23 +295,23 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 # Errors that a thread of a fabric has found beside the program. `raise_found` raises them; caches that would pass over
 # it are emptied by `report_found`.
-_found: list[ShardwiseError] = of_one_rank([])
+found_errors: list[ShardwiseError] = of_one_rank([])
 on_found: list[Callable[[], object]] = []
 _raised: list[bool] = of_one_rank([])
 
 
 def report_found(error: ShardwiseError) -> None:
     """Let the next operator or collective on any thread raise this error."""
-    _found.append(error)
+    found_errors.append(error)
     for forget in on_found:
         forget()
 
 
 def raise_found() -> None:
     """Raise what was found beside the program. Called where an operator or a route is looked up for the first time."""
-    if _found:
+    if found_errors:
         _raised.append(True)
-        raise type(_found[0])(_found[0].problem, hint=_found[0].hint)
+        raise type(found_errors[0])(found_errors[0].problem, hint=found_errors[0].hint)
 
 
 def was_raised() -> bool:
@@ -318,7 +319,7 @@ def was_raised() -> bool:
     return bool(_raised)
 
 
-on_new_world += [_found.clear, _raised.clear]
+on_new_world += [found_errors.clear, _raised.clear]
 
 
 AnyFabric = TypeVar("AnyFabric", bound=Fabric)

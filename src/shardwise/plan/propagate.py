@@ -47,6 +47,7 @@ class OpSchema:
     op: OpOverload
     arguments: Mapping[str, Any]
     specs: tuple[DTensorSpec, ...]
+    rule: Rule | None = None  # of the operator, if it is known already
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -54,8 +55,15 @@ class OpSchema:
 
     def call(self, results: tuple[TensorMeta, ...]) -> Call:
         """The call as an argument of rules."""
-        named = {name: _metas(value) for name, value in self.arguments.items()}
-        return Call(self.op, named, tuple(spec.tensor_meta for spec in self.specs), results)
+        named = {
+            name: value.tensor_meta
+            if value.__class__ is DTensorSpec
+            else _metas(value)
+            if isinstance(value, list | tuple)
+            else value
+            for name, value in self.arguments.items()
+        }
+        return Call(self.op, named, tuple([spec.tensor_meta for spec in self.specs]), results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +96,9 @@ class OutputSharding:
         return (*instead, *(step for steps in around for step in steps))
 
 
-def _metas(value: Any) -> Any:
-    kind = value.__class__
-    if kind is DTensorSpec:
-        return value.tensor_meta
-    return tuple(map(_metas, value)) if isinstance(value, list | tuple) else value
+def _metas(values: Sequence[Any]) -> tuple[Any, ...]:
+    """A list of tensors or numbers as a rule sees it."""
+    return tuple([value.tensor_meta if value.__class__ is DTensorSpec else value for value in values])
 
 
 class ShardingPropagator:
@@ -123,7 +129,7 @@ class ShardingPropagator:
             pinned: operands that are written to: they and the results must keep their layout.
             way: the way of the rule to run the operator in.
         """
-        rule = find_rule(schema.op)
+        rule = schema.rule or find_rule(schema.op)
         if rule is None:
             return None
         call = schema.call(results)
@@ -630,12 +636,11 @@ def _factor_order(
                 if name is not None and axis not in sharded.setdefault(name, []):
                     sharded[name].append(axis)
     order: dict[str, tuple[int, ...]] = {}
-    elements = [math.prod(spec.tensor_meta.hinted().shape) for spec in specs]
-    by_size = sorted(range(len(specs)), key=lambda i: (i not in pinned, -elements[i]))
     for name, axes in sharded.items():
         kept: list[int] = []
         if len(axes) > 1:
-            for i in by_size:
+            elements = [math.prod(spec.tensor_meta.hinted().shape) for spec in specs]
+            for i in sorted(range(len(specs)), key=lambda i: (i not in pinned, -elements[i])):
                 if name in factors.operands[i]:
                     have = specs[i].dim_axes[factors.operands[i].index(name)]
                     kept.extend(a for a in have if a in axes and a not in kept)

@@ -32,12 +32,16 @@ Groups = tuple[tuple[int, ...], ...]
 def broadcast(call: Call) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
     """The factors of operands that broadcast to the results: numbered from the last dim."""
     shape = call.results[0].shape if call.results else call.operands[0].shape
-    names = [f"d{d}" for d in range(len(shape), 0, -1)]
+    names: tuple[Dim, ...] = tuple([f"d{d}" for d in range(len(shape), 0, -1)])
+    operands, results = (
+        tuple([names if m.shape == shape else _broadcasting(m.shape, names, shape) for m in metas])
+        for metas in (call.operands, call.results)
+    )
+    return operands, results
 
-    def dims(own: Sequence[int]) -> tuple[Dim, ...]:
-        return aligned(own, names, shape) if len(own) <= len(shape) else (None,) * len(own)
 
-    return tuple([dims(m.shape) for m in call.operands]), tuple([dims(m.shape) for m in call.results])
+def _broadcasting(own: Sequence[int], names: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
+    return aligned(own, names, shape) if len(own) <= len(shape) else (None,) * len(own)
 
 
 def pointwise(**facts: Any) -> Rule:
@@ -118,7 +122,7 @@ def linear_rule(groups: Groups, keeps_zero: bool = False, monotone: int = 0) -> 
     """
 
     def factors(call: Call) -> Factors:
-        given = call.get("self", call.operands[0])
+        given = call.arguments.get("self", call.operands[0])
         fit = tuple(g for g in groups if isinstance(given, TensorMeta) and sums_exactly(call, g))
         floating = all(m.dtype.is_floating_point for m in (*call.operands, *call.results))
         return Factors(*broadcast(call), linear=fit, keeps_zero=keeps_zero, monotone=monotone if floating else 0)

@@ -33,12 +33,13 @@ from shardwise.debug.recording.records import (
 )
 from shardwise.debug.recording.user_lines import stack_lines
 from shardwise.dispatch.decision import Decision
+from shardwise.dispatch.signature import tensor_slots
 from shardwise.events import route_started, scatter_started
 from shardwise.fabric.base import rank_state
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route
-from shardwise.schema import op_info, tensor_slots
+from shardwise.schema import op_info
 from shardwise.tensor import DTensor, dispatcher, intercepted
 from shardwise.torch_private import autograd_sequence_number, current_autograd_node, tree_leaves
 

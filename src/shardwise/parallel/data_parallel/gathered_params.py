@@ -20,7 +20,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import is_tracing
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.virtual import of_rows, part_at, parts_of
-from shardwise.parallel.data_parallel.sharded_param import ShardedParameter
+from shardwise.parallel.data_parallel.sharded_param import GatheredParameter, ShardedParameter
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.torch_private import (
     CachedCheckpointMode,
@@ -35,6 +35,7 @@ from shardwise.torch_private import (
 
 __all__ = ["Gathered", "Leaves", "Source", "at_once", "completion_token", "save_handles"]
 
+ONE_TENSOR = (torch.Tensor, GatheredParameter)  # the usual classes of tensors that are one, not one for each rank
 COUNTING = (CachedCheckpointMode, CachingCheckpointMode)  # modes of selective checkpointing
 Take = Callable[[Sequence[torch.Tensor | None]], None]
 
@@ -138,7 +139,7 @@ class Gathered:
         self._bases = [0] * len(self.tensors)
         for index in self.source.indices:
             local = self.tensors[index]
-            part = part_at(local, 0)
+            part = local if type(local) is torch.Tensor else part_at(local, 0)
             if part is local:  # leaves on it share its version counter
                 self._bases[index] = part._version
             key = part.untyped_storage()._cdata
@@ -227,8 +228,11 @@ class Saved(NamedTuple):
             gathered.group.needed(gathered)
         assert gathered.tensors is not None
         whole = gathered.tensors[self.position]
-        parts = zip(parts_of(whole), self.views, strict=True)
-        local = of_rows(whole, [(part.as_strided(*view),) for part, view in parts])[0]
+        if type(whole) is torch.Tensor:
+            local = whole.as_strided(*self.views[0])
+        else:
+            parts = zip(parts_of(whole), self.views, strict=True)
+            local = of_rows(whole, [(part.as_strided(*view),) for part, view in parts])[0]
         return local if self.spec is None else dtensor_of(self.spec, local)
 
 
@@ -237,14 +241,14 @@ def _pack(tensor: Any) -> Any:
     local = tensor
     if type(tensor) is DTensor:
         spec, local = tensor._spec, tensor._local_tensor
-    part = part_at(local, 0)
+    part = local if type(local) in ONE_TENSOR else part_at(local, 0)
     if type(part) is torch.Tensor:
         found = _memory.get(part.untyped_storage()._cdata)
         if found is not None and not part.is_conj() and not part.is_neg():
             gathered, index = found
             assert gathered.tensors is not None
             whole = gathered.tensors[index]
-            if whole.dtype is part.dtype and (part_at(whole, 0) is whole) is (part is local):
+            if whole.dtype is part.dtype and type(whole) is type(local):
                 return gathered.handle(tensor, index, spec, local)
     return tensor, tensor._version
 

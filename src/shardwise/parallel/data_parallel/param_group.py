@@ -526,5 +526,5 @@ def rank_by_rank(data_mesh: DeviceMesh, layout: FlatLayout, *locals_: torch.Tens
         if mesh not in here:
             here[mesh] = fabric_of(mesh).coordinates(mesh)
     for rank in range(len(here[data_mesh])):
-        flat, *others = [part_at(local, rank) for local in locals_]
+        flat, *others = [local if type(local) is torch.Tensor else part_at(local, rank) for local in locals_]
         yield flat, [here[mesh][rank] for mesh in layout.meshes], *others
