@@ -305,16 +305,31 @@ def test_writes_reach_the_base(name: str) -> None:
 
 
 def test_writes_to_parts_of_overlapping_windows() -> None:
-    """A part of a sharded dim is a copy. Writing all of the windows back would restore old values, so it is refused."""
-    mesh, plain = sw.init_device_mesh("cpu", (2,)), torch.randn(2, 6)
-    x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
-    windows = x.unfold(1, 3, 1)
-    with pytest.raises(sw.UnsupportedError, match="overlapping windows"):
-        windows[0:1, ::3, 1:2].zero_()
-    assert torch.equal(x.full_tensor(), plain)
-    windows[:, ::3, 1:2].zero_()  # shares memory
-    plain.unfold(1, 3, 1)[:, ::3, 1:2].zero_()
-    assert torch.equal(x.full_tensor(), plain)
-    x.unfold(1, 3, 3)[0:1, 1:].zero_()  # these do not overlap
-    plain.unfold(1, 3, 3)[0:1, 1:].zero_()
-    assert torch.equal(x.full_tensor(), plain)
+    """A part of a sharded dim is a copy. Only what was written is brought back: the windows beside it are old."""
+    mesh, start = sw.init_device_mesh("cpu", (2,)), torch.randn(4, 11)
+    part = (slice(0, 1), slice(None, None, 3), slice(1, 2))
+
+    def at_once(windows: Any) -> None:
+        windows[part].zero_()
+
+    def of_a_row(windows: Any) -> None:
+        windows[0][1:3, 2] = 7.0
+
+    def twice(windows: Any) -> None:
+        row = windows[1]
+        row[2, 1] = 5.0
+        row[0, 0] = float("nan")
+        row.select(0, 1).fill_(row[2, 1])  # which is read after it was written to
+
+    def shared(windows: Any) -> None:
+        windows[:, ::3, 1:2].zero_()  # shares memory
+
+    for change in (at_once, of_a_row, twice, shared):
+        for step in (1, 2, 3):  # the last do not overlap
+            plain = start.clone()
+            x = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+            ours, theirs = x.unfold(1, 3, step), plain.unfold(1, 3, step)
+            change(ours)
+            change(theirs)
+            torch.testing.assert_close(x.full_tensor(), plain, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0, equal_nan=True)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import norm_order
-from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import has_symbols, is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping, whole_of
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
+from shardwise.fabric.virtual import part_at, parts_of
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated
 from shardwise.schema import OpInfo
@@ -160,40 +162,6 @@ def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
     return run_and_push
 
 
-def _refuse_overlapping_base(info: OpInfo, view: Any) -> None:
-    """The base is written as a whole. Where it shows an element several times, old values would overwrite the new.
-
-    The view is made again from its base when it is next used.
-    """
-    made = view._copied_view
-    while made is not OUTSIDE:
-        base = made.args[0]
-        if base._copied_view is not None:
-            made = base._copied_view
-            continue
-        if _overlaps(base._spec.tensor_meta):
-            view._copied_view.version = STALE
-            raise UnsupportedError(
-                f"{info.op} writes to {view._spec}, a part of a view with overlapping windows, {base._spec}: along a "
-                "sharded dim that part is a copy, and its values cannot be brought back one by one",
-                hint="write to the tensor that `unfold` was called on, or to all indices of the sharded dim",
-            )
-        return
-
-
-def _overlaps(meta: TensorMeta) -> bool:
-    """Whether several indices mean one element, dims of stride zero aside."""
-    if meta.is_symbolic or meta.stride is None:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
-        if stride and size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
-
-
 def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
     """Count up the versions of what an operator on lists has written to, which torch does for plain tensors alone."""
     ours = [t for t in written if isinstance(t, wrapping.tensor_class) and not t.is_inference()]
@@ -202,7 +170,6 @@ def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
 
 def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
-    _refuse_overlapping_base(info, view)
     made: Any = view._copied_view
     if made is not OUTSIDE and made.op is SLICE and made.args[0]._spec.is_lazy and made.args[0]._copied_view is None:
         base = made.args[0]  # which is stored once along other dims, and stays so
@@ -227,30 +194,56 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
             copy = copy.clone(memory_format=torch.contiguous_format)
         if made.op in PHYSICAL:
             copy.copy_(PHYSICAL[made.op](written))
-        elif made.op in OVERLAPPING:
-            _put_changed(copy, written, made)
-            made.version = STALE
         else:
             again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
-            (again if made.item is None else again[made.item]).copy_(written)
+            _copy_changed(again if made.item is None else again[made.item], written)
         above: Any = base._copied_view
         # an overlapping one is made anew instead: its elements are old, but these
         if above in (None, OUTSIDE) or above.op not in OVERLAPPING:
-            write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy))
+            write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy), changed=True)
         base._settled = None
         _count_writes(wrapping, [base])
-        if made.version != STALE:
-            made.version = version_of(base)
+        # what shows an element several times is made anew: of its elements only those that were written to are new
+        is_old = made.op in OVERLAPPING or _overlaps(parts_of(base._held)[0])
+        made.version = STALE if is_old else version_of(base)
         made, written = above, copy
 
 
-def _put_changed(copy: torch.Tensor, written: torch.Tensor, made: CopiedView) -> None:
-    """Write to a tensor what has changed in a view that shows elements of it several times; the others are old."""
-    before = made.op(copy, *made.args[1:], **made.kwargs)
-    changed = (written != before) & ~(written.isnan() & before.isnan())
-    positions = torch.arange(copy.numel(), device=copy.device).reshape(copy.shape)
-    places = made.op(positions, *made.args[1:], **made.kwargs)
-    copy.put_(places[changed], written[changed])
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several indices mean one element, dims of stride zero aside."""
+    if has_symbols(tensor.shape) or has_symbols(tensor.stride()):
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _copy_changed(target: torch.Tensor, value: torch.Tensor) -> None:
+    """`target.copy_(value)`; where a local shows elements several times, only what differs: the others are old."""
+    if not any(map(_overlaps, parts_of(target))):
+        target.copy_(value)
+        return
+    if is_tracing():
+        raise UnsupportedError(
+            "a compiled program writes to a part of overlapping windows, of which a sharded dim makes a copy",
+            hint="write to the tensor that `unfold` was called on, to all indices of the sharded dim, or outside of "
+            "what is compiled",
+        )
+    for rank, own in enumerate(parts_of(target)):
+        if own.numel():
+            _put_changed(own, part_at(value, rank))
+
+
+def _put_changed(target: torch.Tensor, value: torch.Tensor) -> None:
+    reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
+    memory = target.as_strided((reach,), (1,))
+    places = torch.arange(reach, device=target.device).as_strided(target.shape, target.stride())
+    changed = (value != target) & ~(value.isnan() & target.isnan())
+    memory.put_(places[changed], value[changed])
 
 
 def is_norm(spec: DTensorSpec) -> bool:
@@ -289,8 +282,11 @@ def replace_local(target: Any, value: Any) -> None:
     target._local_tensor, target._spec, target._settled = value_local, spec, None
 
 
-def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
-    """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it."""
+def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any, changed: bool = False) -> None:
+    """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it.
+
+    `changed`: the value is old but for some elements, which alone matter where the target shows elements several times.
+    """
     if not isinstance(target, wrapping.tensor_class):
         target.copy_(
             fabric_of(value._spec.mesh).parts(value._spec.mesh, whole_of(value._local_tensor, value._spec))[0][1]
@@ -317,4 +313,7 @@ def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any) -> None:
             local = bound_route(have, replicated(have)).run(local)
             have = replicated(have)
         local = bound_route(have, goal).run(local)
-    target._held.copy_(local)
+    if changed:
+        _copy_changed(target._held, local)
+    else:
+        target._held.copy_(local)
