@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise import modes
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.dispatch.flat_buffer import SideBySide, alike
+from shardwise.dispatch.flat_buffer import FlatBuffer, alike
 from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["align_gradients", "install"]
@@ -57,7 +57,7 @@ def _differs(have: DTensorSpec, goal: DTensorSpec) -> bool:
 
 def _reduce_together(parameters: list[Any]) -> None:
     """Reduce gradients of one layout in one collective."""
-    buffer = SideBySide.of([parameter.grad._spec for parameter in parameters])
+    buffer = FlatBuffer.of([parameter.grad._spec for parameter in parameters])
     joined = dtensor_of(buffer.spec, buffer.joined(parameter.grad._local_tensor for parameter in parameters))
     total = joined.redistribute(placements=[Replicate()] * joined.device_mesh.ndim)
     for parameter, part in zip(parameters, buffer.parts(total._local_tensor), strict=True):

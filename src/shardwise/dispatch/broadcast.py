@@ -6,6 +6,7 @@ the result is expanded. Views keep a broadcast dim because the local has stride 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from shardwise.rules.interpolation_names import INTERPOLATIONS
 from shardwise.rules.joining import where_replaced
 from shardwise.rules.movement import where_triangle
 from shardwise.rules.reduction import local_share
+from shardwise.rules.registry import RULES
 from shardwise.rules.slicing import local_input_sizes, where_put_back
 from shardwise.rules.view import NOT_A_VIEW, groups_of
 from shardwise.rules.windows import local_image
@@ -481,8 +483,13 @@ SPREADING: dict[Any, Callable[[Signature], list[int]]] = {
     **{getattr(aten, f"{name}_backward").default: _along_images for name in INTERPOLATIONS},
 }
 JOINED = {aten.cat.default, aten.slice_scatter.default}  # of these all operands are laid out alike, else the first
-TRANSFORMING = {"FftR2CBackward0"}  # nodes that need all of a dim next, which would be gathered again
 SMALL = 4  # times that a rank's part of a tensor must be larger than what is called small beside it
+
+
+@functools.cache
+def _gathering_nodes() -> frozenset[str]:
+    """Nodes of autograd that need all of a dim next, by their rules."""
+    return frozenset(rule.gathering_node for rule in RULES.values() if rule.gathering_node)
 
 
 def _laid_out_as(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
@@ -512,7 +519,7 @@ def spread_as_origin(signature: Signature, run: Executor) -> Executor:
         origin = origin_of(wrapping.tensor_class)
         if origin is None or origin.mesh is not spec.mesh or origin.ndim > spec.ndim or origin.is_strided:
             return run(args, kwargs)
-        if type(current_autograd_node()).__name__ in TRANSFORMING:
+        if type(current_autograd_node()).__name__ in _gathering_nodes():
             return run(args, kwargs)
         stored = math.prod([size for dim, size in enumerate(origin.shape) if dim not in once])
         is_split = any(origin.dim_axes[dim] for dim in dims if dim < origin.ndim)

@@ -29,7 +29,6 @@ from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_whole_tensors, torch_decomposition
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.origins import (
-    GROUPED,
     JOINING,
     PUTTING_BACK,
     TABLE_BACKWARD,
@@ -101,7 +100,6 @@ AROUND = (
     | dict.fromkeys(INTO_LEAVES, into_leaf)
     | dict.fromkeys(TAKING, noting_origin)
     | dict.fromkeys(SPREADING.keys() & TAKING, _spread_and_noted)
-    | {GROUPED: noting_experts}
 )
 # What decides, at each call, in which layout an operator of backward runs.
 LAID_OUT_BY = dict.fromkeys(PUTTING_BACK, putting_back) | {TABLE_BACKWARD: sent_to_owners}
@@ -214,6 +212,8 @@ class OpDispatcher:
             run = self._resolve_new(signature, key, args, kwargs)
             if info.op in AROUND:
                 run = AROUND[info.op](signature, run)
+            elif info.rule is not None and info.rule.by_groups:
+                run = noting_experts(signature, run)
             run = counted_as_base(run) if info.is_view else run
         if len(laid_out) == len(found):
             return run
@@ -243,8 +243,9 @@ class OpDispatcher:
         if sharding is not None and (compute is None or not _worth_decomposing(signature, sharding)):
             if decision_made:
                 decided("rule", signature, sharding)
-            if info.op in LAID_OUT_BY:
-                return LAID_OUT_BY[info.op](signature, sharding, lambda laid_out: executor(signature, laid_out))
+            laid_out_by = putting_back if sharding.rule.by_groups else LAID_OUT_BY.get(info.op)
+            if laid_out_by is not None:
+                return laid_out_by(signature, sharding, lambda laid_out: executor(signature, laid_out))
             run = self._laid_out(signature, key, sharding)
             return filled_once(signature, sharding.outputs[0], run) if info.op in FILLED else run
 

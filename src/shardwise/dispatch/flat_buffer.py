@@ -1,6 +1,6 @@
-"""Tensors that lie alike, sharded on no axis, as one: their locals stand side by side in a buffer that is moved once.
+"""Tensors of one layout, sharded on no axis, in one flat buffer that is moved by one collective.
 
-Knows specs and locals; what wraps them, and which tensors wait for one move, is the business of those who ask.
+Works on specs and locals. Parameters with blocks of several sizes have `parallel/data_parallel/flat_params`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import fabric_of
 
-__all__ = ["SideBySide", "alike"]
+__all__ = ["FlatBuffer", "alike"]
 
 
-class SideBySide(NamedTuple):
+class FlatBuffer(NamedTuple):
     """The shapes of some tensors, and how the buffer that holds them all lies."""
 
     shapes: list[torch.Size]
     spec: DTensorSpec
 
     @classmethod
-    def of(cls, specs: Sequence[DTensorSpec]) -> SideBySide:
+    def of(cls, specs: Sequence[DTensorSpec]) -> FlatBuffer:
         """Tensors of one mesh, layout and dtype, sharded on no axis."""
         first, shapes = specs[0], [spec.shape for spec in specs]
         meta = TensorMeta((sum(map(math.prod, shapes)),), dtype=first.tensor_meta.dtype)

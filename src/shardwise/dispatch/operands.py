@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.spec import DTensorSpec
-from shardwise.dispatch.flat_buffer import SideBySide, alike
+from shardwise.dispatch.flat_buffer import FlatBuffer, alike
 from shardwise.dispatch.signature import Executor, Signature, Wrapping
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import writes_to
@@ -37,10 +37,10 @@ def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring
     # what a view shares memory with may be written to
     remembers = [not signature.info.is_view and reduces(route) for route in routes]
     moves = [None if route is None else route.run if signature.info.is_view else route.read for route in routes]
-    together = _waiting_together(signature, routes) if any(remembers) else []
+    flat = _flat_reductions(signature, routes) if any(remembers) else []
 
     def bring(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        for several in together:
+        for several in flat:
             several.settle([slots[i].get(args, kwargs) for i in several.positions])
         brought = []
         for slot, route, move, remember in zip(slots, routes, moves, remembers, strict=True):
@@ -88,12 +88,12 @@ def _versions(tensor: Any) -> Versions:
 # ---------------------------------------------------------------- lists
 
 
-class _Together(NamedTuple):
+class _FlatReduction(NamedTuple):
     """Operands of lists that wait for one reduction and are wanted whole: gradients of what every rank has, norms."""
 
     positions: list[int]
     targets: list[DTensorSpec]
-    buffer: SideBySide
+    buffer: FlatBuffer
     route: BoundRoute
 
     def settle(self, tensors: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ class _Together(NamedTuple):
             tensor._settled = Settled(_versions(tensor), target, part)
 
 
-def _waiting_together(signature: Signature, routes: Sequence[BoundRoute | None]) -> list[_Together]:
+def _flat_reductions(signature: Signature, routes: Sequence[BoundRoute | None]) -> list[_FlatReduction]:
     """Those operands of lists that can be reduced in one collective, for each kind of them."""
     wanted: dict[int, DTensorSpec] = {}
     for i, (slot, route) in enumerate(zip(signature.slots, routes, strict=True)):
@@ -115,19 +115,19 @@ def _waiting_together(signature: Signature, routes: Sequence[BoundRoute | None])
     return _several(wanted)
 
 
-def _several(waiting: Mapping[int, DTensorSpec]) -> list[_Together]:
+def _several(waiting: Mapping[int, DTensorSpec]) -> list[_FlatReduction]:
     """Those at least two of which lie alike, sharded on no axis."""
     fit = {
         i: spec
         for i, spec in waiting.items()
         if spec.tensor_meta.is_contiguous and not any(spec.dim_axes) and not spec.broadcast
     }
-    return [_together(positions, [fit[i] for i in positions]) for positions in alike(fit) if len(positions) > 1]
+    return [_flat_reduction(positions, [fit[i] for i in positions]) for positions in alike(fit) if len(positions) > 1]
 
 
-def _together(positions: list[int], specs: Sequence[DTensorSpec]) -> _Together:
-    buffer = SideBySide.of(specs)
-    return _Together(
+def _flat_reduction(positions: list[int], specs: Sequence[DTensorSpec]) -> _FlatReduction:
+    buffer = FlatBuffer.of(specs)
+    return _FlatReduction(
         positions, [spec.reduced() for spec in specs], buffer, bound_route(buffer.spec, buffer.spec.reduced())
     )
 

@@ -27,7 +27,7 @@ from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import current_autograd_node
 
 __all__ = [
-    "GROUPED", "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "noting_base", "noting_experts",
+    "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "noting_base", "noting_experts",
     "noting_origin", "origin_of", "putting_back", "sent_to_owners", "with_constants_stored_once",
 ]  # fmt: skip
 
@@ -52,9 +52,8 @@ FILLING = {
     "SplitBackward0": 0, "SplitWithSizesBackward0": 0, "UnbindBackward0": 0, "SelectScatterBackward0": 0,
     "SliceScatterBackward0": 0, "IndexPutBackward0": 0, "ProdBackward0": 1, "ProdBackward1": 1,
 }  # fmt: skip
-GROUPED = aten._grouped_mm.default
 TABLE_BACKWARD = aten.embedding_dense_backward.default
-PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default, GROUPED}
+PUTTING_BACK = {aten.select_backward.default, aten.slice_backward.default}
 ACCUMULATING = "AccumulateGrad"  # the node of a leaf
 NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 
@@ -166,7 +165,7 @@ def putting_back(
     """What runs a call that makes a gradient: in the layout that was noted for it, if any."""
     tensor_class, spec = signature.wrapping.tensor_class, sharding.outputs[0]
     runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
-    grouped = signature.info.op is GROUPED
+    grouped = sharding.rule.by_groups
     if spec.tensor_meta.is_symbolic or sharding.exchange is not None:
         return runs[None]
     if grouped and any(operand.ndim != 2 for operand in signature.specs[:2]):

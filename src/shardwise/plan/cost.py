@@ -16,9 +16,13 @@ __all__ = [
     "CostModel",
     "Link",
     "MeshLinks",
+    "all_gather_bytes",
+    "all_reduce_bytes",
+    "all_to_all_bytes",
     "current_cost_model",
     "links_of",
     "on_new_model",
+    "reduce_scatter_bytes",
     "set_cost_model",
 ]
 
@@ -29,6 +33,32 @@ class Link:
 
     alpha: float
     beta: float
+
+
+# ---------------------------------------------------------------- bytes that a rank receives in a collective
+
+
+def all_gather_bytes(ranks: int, block: float) -> float:
+    """Of an all-gather: the blocks of all other ranks, each of `block` bytes."""
+    return (ranks - 1) * block
+
+
+def reduce_scatter_bytes(ranks: int, block: float) -> float:
+    """Of a reduce-scatter that leaves `block` bytes on each rank: an addend from every other rank."""
+    return (ranks - 1) * block
+
+
+def all_reduce_bytes(ranks: int, held: float) -> float:
+    """Of an all-reduce of `held` bytes: a reduce-scatter, and an all-gather of its results."""
+    return 2 * (ranks - 1) / ranks * held
+
+
+def all_to_all_bytes(ranks: int, held: float) -> float:
+    """Of an all-to-all of `held` bytes: an equal part from every other rank."""
+    return (ranks - 1) / ranks * held
+
+
+# ---------------------------------------------------------------- seconds
 
 
 CPU_LINK = Link(alpha=40e-6, beta=1 / 2e9)  # gloo over loopback or ethernet

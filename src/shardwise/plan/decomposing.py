@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.core.placement import AnyShard
 from shardwise.core.spec import DTensorSpec
-from shardwise.plan.cost import current_cost_model
+from shardwise.plan.cost import all_reduce_bytes, current_cost_model
 from shardwise.plan.propagate import OutputSharding
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 
@@ -59,5 +59,5 @@ def _seconds(specs: Sequence[DTensorSpec], main: int, split: Mapping[int, int], 
     local = reduced.local_shape((0,) * spec.mesh.ndim)
     row = math.prod(local[dim] for dim in set(split.values()))
     members = math.prod(spec.mesh.shape[axis] for axis in split)
-    received = 2 * (members - 1) / members * reduced.local_bytes / max(row, 1)
+    received = all_reduce_bytes(members, reduced.local_bytes / max(row, 1))
     return seconds + reductions * current_cost_model().seconds(spec.mesh, tuple(split), received)

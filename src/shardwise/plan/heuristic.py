@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+from shardwise.plan.cost import all_gather_bytes, all_to_all_bytes
 from shardwise.plan.missing_bytes import missing
 from shardwise.plan.state import Dims, DistState, Problem, Splits, common_beginning
 
@@ -52,7 +53,7 @@ def _reducing(problem: Problem, state: DistState) -> float:
     """Partial axes are reduced in one collective, over the slowest of their links; or else in two or more."""
     links, held = problem.links, problem.mean(state.dims)
     group = links.group(state.partial)
-    at_once = group.seconds(held * (group.size - 1) / group.size)
+    at_once = group.seconds(all_to_all_bytes(group.size, held))
     if len(state.partial) == 1:
         return at_once
     each = [links.each[axis] for axis in state.partial]
@@ -145,7 +146,7 @@ def _gathering(problem: Problem, axes: tuple[int, ...]) -> float:
             for first in itertools.combinations(axes, count):
                 group = problem.links.group(first)
                 rest = tuple([axis for axis in axes if axis not in first])
-                found = min(found, group.seconds((group.size - 1) * held) + _gathering(problem, rest))
+                found = min(found, group.seconds(all_gather_bytes(group.size, held)) + _gathering(problem, rest))
         problem.bounds["gathering", axes] = found
     return found
 

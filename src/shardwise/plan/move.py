@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from shardwise.plan.cost import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from shardwise.plan.missing_bytes import missing
 from shardwise.plan.state import DistState, Problem, Splits, common_beginning
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Step
@@ -82,7 +83,7 @@ def gather(problem: Problem, state: DistState, dim: int, first: int) -> Move:
     dims = state.dims
     axes = _axes(problem, dims[dim][first:])
     group = problem.links.group(axes)
-    received = (group.size - 1) * problem.most(dims)
+    received = all_gather_bytes(group.size, problem.most(dims))
     after = DistState((*dims[:dim], dims[dim][:first], *dims[dim + 1 :]), state.partial)
     return Move(after, AllGather, (dim, axes), received, group.seconds(received))
 
@@ -91,7 +92,7 @@ def all_to_all(problem: Problem, state: DistState, dim: int, first: int, others:
     """The axes of `dim` from the `first` on move to one of the dims `others`."""
     kept, axes = state.dims[dim][:first], _axes(problem, state.dims[dim][first:])
     group = problem.links.group(axes)
-    received = (group.size - 1) / group.size * problem.most(state.dims)
+    received = all_to_all_bytes(group.size, problem.most(state.dims))
     seconds = group.seconds(received)
     found: list[Move] = []
     for other in others:
@@ -140,7 +141,7 @@ def reductions(problem: Problem, state: DistState) -> list[Move]:
 def all_reduce(problem: Problem, state: DistState, axes: tuple[int, ...]) -> Move:
     """All-reduce over `axes`."""
     group = problem.links.group(axes)
-    received = 2 * (group.size - 1) / group.size * problem.most(state.dims)
+    received = all_reduce_bytes(group.size, problem.most(state.dims))
     after = DistState(state.dims, _without(state.partial, axes))
     return Move(after, AllReduce, (axes,), received, group.seconds(received))
 
@@ -150,7 +151,7 @@ def reduce_scatter(problem: Problem, state: DistState, dim: int, axes: tuple[int
     group = problem.links.group(axes)
     order = _order_towards_goal(problem, dim, axes)
     dims = (*state.dims[:dim], state.dims[dim] + order, *state.dims[dim + 1 :])
-    received = (group.size - 1) * problem.most(dims)
+    received = reduce_scatter_bytes(group.size, problem.most(dims))
     after = DistState(dims, _without(state.partial, axes))
     return Move(after, ReduceScatter, (dim, order), received, group.seconds(received))
 

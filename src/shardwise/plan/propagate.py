@@ -20,7 +20,7 @@ from shardwise.core.layout import misfit
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Ragged, Replicate, Shard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.plan.cost import CostModel, current_cost_model
+from shardwise.plan.cost import CostModel, all_gather_bytes, all_reduce_bytes, all_to_all_bytes, current_cost_model
 from shardwise.plan.halo import HaloExchange, halo_exchange, halo_rows
 from shardwise.plan.route import DTensorRedistributePlanner
 from shardwise.plan.step import OwnerExchange, RowExchange
@@ -547,10 +547,10 @@ def _received(have: Placement, want: Placement, n: int, held: float, waits: bool
     ):
         return 0.0
     if isinstance(want, Partial):
-        return 2 * (n - 1) / n * held
+        return all_reduce_bytes(n, held)
     if isinstance(want, Replicate):
-        return 2 * (n - 1) / n * held if isinstance(have, Partial) else (n - 1) * held
-    return (n - 1) / n * held
+        return all_reduce_bytes(n, held) if isinstance(have, Partial) else all_gather_bytes(n, held)
+    return all_to_all_bytes(n, held)  # also of a reduce-scatter into equal blocks
 
 
 def _lay_out(

@@ -27,5 +27,6 @@ def on_some(op: Any, local: torch.Tensor, *args: Any) -> torch.Tensor:
     return torch.empty_like(like, device=local.device)
 
 
-for _op in (aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default):
-    rule(_op, local_op=partial(on_some, _op))(fft)
+NODES = {aten._fft_c2c.default: "", aten._fft_r2c.default: "FftR2CBackward0", aten._fft_c2r.default: ""}
+for _op, _node in NODES.items():  # that of real numbers pads its gradient, and transforms that
+    rule(_op, local_op=partial(on_some, _op), gathering_node=_node)(fft)

@@ -154,7 +154,7 @@ def on_meta(
     return torch.empty_like(OP(*stand_ins, offs, bias), dtype=dtype)
 
 
-@rule(OP, localize=held_groups, local_op=grouped_mm, meta_op=on_meta)
+@rule(OP, localize=held_groups, local_op=grouped_mm, meta_op=on_meta, by_groups=True)
 def grouped_product(call: Call) -> Factors:
     """Matrices of experts, times the rows that belong to each."""
     first, second, result = form_of(call["self"], call["mat2"])

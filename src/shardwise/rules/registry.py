@@ -139,6 +139,10 @@ class Rule:
         halo: for a call, how it runs with its exchanged factors sharded; None if it cannot.
         ways: by name, the factors of other ways to run the operator, which dispatch implements.
         program: the program of a rank if an owned row of the factors is chosen.
+        by_groups: whether it multiplies each group of rows by a matrix of that group. The gradient of the matrices,
+            also a product by groups, takes their layout.
+        gathering_node: the autograd node of the operator, if its formula computes with all of a dim next: the operators
+            before that keep the dim whole, or it would be gathered again.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -151,6 +155,8 @@ class Rule:
     halo: Callable[[Call], Halo | None] | None = None
     ways: Mapping[str, Callable[[Call], Factors | None]] = field(default_factory=dict)
     program: Program | None = None
+    by_groups: bool = False
+    gathering_node: str = ""
 
     def factors_by(self, way: str, call: Call) -> Factors | None:
         """The factors of a call that is run in one of its ways, "" for the operator itself."""
@@ -171,6 +177,8 @@ def rule(
     halo: Callable[[Call], Halo | None] | None = None,
     ways: Mapping[str, Callable[[Call], Factors | None]] | None = None,
     program: Program | None = None,
+    by_groups: bool = False,
+    gathering_node: str = "",
 ) -> Callable:
     """Declare the rule of some operators: a decorator of the function that gives a call's factors.
 
@@ -178,7 +186,10 @@ def rule(
     """
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
-        made = Rule(factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {}, program)
+        made = Rule(
+            factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {}, program, by_groups,
+            gathering_node,
+        )  # fmt: skip
         declare_rule(made, *ops)
         return factors
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,6 @@ from shardwise.fabric.base import fabric_of
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor.gradient_layouts import gradient_spec
-from shardwise.tensor.input_aliasing import first_sharing
 from shardwise.tensor.laid_out import LaidOutTensor, classes, dtensor_of
 from shardwise.tensor.moves import redistributed
 from shardwise.torch_private import DispatchModeKey, FakeTensor, TracingContext, dispatch_mode_count, dispatch_mode_of
@@ -189,7 +189,8 @@ def _fix_sizes(spec: DTensorSpec) -> bool:
     return fixed
 
 
-_fixed_by_backward: set[tuple[DeviceMesh, int]] = set()
+MAX_FIXED = 1024
+_fixed_by_backward: BoundedCache[tuple[DeviceMesh, int], None] = BoundedCache(MAX_FIXED)
 
 
 def _trace_again_where_fixed(spec: DTensorSpec) -> None:
@@ -202,8 +203,9 @@ def _trace_again_where_fixed(spec: DTensorSpec) -> None:
         return
     sizes = [size for size in spec.shape if isinstance(size, torch.SymInt)]
     found = {(spec.mesh, value) for value in map(known_value, sizes) if not isinstance(value, torch.SymInt)}
-    if found - _fixed_by_backward:
-        _fixed_by_backward.update(found)
+    if found - _fixed_by_backward.keys():
+        for fixed in sorted(found, key=lambda fixed: fixed[1]):  # in one order on all ranks
+            _fixed_by_backward.keep(fixed, None)
         restart = importlib.import_module("torch._dynamo.exc").TensorifyScalarRestartAnalysis  # what backends may raise
         raise restart(restart_reason="backward fixes a symbolic size of a DTensor")
 
@@ -215,3 +217,44 @@ def plain_tangent_of(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.
     return redistributed(
         dtensor_of(replicated_spec(expected[0], meta), local), DTensorSpec.from_context(expected, meta)
     )
+
+
+# ---------------------------------------------------------------- inputs that share memory
+
+
+Span = tuple[int, int, int]  # a storage, and the first and the last element in it
+
+
+def first_sharing(tensor: Any, kind: type) -> Any:
+    """Of the inputs of this kind the first whose memory reaches, input by input, into that of `tensor`; else itself.
+
+    The compiler sees by the storage which inputs share memory. Where one of those is written to it has no code for
+    tensors like ours, and says so.
+    """
+    context: Any = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return tensor
+    inputs = [t for t in context.tensor_to_context if isinstance(t, kind)]
+    traced = [context.fake_mode.fake_tensor_converter._get_memo(t) for t in inputs]
+    reached = [at for at, fake in enumerate(traced) if fake is tensor]
+    memory = [_spans(t) for t in inputs]
+    for at in reached:  # which grows
+        near = [i for i, spans in enumerate(memory) if i not in reached and _overlap(spans, memory[at])]
+        reached.extend(near)
+    return traced[min(reached)] if reached else tensor
+
+
+def _spans(tensor: Any) -> list[Span]:
+    """Which memory a DTensor, or what it is a copied view of, lies in here."""
+    while tensor._copied_view not in (None, OUTSIDE):
+        tensor = tensor._copied_view.args[0]
+    spans = []
+    for part in parts_of(tensor._local_tensor):
+        first = part.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        spans.append((part.untyped_storage()._cdata, first, last if part.numel() else -1))
+    return spans
+
+
+def _overlap(one: list[Span], other: list[Span]) -> bool:
+    return any(a[0] == b[0] and a[1] <= b[2] and b[1] <= a[2] for a, b in itertools.product(one, other))

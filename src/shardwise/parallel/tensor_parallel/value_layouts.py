@@ -16,7 +16,7 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Placement
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
-from shardwise.dispatch.flat_buffer import SideBySide
+from shardwise.dispatch.flat_buffer import FlatBuffer
 from shardwise.errors import MeshError
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
 from shardwise.torch_private import tree_map_only
@@ -104,7 +104,7 @@ def _order_of(spec: DTensorSpec) -> Any:
 
 def redistributed_together(tensors: Sequence[DTensor], placements: Sequence[Placement]) -> list[DTensor]:
     """Tensors of one mesh, layout and dtype, sharded neither now nor afterwards, with these placements; contiguous."""
-    buffer = SideBySide.of([tensor._spec for tensor in tensors])
+    buffer = FlatBuffer.of([tensor._spec for tensor in tensors])
     joined = dtensor_of(buffer.spec, buffer.joined(tensor._local_tensor for tensor in tensors))
     parts = buffer.parts(joined.redistribute(placements=placements)._local_tensor)
     return [
