@@ -235,6 +235,10 @@ class _Finder(ast.NodeVisitor):
             self.visit(statement)
         self._functions -= 1
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":  # of zip: lengths are equal
+            self.generic_visit(node)
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
@@ -308,6 +312,15 @@ def tests_for(mutant: Mutant, coverage: Coverage, seconds: float) -> Job:
     found.sort()
     sums = itertools.accumulate(cost for cost, _ in found)
     return Job(mutant, [test for test, total in zip(found, sums, strict=True) if total <= seconds or test is found[0]])
+
+
+def jobs_of(mutants: Sequence[Mutant], options: argparse.Namespace, every_test: Sequence[str]) -> list[Job]:
+    """With `--every-test`, all of `every_test` for each mutant; otherwise the tests that were recorded."""
+    if options.every_test:
+        cost = options.seconds / max(len(every_test), 1)
+        return [Job(mutant, [(cost, name) for name in every_test]) for mutant in mutants]
+    coverage = Coverage.load(options.coverage)
+    return [tests_for(mutant, coverage, options.seconds) for mutant in mutants]
 
 
 def in_child(function: Callable[[], int], cpu_seconds: int | None = None, output: str | Path = os.devnull) -> int:
@@ -386,10 +399,9 @@ class WarmSession:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
-        if not self._options.coverage.exists():
+        if not self._options.every_test and not self._options.coverage.exists():
             os.waitpid(in_child(lambda: self._record(session)), 0)
-        coverage = Coverage.load(self._options.coverage)
-        known = [tests_for(mutant, coverage, self._options.seconds) for mutant in self._mutants]
+        known = jobs_of(self._mutants, self._options, list(items))
         jobs = [job._replace(tests=[test for test in job.tests if test[1] in items]) for job in known]
 
         def start(job: Job) -> int:
@@ -439,7 +451,7 @@ def replace_code(path: Path, mutant: Mutant) -> bool:
     if len(before) != len(after):
         return False
     pairs = zip(before, after, strict=True)
-    changed = {old: new for old, new in pairs if old.co_code != new.co_code or old.co_consts != new.co_consts}
+    changed = {old: new for old, new in pairs if old != new}
     live = [each for each in gc.get_objects() if type(each) is FunctionType and each.__code__ in changed]
     if any(each.__code__.co_freevars != changed[each.__code__].co_freevars for each in live):
         return False
@@ -493,8 +505,7 @@ def verdicts_of(root: Path, options: argparse.Namespace, mutants: list[Mutant]) 
     _, status = os.waitpid(child, 0)
     if status:
         sys.exit(f"the session of tests failed: {log.read_text()[-4000:]}")
-    coverage = Coverage.load(options.coverage)
-    jobs = [tests_for(mutant, coverage, options.seconds) for mutant in imported]
+    jobs = jobs_of(imported, options, [f"tests/{name}" for name in options.tests])
     yield from run_jobs(jobs, options.jobs, lambda job: in_child(lambda: run_imported(root, job), job.limit))
 
 
@@ -520,6 +531,7 @@ def main() -> int:
     parser.add_argument("--file-seconds", type=float, default=30, help="CPU time of the tests of one file, recorded")
     parser.add_argument("--coverage", type=Path, help="the recorded lines of tests: read, or written if not there")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="files of tests, below tests/")
+    parser.add_argument("--every-test", action="store_true", help="all tests of these files; nothing is recorded")
     parser.add_argument("--only", nargs="+", help="these mutants, as a report names them")
     options = parser.parse_args()
     outcomes: Counter[str] = Counter()

@@ -20,8 +20,10 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
-from shardwise.rules.engine import Factors, Row, candidates
+from shardwise.rules.engine import Factors, Row, candidates, factors_of, parse
+from shardwise.rules.pointwise import keeps_order, keeps_sums
 from shardwise.rules.registry import Call, Rule, find_rule
+from shardwise.rules.statistics import local_vector_norm
 from shardwise.schema import OpInfo, load_rules
 from tests.pure.strategies import composite
 
@@ -90,6 +92,14 @@ def samples() -> Iterator[Sample]:
     yield Sample(aten.tanh_backward.default, (x, y))
     yield Sample(aten._softmax_backward_data.default, (x, y.softmax(1), 1, torch.float64))
     yield Sample(aten.threshold_backward.default, (x, y, 0))
+    table, bags = numbers(7, 4), torch.tensor([0, 2, 2, 5, 6, 1])
+    offsets, bag_of_each = torch.tensor([0, 2, 4]), torch.tensor([0, 0, 1, 1, 2, 2])
+    yield Sample(aten.embedding.default, (table, bags))
+    yield Sample(aten.embedding_dense_backward.default, (numbers(6, 4), bags, 7, -1, False))
+    gradients = numbers(3, 4)
+    yield Sample(
+        aten._embedding_bag_per_sample_weights_backward.default, (gradients, table, bags, offsets, bag_of_each, 0)
+    )
 
 
 SAMPLES = list(samples())
@@ -205,13 +215,22 @@ def run_row(case: Case, row: Row, sample: Sample, ranks: int) -> list[list[torch
     return found
 
 
+# A rule allows further rows where an operand has such a placement already.
+GIVEN = (Partial(), Partial("avg"), Partial("min"), Partial("max"), Partial("product"), MaskPartial())
+
+
+def rows_of(factors: Factors) -> list[Row]:
+    """The rows of a rule for operands with every kind of Partial."""
+    return list(dict.fromkeys(row for given in GIVEN for row in candidates(factors, (given,))))
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_rows_give_what_one_device_gives(sample: Sample, ranks: int) -> None:
     case = case_of(sample)
     if case is None:
         pytest.skip("the rule looks at all axes at once")
-    for row in candidates(case.factors):
+    for row in rows_of(case.factors):
         if not fits(case, row, ranks):
             continue
         by_rank = run_row(case, row, sample, ranks)
@@ -231,10 +250,94 @@ def test_a_wrong_row_is_found() -> None:
 
 def test_samples_cover_kinds_of_rows() -> None:
     """Shards, sums, masks and replicas come up, and most samples have rows that shard something."""
-    rows = [row for sample in SAMPLES if (case := case_of(sample)) is not None for row in candidates(case.factors)]
-    kinds = {type(placement) for row in rows for placement in (*row.inputs, *row.outputs)}
-    assert kinds >= {Shard, Partial, Replicate}
+    rows = [row for sample in SAMPLES if (case := case_of(sample)) is not None for row in rows_of(case.factors)]
+    given = {placement for row in rows for placement in row.inputs}
+    assert given >= {R, Shard(0), Shard(1), *GIVEN}
     assert sum(any(isinstance(p, Shard) for p in row.inputs) for row in rows) > 100
+
+
+# ---------------------------------------------------------------- which rows there are
+
+# By operator, the rows of its first sample: `S0,R->S0`. One that is missing costs communication, and no value is wrong.
+ROWS = {
+    aten.neg: "M->M P(avg)->P(avg) P(max)->P(min) P(min)->P(max) P->P R->R S0->S0 S1->S1",
+    aten.exp: "P(max)->P(max) P(min)->P(min) R->R S0->S0 S1->S1",
+    aten.relu: "M->M P(max)->P(max) P(min)->P(min) R->R S0->S0 S1->S1",
+    aten.abs: "M->M R->R S0->S0 S1->S1",
+    aten.add: "M,M->P P(avg),P(avg)->P(avg) P,P->P R,R->R S0,S0->S0 S1,S1->S1",
+    aten.mul: "M,R->M P(avg),R->P(avg) P,R->P R,M->M R,P(avg)->P(avg) R,P->P R,R->R S0,S0->S0 S1,S1->S1",
+    aten.div: "M,R->M P(avg),R->P(avg) P,R->P R,R->R S0,S0->S0 S1,S1->S1",
+    aten.maximum: "P(max),P(max)->P(max) P(max),R->P(max) R,P(max)->P(max) R,R->R S0,S0->S0 S1,S1->S1",
+    aten.where: "R,M,M->M R,P(avg),P(avg)->P(avg) R,P,P->P R,R,R->R S0,S0,S0->S0 S1,S1,S1->S1",
+    aten.mm: "M,R->P P(avg),R->P(avg) P,R->P R,M->P R,P(avg)->P(avg) R,P->P R,R->R R,S1->S1 S0,R->S0 S1,S0->P",
+    aten.addmm: "M,M,R->P M,R,M->P P(avg),P(avg),R->P(avg) P(avg),R,P(avg)->P(avg) P,P,R->P P,R,P->P P,S1,S0->P "
+    "R,R,R->R R,S0,R->S0 S0,R,S1->S1",
+    aten.sum: "M->P P(avg)->P(avg) P->P R->R S0->P S1->S0",
+    aten.mean: "M->P P(avg)->P(avg) P->P R->R S0->P S1->S0",
+    aten.amax: "P(max)->P(max) R->R S0->P(max) S1->S0",
+    aten.prod: "P(product)->P(product) R->R S0->S0 S1->P(product)",
+    aten.any: "P(max)->P(max) R->R S0->P(max) S1->S0",
+    aten.t: "M->M P(avg)->P(avg) P(max)->P(max) P(min)->P(min) P(product)->P(product) P->P R->R S0->S1 S1->S0",
+    aten._softmax: "R->R S0->S0",
+    aten.native_layer_norm: "R,R->R,R,R S0,R->S0,S0,S0 S1,R->S1,S1,S1",
+    aten.cumsum: "M->P P(avg)->P(avg) P->P R->R S1->S1",
+    aten.sort: "R->R,R S0->S0,S0",
+    aten.gather: "M,R->M P(avg),R->P(avg) P,R->P R,R->R R,S1->S1 S0,S0->S0 S1,R->M",
+    aten.linalg_inv_ex: "R->R,R S0->S0,S0",
+    aten._softmax_backward_data: "M,R->P P(avg),R->P(avg) P,R->P R,R->R S0,S0->S0",
+    aten.embedding: "M,R->P P(avg),R->P(avg) P,R->P R,R->R R,S0->S0 S0,R->M S1,R->S1",
+    aten.embedding_dense_backward: "M,R->P P(avg),R->P(avg) P,R->P R,R->R S0,S0->P S1,R->S1",
+    aten._embedding_bag_per_sample_weights_backward: "M,R,R,R,R->P P(avg),R,R,R,R->P(avg) P,R,R,R,R->P R,M,R,R,R->P "
+    "R,P(avg),R,R,R->P(avg) R,P,R,R,R->P R,R,R,R,R->R S1,S1,R,R,R->P",
+}
+
+
+@pytest.mark.parametrize("packet", ROWS, ids=str)
+def test_rows_of_an_operator(packet: Any) -> None:
+    case = case_of(next(sample for sample in SAMPLES if sample.op.overloadpacket is packet))
+    assert case is not None
+    short = lambda placements: ",".join(placement.short for placement in placements)  # noqa: E731
+    assert {f"{short(row.inputs)}->{short(row.outputs)}" for row in rows_of(case.factors)} == set(ROWS[packet].split())
+
+
+def test_a_dim_of_size_one_is_no_factor_of_a_larger_one() -> None:
+    factors = factors_of(parse("..., ... -> ..."), [(5, 4), (1, 4)], [(5, 4)])
+    assert factors.operands == (("...1", "...0"), (None, "...0"))
+    assert factors.results == (("...1", "...0"),)
+
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+i32, i64, c64, b8 = torch.int32, torch.int64, torch.complex64, torch.bool
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sums", "order"),
+    [
+        (f32, f32, True, True), (f32, f64, True, True), (bf16, f32, True, True), (f32, bf16, False, False),
+        (f16, bf16, False, False), (i32, i64, True, True), (i64, i32, False, False), (i64, f32, False, True),
+        (f32, i64, False, False), (f32, c64, True, False), (c64, f32, False, False), (b8, i64, False, True),
+        (i64, b8, False, False), (b8, b8, True, True),
+    ],
+)  # fmt: skip
+def test_casts_that_a_partial_passes(before: torch.dtype, after: torch.dtype, sums: bool, order: bool) -> None:
+    assert (keeps_sums(before, after), keeps_order(before, after)) == (sums, order)
+
+
+def test_sums_of_different_dtypes_pass_only_if_each_may_be_cast() -> None:
+    def partials(*dtypes: torch.dtype) -> int:
+        case = case_of(Sample(aten.add.Tensor, tuple(numbers(5, 4).to(dtype) for dtype in dtypes)))
+        assert case is not None
+        return sum(row.inputs == (Partial(), Partial()) for row in rows_of(case.factors))
+
+    assert [partials(f32, f32), partials(f32, f64), partials(f32, i64), partials(i64, f32)] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("order", [2, 1, math.inf, -math.inf, -1])
+@pytest.mark.parametrize(("shape", "dims"), [((0, 4), [0, 1]), ((0, 4), [0]), ((0, 4), [1]), ((4, 0), [0])])
+def test_the_norm_of_an_empty_shard_changes_no_other(shape: Any, dims: list[int], order: float) -> None:
+    found = local_vector_norm(torch.empty(shape), order, dims)
+    assert found.shape == torch.empty(shape).sum(dims).shape
+    assert (found == (0 if order >= 0 else math.inf)).all()
 
 
 # ---------------------------------------------------------------- the propagator
