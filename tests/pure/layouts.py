@@ -94,7 +94,9 @@ def held(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[list[int], ...]:
             rows = placement.split_factor if isinstance(placement, StridedShard | Zigzag) else 1
             parts, at = spec.mesh.shape[axis], coordinate[axis]
             if isinstance(placement, Ragged):
-                indices = indices.split(placement.sizes)[at]
+                blocks, order = indices.split(placement.sizes), placement.blocks or range(parts)
+                each = len(order) // parts
+                indices = torch.cat([blocks[block] for block in sorted(order[at * each : (at + 1) * each])])
                 continue
             if isinstance(placement, Owned):
                 indices = indices if at == placement.rank else indices[:0]

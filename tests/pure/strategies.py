@@ -159,11 +159,12 @@ def with_sizes(
         if not isinstance(made[first], Shard):
             continue
         ranks = mesh.shape[first]
-        match draw(st.sampled_from(("shard", "ragged", "owned"))):
-            case "ragged":
-                cuts = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=ranks - 1, max_size=ranks - 1)))
-                bounds = [0, *cuts, shape[dim]]
-                made[first] = Ragged(dim, [high - low for low, high in itertools.pairwise(bounds)])
+        match draw(st.sampled_from(("shard", "ragged", "blocks", "owned"))):
+            case "ragged" | "blocks" as kind:
+                count = ranks if kind == "ragged" else 2 * ranks
+                cuts = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=count - 1, max_size=count - 1)))
+                lengths = [high - low for low, high in itertools.pairwise([0, *cuts, shape[dim]])]
+                made[first] = Ragged(dim, lengths, draw(st.permutations(range(count))) if kind == "blocks" else None)
             case "owned":
                 made[first] = Owned(draw(st.integers(0, ranks - 1)), dim)
             case _:

@@ -82,7 +82,9 @@ def expected_local(tensor: torch.Tensor, spec: DTensorSpec, coordinate: tuple[in
                 rows, ends = tensor.chunk(placement.split_factor, dim), (index, 2 * parts - 1 - index)
                 tensor = torch.cat([chunk_of(row, 2 * parts, dim, block) for row in rows for block in ends], dim)
             elif isinstance(placement, Ragged):
-                tensor = tensor.split(placement.sizes, dim)[index]
+                blocks, order = tensor.split(placement.sizes, dim), placement.blocks or range(parts)
+                each = len(order) // parts
+                tensor = torch.cat([blocks[block] for block in sorted(order[index * each : (index + 1) * each])], dim)
             elif isinstance(placement, Owned):
                 tensor = tensor if index == placement.rank else tensor.narrow(dim, 0, 0)
             else:

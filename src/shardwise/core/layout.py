@@ -30,6 +30,7 @@ __all__ = [
     "nested_chunk",
     "normalize_dim",
     "runs_of",
+    "sizes_of_parts",
     "starts_of",
     "whole_block",
 ]  # fmt: skip
@@ -85,8 +86,8 @@ class Cut(NamedTuple):
 
     `rows` is None for an ordinary cut. Otherwise the remaining part consists of that many rows, and each row is split.
     With `blocks` a row is cut into as many blocks, and part `i` of `parts` consists of the i-th group of `blocks`,
-    equally many in each, in the order of the row. `sizes` are those of the parts, where they are given; `owner` is the
-    part that has everything.
+    equally many in each, in the order of the row. `sizes` are those of the parts, or blocks, where they are given;
+    `owner` is the part that has everything.
     """
 
     parts: int
@@ -165,7 +166,8 @@ def _parts_of_row(length: int, cut: Cut) -> list[Run]:
     """The runs of a row that are kept."""
     if cut.sizes is not None:
         starts = starts_of(cut.sizes, length)
-        return [Run(starts[cut.index], cut.sizes[cut.index])]
+        mine = (cut.index,) if cut.blocks is None else blocks_of_parts(cut.parts, cut.blocks)[cut.index]
+        return [Run(starts[block], cut.sizes[block]) for block in mine]
     if cut.owner is not None:
         return [Run(0 if cut.index <= cut.owner else length, length if cut.index == cut.owner else 0)]
     if cut.blocks is None:
@@ -329,6 +331,19 @@ def longest(size: int, divisions: Sequence[Division]) -> int:
     return max(lengths)
 
 
+def sizes_of_parts(division: Division) -> list[int]:
+    """The length of each part of a division whose sizes are given.
+
+    Example:
+        >>> sizes_of_parts(Division(2, 1, blocks=(0, 2, 1, 3), sizes=(5, 0, 3, 1)))
+        [8, 1]
+    """
+    sizes, blocks = division.sizes or (), division.blocks
+    if blocks is None:
+        return list(sizes)
+    return [sum(sizes[block] for block in mine) for mine in blocks_of_parts(division.parts, blocks)]
+
+
 def misfit(size: int, divisions: Sequence[Division]) -> tuple[Division, list[int]] | None:
     """The first of the divisions of a dim, major first, whose sizes are not what it divides; and what that is.
 
@@ -347,8 +362,10 @@ def misfit(size: int, divisions: Sequence[Division]) -> tuple[Division, list[int
 @lru_cache(maxsize=1024)
 def _part_lengths(size: int, division: Division) -> frozenset[int]:
     """The different lengths of the parts into which the rows of a dim are split. Only the last row may be shorter."""
-    if division.sizes is not None or division.owner is not None:
-        return frozenset((0, size) if division.sizes is None else division.sizes)
+    if division.owner is not None:
+        return frozenset((0, size))
+    if division.sizes is not None:
+        return frozenset(sizes_of_parts(division))
     parts, rows = division.parts, division.rows or 1
     row = max(-(-size // rows), 1)
     full, last = divmod(size, row)

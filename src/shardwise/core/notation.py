@@ -53,7 +53,7 @@ _NUMBER = re.compile(r"\d{1,18}")
 _WORD = re.compile(r"\S+")
 _META = re.compile(r"\s*(?P<dtype>[a-z0-9_]+)\[(?P<sizes>[^\]]*)\]")
 _PLACEMENT = re.compile(
-    r"(?P<kind>[A-Z])(?P<dim>-?\d{1,18})?(?:/(?P<rows>\d{1,18}))?(?:\((?P<blocks>\d{1,18}(?:,\d{1,18})*)\)|\((?P<op>\w*)\))?"
+    r"(?P<kind>[A-Z])(?P<dim>-?\d{1,18})?(?:/(?P<rows>\d{1,18}))?(?:\((?P<blocks>\d{1,18}(?:[,;]\d{1,18})*)\)|\((?P<op>\w*)\))?"
 )
 
 
@@ -180,12 +180,13 @@ def _placement(word: str) -> Placement:
         case "S", str(dim), None, None, None:
             return Shard(int(dim))
         case "S", str(dim), None, str(sizes), None:
-            return Ragged(int(dim), map(int, sizes.split(",")))
-        case "O", str(dim), None, str(rank), None if "," not in rank:
+            given, _, blocks = sizes.partition(";")
+            return Ragged(int(dim), map(int, given.split(",")), map(int, blocks.split(",")) if blocks else None)
+        case "O", str(dim), None, str(rank), None if _NUMBER.fullmatch(rank):
             return Owned(int(rank), int(dim))
         case "S", str(dim), str(rows), None, None:
             return StridedShard(int(dim), int(rows))
-        case "Z", str(dim), rows, blocks, None:
+        case "Z", str(dim), rows, blocks, None if ";" not in (blocks or ""):
             return Zigzag(int(dim), None if blocks is None else map(int, blocks.split(",")), int(rows or 1))
         case "R", None, None, None, None:
             return Replicate()

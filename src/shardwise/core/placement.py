@@ -153,12 +153,9 @@ class Zigzag(AnyShard):
     def __new__(
         cls, dim: SupportsIndex, blocks: Iterable[SupportsIndex] | None = None, split_factor: SupportsIndex = 1
     ) -> Zigzag:
-        order = None if blocks is None else tuple([_as_int(block, "Zigzag", "block") for block in blocks])
-        if order is not None and (not order or sorted(order) != list(range(len(order)))):
-            raise LayoutError(
-                f"Zigzag needs each block once, got blocks={order}", hint="a permutation, as in blocks=(0, 3, 1, 2)"
-            )
-        return cls._intern(_as_int(dim, "Zigzag", "dim"), order, _as_rows(split_factor, "Zigzag"))
+        return cls._intern(
+            _as_int(dim, "Zigzag", "dim"), _as_blocks(blocks, "Zigzag"), _as_rows(split_factor, "Zigzag")
+        )
 
     def _derive(self) -> None:
         rows = "" if self.split_factor == 1 else f"/{self.split_factor}"
@@ -195,30 +192,40 @@ class Ragged(AnyShard):
     Args:
         dim: the tensor's dim.
         sizes: how many indices each rank of the axis holds; together the size of the dim.
+        blocks: an assignment of blocks to ranks, as that of `Zigzag`: all blocks in the order of the ranks, equally
+            many for each. Then `sizes` are those of the blocks, and a rank holds its blocks in the order of the tensor.
 
     Example:
-        >>> Ragged(0, (5, 0, 3))
-        Ragged(0, (5, 0, 3))
+        >>> Ragged(0, (5, 0, 3)), Ragged(0, (5, 0, 3, 1), blocks=(0, 2, 1, 3))
+        (Ragged(0, (5, 0, 3)), Ragged(0, (5, 0, 3, 1), blocks=(0, 2, 1, 3)))
     """
 
-    __slots__ = ("sizes",)
-    _fields = ("dim", "sizes")
+    __slots__ = ("blocks", "sizes")
+    _fields = ("dim", "sizes", "blocks")
     sizes: tuple[int, ...]
+    blocks: tuple[int, ...] | None
 
-    def __new__(cls, dim: SupportsIndex, sizes: Iterable[SupportsIndex]) -> Ragged:
+    def __new__(
+        cls, dim: SupportsIndex, sizes: Iterable[SupportsIndex], blocks: Iterable[SupportsIndex] | None = None
+    ) -> Ragged:
         kept = tuple([_as_int(size, "Ragged", "size") for size in sizes])
         if not kept or min(kept) < 0:
             raise LayoutError(f"Ragged needs sizes of at least 0, got {kept}", hint="as in Ragged(0, (5, 0, 3))")
-        return cls._intern(_as_int(dim, "Ragged", "dim"), kept)
+        order = _as_blocks(blocks, "Ragged")
+        if order is not None and len(order) != len(kept):
+            raise LayoutError(f"Ragged: {len(kept)} sizes for {len(order)} blocks", hint="give a size for each block")
+        return cls._intern(_as_int(dim, "Ragged", "dim"), kept, order)
 
     def _derive(self) -> None:
-        object.__setattr__(self, "short", f"S{self.dim}({','.join(map(str, self.sizes))})")
+        order = "" if self.blocks is None else f";{','.join(map(str, self.blocks))}"
+        object.__setattr__(self, "short", f"S{self.dim}({','.join(map(str, self.sizes))}{order})")
 
     def division(self, parts: int) -> Division:
-        return Division(parts, 1, None, self.sizes)
+        return Division(parts, 1, self.blocks, self.sizes)
 
     def __repr__(self) -> str:
-        return f"Ragged({self.dim}, {self.sizes})"
+        order = "" if self.blocks is None else f", blocks={self.blocks}"
+        return f"Ragged({self.dim}, {self.sizes}{order})"
 
 
 @constant_to_compilers
@@ -372,6 +379,15 @@ def _as_int(value: Any, where: str, what: str) -> int:
         except TypeError:
             pass
     raise LayoutError(f"{where} needs an integer {what}, got {value!r}", hint=f"as in {what}=1")
+
+
+def _as_blocks(blocks: Iterable[Any] | None, where: str) -> tuple[int, ...] | None:
+    order = None if blocks is None else tuple([_as_int(block, where, "block") for block in blocks])
+    if order is not None and (not order or sorted(order) != list(range(len(order)))):
+        raise LayoutError(
+            f"{where} needs each block once, got blocks={order}", hint="a permutation, as in blocks=(0, 3, 1, 2)"
+        )
+    return order
 
 
 def _as_rows(split_factor: Any, where: str) -> int:

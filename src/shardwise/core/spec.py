@@ -571,7 +571,9 @@ def _check_ranks(placement: Ragged | Owned, mesh: DeviceMesh, axis: int) -> None
     where = f"{placement!r} on axis {mesh.axis_name(axis)!r}, which has {ranks} ranks"
     if isinstance(placement, Owned) and placement.rank >= ranks:
         raise LayoutError(where, hint=f"an owner is a coordinate from 0 to {ranks - 1}")
-    if isinstance(placement, Ragged) and len(placement.sizes) != ranks:
+    if isinstance(placement, Ragged) and placement.blocks is not None and len(placement.sizes) % ranks:
+        raise LayoutError(f"{where}: {len(placement.sizes)} blocks", hint="give every rank equally many blocks")
+    if isinstance(placement, Ragged) and placement.blocks is None and len(placement.sizes) != ranks:
         raise LayoutError(f"{where}: {len(placement.sizes)} sizes", hint="give one size for each rank of the axis")
 
 

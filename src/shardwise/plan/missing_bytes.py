@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.core.layout import Division, blocks_of_parts, starts_of
+from shardwise.core.layout import Division, blocks_of_parts, sizes_of_parts, starts_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.plan.state import Dims, Problem, Splits, common_beginning, division_of
 
@@ -174,7 +174,7 @@ def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     for cut in cuts:
         if cut.sizes is not None or cut.owner is not None:
             at, part, start, inside, length = _split_as_given(cut, start, inside, length)
-            whole = whole[at] if cut.sizes is None else np.array(cut.sizes)[part]
+            whole = whole[at] if cut.sizes is None else np.array(sizes_of_parts(cut))[part]
             owner = owner[at] * cut.parts + part
             continue
         mine, owners, before = _blocks(cut)
@@ -203,16 +203,19 @@ def _split_as_given(
     """Runs cut where the parts of a given division begin: the run each piece is of, its part, the runs."""
     if cut.sizes is None:
         return np.arange(len(start)), np.full(len(start), cut.owner), start, inside, length
-    starts = np.array(starts_of(cut.sizes, sum(cut.sizes)))
+    sizes, starts = np.array(cut.sizes), np.array(starts_of(cut.sizes, sum(cut.sizes)))
+    mine, owners, _ = _blocks(cut if cut.blocks is not None else Division(cut.parts))
+    before = np.empty_like(sizes)  # how many indices of its part come before a block
+    before[mine] = np.cumsum(sizes[mine], -1) - sizes[mine]
     first = np.searchsorted(starts, inside, side="right") - 1  # of parts that begin alike the last: others are empty
     count = np.searchsorted(starts, inside + length - 1, side="right") - first
     at = np.repeat(np.arange(len(count)), count)
-    part = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
-    low = np.maximum(inside[at], starts[part])
-    high = np.minimum(inside[at] + length[at], starts[part] + np.array(cut.sizes)[part])
+    block = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+    low = np.maximum(inside[at], starts[block])
+    high = np.minimum(inside[at] + length[at], starts[block] + sizes[block])
     held = high > low
-    at, part, low, high = at[held], part[held], low[held], high[held]
-    return at, part, start[at] + low - inside[at], low - starts[part], high - low
+    at, block, low, high = at[held], block[held], low[held], high[held]
+    return at, owners[block], start[at] + low - inside[at], low - starts[block] + before[block], high - low
 
 
 @lru_cache(maxsize=256)

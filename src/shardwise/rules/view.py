@@ -243,7 +243,7 @@ def _with_rows(spec: DTensorSpec, axis: int, dim: int, rows: int, size: int) -> 
     if isinstance(placement, Zigzag):
         return Zigzag(dim, placement.blocks, rows or 1)
     if rows and isinstance(placement, Ragged):
-        return Ragged(dim, [part * size // spec.shape[placement.dim] for part in placement.sizes])
+        return Ragged(dim, [part * size // spec.shape[placement.dim] for part in placement.sizes], placement.blocks)
     if rows and isinstance(placement, Owned):
         return placement.on_dim(dim)
     return StridedShard(dim, rows) if rows else Shard(dim)

@@ -1,0 +1,248 @@
+"""Functions of whole matrices that lie over a mesh: each matrix is computed once, by a rank that owns it meanwhile.
+
+Ranks send their parts of all matrices to the owners in one exchange, and get their parts of the results in another. An
+exchange is a redistribution of one flat tensor between two layouts of given sizes (`Ragged`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.core.cache import BoundedCache
+from shardwise.core.layout import Block
+from shardwise.core.mesh import Coordinate, DeviceMesh
+from shardwise.core.placement import Ragged, Replicate
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import LayoutError
+from shardwise.fabric.base import fabric_of
+from shardwise.tensor import DTensor, dtensor_of
+
+__all__ = ["by_matrix", "matrix_owners"]
+
+MAX_PLANS = 64
+
+
+@torch.no_grad()
+def by_matrix(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    matrices: Sequence[torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    cost: Callable[[torch.Size], float] | None = None,
+) -> list[torch.Tensor]:
+    """`function` of each of some matrices, in the layouts of these. It is given whole matrices, as on one device.
+
+    Each matrix is computed once in the mesh. The work is balanced: matrices go to ranks by what they cost, the most
+    expensive first. All parts are sent in one exchange and come back in another. No derivatives.
+
+    Args:
+        function: from a plain matrix to one of the same shape. It is called for the matrices that a rank owns.
+        matrices: 2-D DTensors in any layout. Of plain tensors every rank computes the function itself.
+        dtype: in which matrices are sent, given to the function, and returned; that of each matrix by default.
+        cost: of a matrix of this shape; by default that of a product with its own transpose.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2,))
+        >>> x = sw.distribute_tensor(torch.eye(4) * 2, mesh, [sw.Shard(0)])
+        >>> [inverse] = by_matrix(torch.linalg.inv, [x])
+        >>> inverse.spec, float(inverse.full_tensor()[1, 1])
+        (f32[4,4] S0, 0.5)
+    """
+    results: list[torch.Tensor | None] = [None] * len(matrices)
+    groups: dict[tuple[DeviceMesh, torch.dtype], list[int]] = {}
+    for at, matrix in enumerate(matrices):
+        if matrix.dim() != 2:
+            raise LayoutError(
+                f"by_matrix: tensor {at} has {matrix.dim()} dims, not 2", hint="reshape it to a matrix before"
+            )
+        if isinstance(matrix, DTensor):
+            groups.setdefault((matrix.device_mesh, dtype or matrix.dtype), []).append(at)
+        else:
+            results[at] = function(matrix if dtype is None else matrix.to(dtype))
+    for (mesh, sent), positions in groups.items():
+        given = [_reduced(matrices[at]).to(sent) for at in positions]
+        for at, result in zip(positions, _computed(function, mesh, given, cost), strict=True):
+            results[at] = result
+    return results  # pyright: ignore[reportReturnType]  # each was computed
+
+
+def _reduced(matrix: Any) -> Any:
+    """Without sums that wait for a reduction, and with an element for each index."""
+    spec = matrix.spec.materialized().reduced()
+    return matrix.redistribute(placements=spec.placements, shard_order=spec.shard_order)
+
+
+def _computed(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    mesh: DeviceMesh,
+    matrices: Sequence[Any],
+    cost: Callable[[torch.Size], float] | None,
+) -> list[Any]:
+    """The results for DTensors of one mesh and dtype."""
+    specs = tuple([matrix.spec for matrix in matrices])
+    costs = tuple([(cost or _cost)(spec.shape) for spec in specs])
+    plan = _plans.get((specs, costs))
+    if plan is None:
+        plan = _plans.keep((specs, costs), transfers(specs, matrix_owners(costs, mesh.size())))
+    fabric = fabric_of(mesh)
+    locals_ = [matrix.to_local().contiguous() for matrix in matrices]
+
+    def pack(coordinate: Coordinate, *parts: torch.Tensor) -> torch.Tensor:
+        sent = [parts[at].reshape(-1) for at in plan.sent_by(_number(mesh, coordinate))]
+        return torch.cat(sent) if sent else parts[0].new_empty(0)
+
+    def compute(coordinate: Coordinate, received: torch.Tensor) -> torch.Tensor:
+        return plan.compute(function, coordinate[0], received)
+
+    def unpack(at: int) -> Callable[..., torch.Tensor]:
+        return lambda coordinate, received: plan.part_of(at, _number(mesh, coordinate), received)
+
+    flat = plan.gathering.before.mesh
+    sent = dtensor_of(plan.gathering.before, fabric.map(mesh, pack, *locals_))
+    owned = sent.redistribute(placements=plan.gathering.after.placements).to_local()
+    back = dtensor_of(plan.returning.before, fabric_of(flat).map(flat, compute, owned))
+    returned = back.redistribute(placements=plan.returning.after.placements).to_local()
+    dense = [spec.with_meta(TensorMeta(spec.shape, dtype=spec.tensor_meta.dtype)) for spec in specs]
+    return [dtensor_of(spec, fabric.map(mesh, unpack(at), returned)) for at, spec in enumerate(dense)]
+
+
+def _cost(shape: torch.Size) -> float:
+    return math.prod(shape) * min(shape)
+
+
+def _number(mesh: DeviceMesh, coordinate: Sequence[int]) -> int:
+    """The place of a coordinate among all of a mesh, the first axis major."""
+    return int(np.ravel_multi_index(tuple(coordinate), mesh.shape))
+
+
+def matrix_owners(costs: Sequence[float], ranks: int) -> list[int]:
+    """The owner of each matrix: the most expensive first, each to the rank that has the least to do so far.
+
+    Example:
+        >>> matrix_owners([1.0, 4.0, 2.0, 1.0], 2)
+        [1, 0, 1, 1]
+    """
+    owners, load = [0] * len(costs), [0.0] * ranks
+    for at in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
+        owners[at] = min(range(ranks), key=lambda rank: (load[rank], rank))
+        load[owners[at]] += costs[at]
+    return owners
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+class Transfer(NamedTuple):
+    """A flat tensor of a block for each pair of ranks: before, senders hold their blocks; after, receivers do."""
+
+    before: DTensorSpec
+    after: DTensorSpec
+
+
+class Transfers(NamedTuple):
+    """Who owns which matrices, which parts of them ranks hold, and the two exchanges."""
+
+    specs: tuple[DTensorSpec, ...]
+    owned: tuple[tuple[int, ...], ...]  # by each rank
+    blocks: tuple[tuple[Block, ...], ...]  # of each matrix on each rank
+    sends: tuple[frozenset[int], ...]  # the ranks whose parts make up each matrix: of equal parts one
+    starts: tuple[tuple[int, ...], ...]  # where the part of each matrix begins in what each rank gets back
+    gathering: Transfer
+    returning: Transfer
+
+    def sent_by(self, rank: int) -> Iterable[int]:
+        """The matrices whose part a rank sends, in order."""
+        return (at for owned in self.owned for at in owned if rank in self.sends[at])
+
+    def compute(
+        self, function: Callable[[torch.Tensor], torch.Tensor], owner: int, received: torch.Tensor
+    ) -> torch.Tensor:
+        """All parts of the results of a rank's matrices, in the order of the ranks that hold them."""
+        mine = self.owned[owner]
+        if not mine:
+            return received.new_empty(0)
+        matrices = {at: received.new_empty(self.specs[at].shape) for at in mine}
+        start = 0
+        for rank in range(len(self.owned)):
+            for at in (at for at in mine if rank in self.sends[at]):
+                block = self.blocks[at][rank]
+                matrices[at][_indices(block)] = received[start : start + math.prod(block.shape)].view(block.shape)
+                start += math.prod(block.shape)
+        results = {at: function(matrix).to(received.dtype) for at, matrix in matrices.items()}
+        for at, result in results.items():
+            if result.shape != self.specs[at].shape:
+                raise LayoutError(
+                    f"by_matrix: the function made {tuple(result.shape)} of a matrix of {tuple(self.specs[at].shape)}",
+                    hint="return a matrix of the same shape",
+                )
+        pairs = itertools.product(range(len(self.owned)), mine)
+        return torch.cat([results[at][_indices(self.blocks[at][rank])].reshape(-1) for rank, at in pairs])
+
+    def part_of(self, at: int, rank: int, received: torch.Tensor) -> torch.Tensor:
+        """A rank's part of the result of one matrix, of all that it receives."""
+        start, shape = self.starts[at][rank], self.blocks[at][rank].shape
+        return received[start : start + math.prod(shape)].view(shape).clone()
+
+
+_plans: BoundedCache[tuple[Any, ...], Transfers] = BoundedCache(MAX_PLANS)
+
+
+def _indices(block: Block) -> tuple[Any, ...]:
+    """What takes a block out of its tensor."""
+    if all(len(runs) == 1 for runs in block.runs):
+        return tuple([slice(runs[0].start, runs[0].start + runs[0].length) for runs in block.runs])
+    each = [torch.cat([torch.arange(run.start, run.start + run.length) for run in runs]) for runs in block.runs]
+    return torch.meshgrid(*each, indexing="ij")
+
+
+def transfers(specs: tuple[DTensorSpec, ...], owners: Sequence[int]) -> Transfers:
+    """The plan for matrices of one mesh and dtype with these owners."""
+    mesh = specs[0].mesh
+    coordinates = [tuple(int(i) for i in np.unravel_index(rank, mesh.shape)) for rank in range(mesh.size())]
+    owned = tuple([tuple(at for at, owner in enumerate(owners) if owner == rank) for rank in range(mesh.size())])
+    blocks = tuple([tuple([spec.block(coordinate) for coordinate in coordinates]) for spec in specs])
+    sends = tuple(
+        [
+            frozenset(rank for rank, other in enumerate(coordinates) if _is_nearest(spec, other, coordinates[owner]))
+            for spec, owner in zip(specs, owners, strict=True)
+        ]
+    )
+
+    held = np.array([[math.prod(block.shape) for block in of_ranks] for of_ranks in blocks])
+    order = list(itertools.chain.from_iterable(owned))
+    starts = np.empty_like(held)
+    starts[order] = np.cumsum(held[order], 0) - held[order]
+    gathered, returned = (np.zeros((mesh.size(), mesh.size()), dtype=np.int64) for _ in range(2))
+    for at, owner in enumerate(owners):
+        senders = sorted(sends[at])
+        gathered[senders, owner] += held[at, senders]
+        returned[owner] += held[at]
+    dtype, flat = specs[0].tensor_meta.dtype, mesh.flatten()
+    both = [_transfer(flat, sizes, dtype) for sizes in (gathered, returned)]
+    return Transfers(specs, owned, blocks, sends, tuple(map(tuple, starts.tolist())), *both)
+
+
+def _is_nearest(spec: DTensorSpec, rank: Sequence[int], owner: Sequence[int]) -> bool:
+    """Whether this rank sends its part, of all that hold the same: the one next to the owner along replicated axes."""
+    return all(
+        rank[axis] == owner[axis] for axis, placement in enumerate(spec.placements) if isinstance(placement, Replicate)
+    )
+
+
+def _transfer(flat: DeviceMesh, sizes: np.ndarray, dtype: torch.dtype) -> Transfer:
+    """An exchange in which each rank sends others so many elements: `sizes[sender, receiver]`.
+
+    Blocks are ordered by receiver, then by sender.
+    """
+    numbers = np.arange(sizes.size).reshape(sizes.shape)  # of blocks, by receiver and sender
+    meta = TensorMeta((int(sizes.sum()),), dtype=dtype)
+    before = Ragged(0, sizes.T.reshape(-1).tolist(), numbers.T.reshape(-1).tolist())
+    after = Ragged(0, sizes.sum(0).tolist())
+    return Transfer(DTensorSpec(flat, [before], meta), DTensorSpec(flat, [after], meta))

@@ -1,0 +1,64 @@
+"""Muon for parameters that lie over a mesh: momentum in shards, Newton-Schulz of each matrix once, by its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.optim.matrix_owners import by_matrix
+from shardwise.torch_private import muon_learning_rate, newton_schulz
+
+__all__ = ["Muon"]
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon`, with the same arguments and state, and the same values as on one device.
+
+    Momentum and parameters stay in their layouts. Each matrix is orthogonalized once in the mesh: ranks send their
+    parts of the updates to owners in bfloat16, the dtype of Newton-Schulz, and get the results back. The work is
+    balanced over the ranks (`by_matrix`). `torch.optim.Muon` itself is right on DTensors too, and communicates in each
+    product.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2,))
+        >>> weight = torch.nn.Parameter(sw.ones(4, 6, device_mesh=mesh, placements=[sw.Shard(0)]))
+        >>> optimizer = Muon([weight], lr=0.1)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.spec
+        f32[4,6] S0
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. `closure` computes the loss again, with gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        momenta: list[torch.Tensor] = []
+        if self._init_group(group, parameters, gradients, momenta):
+            raise ValueError("Muon: complex parameters are not supported")
+        momentum, rate = group["momentum"], float(group["lr"])
+        updates = []
+        for gradient, buffer in zip(gradients, momenta, strict=True):
+            buffer.lerp_(gradient, 1 - momentum)
+            updates.append(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
+
+        def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+            return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+        found = by_matrix(orthogonalized, updates, dtype=torch.bfloat16)
+        for parameter, update in zip(parameters, found, strict=True):
+            parameter.mul_(1 - rate * group["weight_decay"])
+            parameter.add_(update, alpha=-muon_learning_rate(rate, group["adjust_lr_fn"], parameter.shape))
