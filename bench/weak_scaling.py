@@ -127,6 +127,14 @@ def written_columns(w: World) -> Any:
 
 
 @program
+def written_rows(w: World) -> Any:
+    x = w.data() * 1
+    x[0] = 1
+    x[3:7] *= 2
+    return x.mean()
+
+
+@program
 def one_part(w: World) -> Any:
     return w.data().chunk(2, 1)[0].mean() + w.data().tanh().unbind(1)[2].square().mean()
 
@@ -259,6 +267,39 @@ def language_model(w: World) -> Any:
 def attention(w: World) -> Any:
     q, k, v = (w.data(2, 4, 8) for _ in range(3))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+@program
+def attention_module(w: World) -> Any:
+    x = w.data(6, 32)
+    module = sw.distribute_module(torch.nn.MultiheadAttention(32, 4, batch_first=True), w.mesh)
+    return module(x, x, x, need_weights=False)[0].mean()
+
+
+@program
+def encoder_layer(w: World) -> Any:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return sw.distribute_module(layer, w.mesh)(w.data(6, 32)).square().mean()
+
+
+@program
+def bags(w: World) -> Any:
+    return F.embedding_bag(w.labels(4), w.weight(32, WIDTH)).mean()
+
+
+@program
+def decorrelated(w: World) -> Any:
+    """Two standardized views of the data, whose features are to be equal and uncorrelated."""
+    x, y = ((x - x.mean(0)) / (x.std(0) + 1) for x in (w.data(), w.data()))
+    return ((x.T @ y) / x.shape[0] - torch.eye(WIDTH)).square().sum()
+
+
+@program
+def clipped_policy(w: World) -> Any:
+    gain = w.data().detach()
+    gain = (gain - gain.mean()) / (gain.std() + 1)
+    ratio = (w.data() - w.data().detach()).exp()
+    return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
 
 
 @program
@@ -397,6 +438,7 @@ each(
     options=lambda x, y: torch.relu(100 * (x * 0.2 - 0.02).exp() - 100).mean().log(),
     rotations=lambda x, y: torch.linalg.cross(x.view(-1, 16, 4)[..., :3], y.view(-1, 16, 4)[..., :3]).square().mean(),
     determinants=lambda x, y: x.view(-1, 8, 8).det().mean(),
+    factors=lambda x, y: torch.linalg.cholesky(x.view(-1, 8, 8).mT @ x.view(-1, 8, 8)).diagonal(0, 1, 2).sum(1).mean(),
     exponentials=lambda x, y: torch.matrix_exp(x.view(-1, 8, 8)).diagonal(0, 1, 2).sum(1).mean(),
     median_of_windows=lambda x, y: x.unfold(0, 3, 1).median(-1).values.mean(),
     local_means=lambda x, y: F.avg_pool2d(x[None, None], 3, 1, 1, count_include_pad=False).sub(x).square().mean(),

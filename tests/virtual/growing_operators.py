@@ -59,10 +59,6 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
         "torch makes a plain tensor for all rows or channels of the global one: two random numbers, a causal mask.",
         ("nn.functional.fractional_max_pool2d", "nn.functional.scaled_dot_product_attention"),
     ),
-    "merged": (
-        "The gradient of a sum is constant; a view that merges a constant dim with another stores it, replicated.",
-        ("nn.functional.multi_head_attention_forward",),
-    ),
     "order": (
         (
             "Elements are numbered in the order of the global tensor. Not sharded by its first dim, or broadcast, it "

@@ -59,6 +59,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         torch.tensor([0, 3, 8, 11]),
     ),
     "bags of rows of indices": (lambda w, i: F.embedding_bag(i, w, mode="mean"), TABLE, WORDS),
+    "sums of rows of indices, weighted": (
+        lambda w, i, p: F.embedding_bag(i, w, mode="sum", per_sample_weights=p, padding_idx=2), TABLE, WORDS, t(4, 6),
+    ),
+    "bags of one length, in many rows": (
+        lambda w, i: F.embedding_bag(i, w, mode="mean", padding_idx=1), TABLE, indices(7, 64, 3),
+    ),
     "one hot": (lambda i: F.one_hot(i, 7), WORDS),
     "one hot, classes counted": (F.one_hot, WORDS),
     "one hot, empty shards": (lambda i: F.one_hot(i, 7), WORDS[:2]),

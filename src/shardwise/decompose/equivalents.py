@@ -1,4 +1,4 @@
-"""Operators that other operators express directly: `equal`, `addbmm_`, zeros for tangents of forward mode."""
+"""Operators that other operators express directly: `equal`, `addbmm_`, zeros for tangents of forward mode, checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import dense_strides
+from shardwise.core.symbolic import is_tracing
+from shardwise.decompose.layout_helpers import reduced
+from shardwise.fabric.base import fabric_of
 from shardwise.rules.registry import decomposition
 
 aten = torch.ops.aten
@@ -51,3 +54,12 @@ def equal(a: Any, b: Any) -> bool:
     if a.dtype != b.dtype:
         return NotImplemented
     return a.shape == b.shape and bool((a == b).all())
+
+
+@decomposition(aten._linalg_check_errors.default)
+def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> Any:
+    """Whether any factorization failed is one number; only the message of a failure needs the codes of all matrices."""
+    if is_tracing() or not info.numel():
+        return NotImplemented
+    failed = reduced((info != 0).any())
+    return NotImplemented if fabric_of(info.device_mesh).has_values and failed.item() else None

@@ -1,4 +1,8 @@
-"""Sums and means of bags of rows of a table that is sharded by rows, by look-ups and sums of rows."""
+"""Sums and means of bags of rows of a table, by look-ups and sums of rows.
+
+Bags of one length, as `F.embedding_bag` makes them of a 2-D input, are a dim of their own: it stays sharded as the
+input is. Bags of other lengths are found from their offsets; this is done for tables that are sharded by rows.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ from typing import Any
 
 import torch
 
-from shardwise.decompose.layout_helpers import split_axes
+from shardwise.core.symbolic import is_tracing
+from shardwise.decompose.layout_helpers import replicated, split_axes
+from shardwise.fabric.base import fabric_of
 from shardwise.rules.embedding import MAX
 from shardwise.rules.registry import decomposition
 
@@ -19,6 +25,19 @@ def bag_of_each(indices: Any, offsets: Any) -> Any:
     count = indices.shape[0]
     begins = offsets.new_zeros(count + 1).index_add(0, offsets, torch.ones_like(offsets))
     return begins[:count].cumsum(0) - 1
+
+
+def length_of_bags(indices: Any, offsets: Any, include_last_offset: bool = False) -> int | None:
+    """The length of sharded bags that all have the same; None if lengths differ. Dry runs take them for equal."""
+    bags, count = offsets.shape[0] - int(include_last_offset), indices.shape[0]
+    if not split_axes(indices, (0,)) or bags <= 0 or count % bags or is_tracing():
+        return None
+    length = count // bags
+    if length and fabric_of(indices.device_mesh).has_values:
+        begins = torch.arange(offsets.shape[0], dtype=offsets.dtype, device=offsets.device) * length
+        if not bool((replicated(offsets) == begins).all()):
+            return None
+    return length or None
 
 
 @decomposition(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -34,7 +53,13 @@ def embedding_bag(
     padding_idx: int = -1,
 ) -> Any:
     """Each rank looks up its rows; these are added."""
-    if mode == MAX or not split_axes(weight, (0,)) or not indices.shape[0]:
+    if mode == MAX or not indices.shape[0]:
+        return NotImplemented
+    length = length_of_bags(indices, offsets, include_last_offset)
+    if length is not None:
+        made, sizes = _equal_bags(weight, indices.view(-1, length), mode, per_sample_weights, padding_idx)
+        return made, indices.new_zeros(0), sizes, indices.new_zeros(0)
+    if not split_axes(weight, (0,)):
         return NotImplemented
     bags = offsets.shape[0] - int(include_last_offset)
     bag, counted = bag_of_each(indices, offsets), indices != padding_idx
@@ -47,6 +72,15 @@ def embedding_bag(
     if mode == MEAN:
         made = made / sizes.clamp(min=1).unsqueeze(1)
     return made, bag, sizes, indices.new_zeros(0)
+
+
+def _equal_bags(weight: Any, indices: Any, mode: int, per_sample_weights: Any, padding_idx: int) -> tuple[Any, Any]:
+    """The bags of a matrix of indices, one for each row, and how many indices count in each."""
+    rows, counted = aten.embedding.default(weight, indices), indices != padding_idx
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.view(indices.shape).unsqueeze(2)
+    made, sizes = torch.where(counted.unsqueeze(2), rows, 0).sum(1), counted.sum(1)
+    return made / sizes.clamp(min=1).unsqueeze(1) if mode == MEAN else made, sizes
 
 
 @decomposition(aten._embedding_bag_backward.default)
@@ -67,6 +101,16 @@ def embedding_bag_backward(
     """The gradient of each bag for each of its rows; gradients of a table go to their owners."""
     if sparse or not indices.shape[0]:
         return NotImplemented
+    bags = grad.shape[0]
+    length = None if mode == MAX or scale_grad_by_freq else length_of_bags(indices, offsets[:bags])
+    if length is not None:
+        counted = (indices != padding_idx).view(bags, length)
+        if mode == MEAN:
+            grad = grad / counted.sum(1).clamp(min=1).to(grad.dtype).unsqueeze(1)
+        rows = grad.unsqueeze(1).expand(bags, length, grad.shape[1])
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights.view(bags, length, 1)
+        return aten.embedding_dense_backward.default(rows, indices.view(bags, length), num_weights, padding_idx, False)
     bag = bag_of_each(indices, offsets)
     if mode == MAX or scale_grad_by_freq:
         return aten._embedding_bag_dense_backward.default(
@@ -87,7 +131,14 @@ def weights_backward(
     grad: Any, weight: Any, indices: Any, offsets: Any, offset2bag: Any, mode: int, padding_idx: int = -1
 ) -> Any:
     """Products of the gradient of a bag with its rows."""
-    if not split_axes(weight, (0,)) or not indices.shape[0]:
+    if not indices.shape[0]:
+        return NotImplemented
+    length = length_of_bags(indices, offsets[: grad.shape[0]])
+    if length is not None:
+        rows = aten.embedding.default(weight, indices.view(-1, length))
+        products = (grad.unsqueeze(1) * rows).sum(2).view(-1)
+        return torch.where(indices != padding_idx, products, 0)
+    if not split_axes(weight, (0,)):
         return NotImplemented
     bag = bag_of_each(indices, offsets)
     products = (grad.index_select(0, bag) * aten.embedding.default(weight, indices)).sum(1)

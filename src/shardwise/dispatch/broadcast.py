@@ -35,15 +35,19 @@ from shardwise.rules.movement import where_triangle
 from shardwise.rules.reduction import local_share
 from shardwise.rules.registry import RULES
 from shardwise.rules.slicing import local_input_sizes, where_put_back
-from shardwise.rules.view import NOT_A_VIEW, groups_of
+from shardwise.rules.view import NOT_A_VIEW, groups_of, viewed_freely
 from shardwise.rules.windows import local_image
 from shardwise.schema import Slot
 from shardwise.torch_private import current_autograd_node
 
-__all__ = ["FILLED", "INTO_LEAVES", "SPREADING", "filled_once", "into_leaf", "keeping_broadcast", "spread_as_origin"]
+__all__ = [
+    "FILLED", "INTO_LEAVES", "REGROUPING", "SPREADING", "filled_once", "into_leaf", "keeping_broadcast",
+    "spread_as_origin", "spread_regrouped",
+]  # fmt: skip
 
 aten = torch.ops.aten
 VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
+REGROUPING = {aten.view.default, *VIEWS_OF_COPIES}
 # Functions that give arguments for each rank, of rules that treat the indices of a factor alike, but for so many of the
 # last dims: a triangle knows rows and columns.
 UNIFORM: dict[Any, int] = {
@@ -96,11 +100,11 @@ def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callab
     """The call with broadcast dims of its results marked, and what to run on the locals in place of `op`."""
     info = signature.info
     if info.is_view or info.op in VIEWS_OF_COPIES:
-        dims = _broadcast_in_views(signature, sharding)
+        dims = _broadcast_in_views(signature, sharding.inputs[0])
         if dims is None and info.op is aten.view_as_complex.default:
             dims, op = _broadcast_as_complex(sharding)
         elif dims is None:
-            base, regroups = sharding.inputs[0], info.op is aten.view.default or info.op in VIEWS_OF_COPIES
+            base, regroups = sharding.inputs[0], info.op in REGROUPING
             if regroups and 0 not in base.shape and not base.tensor_meta.is_symbolic:
                 dims, op = _broadcast_in_copies(sharding)
             else:
@@ -284,12 +288,11 @@ def _expanded(made: Any, dims: Sequence[tuple[int, Slot, int]], args: Sequence[A
 # ---------------------------------------------------------------- views
 
 
-def _broadcast_in_views(signature: Signature, sharding: OutputSharding) -> list[list[int]] | None:
+def _broadcast_in_views(signature: Signature, base: DTensorSpec) -> list[list[int]] | None:
     """The dims that have stride 0 in views of a tensor that is stored once along its broadcast dims.
 
     None where there is no such view: broadcast dims and others would be one dim.
     """
-    base = sharding.inputs[0]
     stored = [1 if dim in base.broadcast else size for dim, size in enumerate(base.shape)]
     strides = dense_strides(stored, like=base.tensor_meta.stride)
     held = [0 if dim in base.broadcast else stride for dim, stride in enumerate(strides)]
@@ -533,6 +536,33 @@ def spread_as_origin(signature: Signature, run: Executor) -> Executor:
         return info.op(*new_args, **new_kwargs)
 
     return run_or_spread
+
+
+def spread_regrouped(signature: Signature, run: Executor) -> Executor:
+    """`run`, a view of a gradient that joins a broadcast dim and others: each rank copies only what it needs.
+
+    The gradient of attention is constant along the batch and not along the heads; the view joins both. The copy is
+    sharded as the tensor is whose gradient it becomes.
+    """
+    info, spec, wrapping = signature.info, signature.specs[0], signature.wrapping
+    if not spec.broadcast or not spec.is_replicated or spec.tensor_meta.is_symbolic or 0 in spec.shape:
+        return run
+    if _broadcast_in_views(signature, spec) is not None:
+        return run
+
+    def run_or_spread_view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        origin = origin_of(wrapping.tensor_class)
+        if origin is None or origin.mesh is not spec.mesh or origin.is_strided or _numel(origin) != _numel(spec):
+            return run(args, kwargs)
+        goal = viewed_freely(origin.reduced(), spec.tensor_meta)
+        if goal is None or not any(goal.dim_axes):
+            return run(args, kwargs)
+        kept = [dim for dim in spec.broadcast if not goal.dim_axes[dim]]
+        goal = DTensorSpec.from_dim_axes(goal.mesh, goal.placements, spec.tensor_meta, goal.dim_axes, kept)
+        local = bound_route(spec, goal).run(args[0]._local_tensor)
+        return info.op(wrapping.wrapper(goal)(local), *args[1:], **kwargs)
+
+    return run_or_spread_view
 
 
 # ---------------------------------------------------------------- gradients on their way into `.grad`

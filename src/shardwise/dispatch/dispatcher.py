@@ -18,10 +18,12 @@ from shardwise.core.symbolic import named, unrecorded
 from shardwise.dispatch.broadcast import (
     FILLED,
     INTO_LEAVES,
+    REGROUPING,
     SPREADING,
     filled_once,
     into_leaf,
     spread_as_origin,
+    spread_regrouped,
 )
 from shardwise.dispatch.cross_mesh import on_one_mesh
 from shardwise.dispatch.decision import Decision, decided
@@ -36,6 +38,7 @@ from shardwise.dispatch.origins import (
     noting_base,
     noting_experts,
     noting_origin,
+    noting_split_dims,
     putting_back,
     sent_to_owners,
     with_constants_stored_once,
@@ -94,12 +97,17 @@ def _spread_and_noted(signature: Signature, run: Executor) -> Executor:
     return noting_origin(signature, spread_as_origin(signature, run))
 
 
+def _spread_and_noted_view(signature: Signature, run: Executor) -> Executor:
+    return noting_split_dims(signature, spread_regrouped(signature, run))
+
+
 # What is put around the executor of an operator: for layouts that its gradient needs, or that autograd leaves open.
 AROUND = (
     dict.fromkeys(SPREADING, spread_as_origin)
     | dict.fromkeys(INTO_LEAVES, into_leaf)
     | dict.fromkeys(TAKING, noting_origin)
     | dict.fromkeys(SPREADING.keys() & TAKING, _spread_and_noted)
+    | dict.fromkeys(REGROUPING, _spread_and_noted_view)
 )
 # What decides, at each call, in which layout an operator of backward runs.
 LAID_OUT_BY = dict.fromkeys(PUTTING_BACK, putting_back) | {TABLE_BACKWARD: sent_to_owners}

@@ -23,12 +23,13 @@ from shardwise.plan.propagate import OutputSharding
 from shardwise.plan.step import OwnerExchange
 from shardwise.rules.dims import wrapped
 from shardwise.rules.interpolation_names import INTERPOLATIONS
+from shardwise.rules.view import groups_of
 from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import current_autograd_node
 
 __all__ = [
     "JOINING", "PUTTING_BACK", "TABLE_BACKWARD", "TAKING", "noting_base", "noting_experts",
-    "noting_origin", "origin_of", "putting_back", "sent_to_owners", "with_constants_stored_once",
+    "noting_origin", "noting_split_dims", "origin_of", "putting_back", "sent_to_owners", "with_constants_stored_once",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -64,6 +65,23 @@ def noting_origin(signature: Signature, run: Executor) -> Executor:
     dim = None if signature.info.op is aten.gather.default else signature.arguments.get("dim")
     axes = spec.dim_axes if dim is None or not spec.ndim else spec.dim_axes[wrapped(dim, spec.ndim)]
     if spec.is_strided or not any(axes if dim is None else [axes]):
+        return run
+
+    def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        _note(args[0], spec)
+        return run(args, kwargs)
+
+    return note_and_run
+
+
+def noting_split_dims(signature: Signature, run: Executor) -> Executor:
+    """`run`, a view; where it makes several dims of a sharded one, the layout is noted for the gradient."""
+    spec, size = signature.specs[0], signature.arguments.get("size", signature.arguments.get("shape"))
+    sharded = {dim for dim, axes in enumerate(spec.dim_axes) if axes}
+    if not sharded or spec.is_strided or spec.tensor_meta.is_symbolic or not size or 0 in spec.shape:
+        return run
+    after = torch.empty(spec.shape, device="meta").view(size).shape
+    if not any(len(group.outputs) > 1 and sharded.intersection(group.inputs) for group in groups_of(spec.shape, after)):
         return run
 
     def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

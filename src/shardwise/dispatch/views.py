@@ -47,7 +47,11 @@ PHYSICAL = {
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
 OVERLAPPING = {torch.ops.aten.unfold.default}  # views that may show an element several times
-SLICE = torch.ops.aten.slice.Tensor
+# Views of some rows of a dim, and the operators that put rows back into a tensor.
+PUTTING_ROWS = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
 STALE = -1  # a version that no tensor has
 # Views whose local is made anew even where nothing is moved.
 COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
@@ -169,15 +173,9 @@ def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
 
 
 def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
-    """Repeat the view on a whole copy of its base, write there, and bring the copy back to where the base lies."""
+    """Write the values of a copied view to its base, and to the bases above it."""
     made: Any = view._copied_view
-    if made is not OUTSIDE and made.op is SLICE and made.args[0]._spec.is_lazy and made.args[0]._copied_view is None:
-        base = made.args[0]  # which is stored once along other dims, and stays so
-        replace_local(base, torch.ops.aten.slice_scatter.default(base, view, *made.args[1:], **made.kwargs))
-        _count_writes(wrapping, [base])
-        made.version = version_of(base)
-        return
-    written = whole_of(view._held, view._spec)
+    written: Any = wrapping.wrapper(view._spec)(view._held)  # a DTensor with the values of the view
     while made is not None:
         if made is OUTSIDE:
             raise UnsupportedError(
@@ -188,25 +186,39 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
                 "x.redistribute(placements=x.placements) stores every element",
             )
         base = made.args[0]
-        local = base._local_tensor
-        copy = whole_of(local, base._spec)
-        if copy is local:
-            copy = copy.clone(memory_format=torch.contiguous_format)
-        if made.op in PHYSICAL:
-            copy.copy_(PHYSICAL[made.op](written))
-        else:
-            again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
-            _copy_changed(again if made.item is None else again[made.item], written)
         above: Any = base._copied_view
-        # an overlapping one is made anew instead: its elements are old, but these
-        if above in (None, OUTSIDE) or above.op not in OVERLAPPING:
-            write(wrapping, info, base, wrapping.wrapper(replicated(base._spec))(copy), changed=True)
+        # the elements of an overlapping base are old, except the written ones: it is computed from its own base again
+        refreshed = above not in (None, OUTSIDE) and above.op in OVERLAPPING
+        if made.op in PUTTING_ROWS and not refreshed and not _overlaps(parts_of(base._held)[0]):
+            written = PUTTING_ROWS[made.op](base, written, *made.args[1:], **made.kwargs)
+            if base._spec.is_lazy and above is None:  # it is stored once along other dims, and stays so
+                replace_local(base, written)
+            else:
+                write(wrapping, info, base, written)
+        else:
+            written = wrapping.wrapper(replicated(base._spec))(_written_copy(made, base, written))
+            if not refreshed:
+                write(wrapping, info, base, written, changed=True)
         base._settled = None
         _count_writes(wrapping, [base])
-        # what shows an element several times is made anew: of its elements only those that were written to are new
+        # views that show an element several times are computed again: only the written elements are new
         is_old = made.op in OVERLAPPING or _overlaps(parts_of(base._held)[0])
         made.version = STALE if is_old else version_of(base)
-        made, written = above, copy
+        made = above
+
+
+def _written_copy(made: CopiedView, base: Any, written: Any) -> torch.Tensor:
+    """The local of a replicated copy of a base, to which the values of a view of it have been written."""
+    local, values = base._local_tensor, whole_of(written._local_tensor, written._spec)
+    copy = whole_of(local, base._spec)
+    if copy is local:
+        copy = copy.clone(memory_format=torch.contiguous_format)
+    if made.op in PHYSICAL:
+        copy.copy_(PHYSICAL[made.op](values))
+    else:
+        again = made.op(copy, *made.args[1:], **made.kwargs)  # on plain tensors: shares memory with the copy
+        _copy_changed(again if made.item is None else again[made.item], values)
+    return copy
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

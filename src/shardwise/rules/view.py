@@ -203,11 +203,16 @@ def _moved_split(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis:
     return None
 
 
+def _splits_of(spec: DTensorSpec) -> Splits:
+    """The splits (axis, rows) of each dim of a tensor."""
+    return [[(axis, spec.rows(axis) or 0) for axis in axes] for axes in spec.dim_axes]
+
+
 def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[Splits, Splits]:
     """The splits (axis, rows) of each input dim that the view needs, and those of each output dim."""
     axes = [list(dim_axes) for dim_axes in spec.dim_axes]
     if tuple(after) == tuple(spec.shape):
-        same = [[(a, spec.rows(a) or 0) for a in dim_axes] for dim_axes in axes]
+        same = _splits_of(spec)
         return same, same
     if 0 in spec.shape:
         return [[] for _ in axes], [[] for _ in after]
@@ -259,6 +264,14 @@ def _with_splits(spec: DTensorSpec, meta: TensorMeta, splits: Splits) -> DTensor
     return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), meta, order)
 
 
+def viewed_freely(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec | None:
+    """The layout of a view that nothing is moved for; None where something would be."""
+    needed, placed = regroup(spec, meta.shape)
+    if needed != _splits_of(spec):
+        return None
+    return _with_splits(spec, meta, placed)
+
+
 def local_size(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
@@ -286,6 +299,5 @@ def view(call: Call, specs: Sequence[DTensorSpec]) -> tuple[tuple[DTensorSpec, .
     """The layouts of the operand and the result of a view."""
     spec, result = specs[0], call.results[0]
     needed, placed = regroup(spec, result.shape)
-    same = [[(axis, spec.rows(axis) or 0) for axis in axes] for axes in spec.dim_axes]
-    wanted = spec if needed == same else _with_splits(spec, spec.tensor_meta, needed)
+    wanted = spec if needed == _splits_of(spec) else _with_splits(spec, spec.tensor_meta, needed)
     return (wanted,), (_with_splits(spec, result, placed),)
