@@ -38,6 +38,7 @@ implicit_mode = ModeStack[frozenset[str] | None]("implicit communication")
 plain_mode = ModeStack[str]("plain tensors")
 rng_mode = ModeStack[str]("random numbers")
 attention_mode = ModeStack[str]("attention")
+recorded_mode = ModeStack[bool]("recorded programs")
 ATTENTION_WAYS = ("ring", "gather", "heads", "halo")
 _ALL = frozenset({"*"})
 PLAIN_POLICIES = ("verify", "refuse", "replicate")
@@ -209,7 +210,7 @@ def attention(*, prefer: str) -> Iterator[None]:
         prefer: "ring": queries stay, and blocks of keys and values go round; memory does not grow with the number of
             ranks. "gather": queries stay, and every rank gathers all keys and values. "heads": sequence shards become
             shards of heads and back. "halo": where a replicated mask lets queries see near keys alone, ranks exchange
-            these; the mask is read for it at each call.
+            these.
 
     Example:
         >>> import shardwise as sw
@@ -232,6 +233,24 @@ def preferred_attention() -> str | None:
     """How attention over a sharded sequence is to be run; None: in the cheapest way."""
     found = attention_mode.values()
     return found[-1] if found else None
+
+
+@mode_context
+def recorded() -> Iterator[None]:
+    """Inside, nothing is decided by the values of tensors: the program is recorded and run again with other values.
+
+    Example:
+        >>> with recorded():
+        ...     may_read_values()
+        False
+    """
+    with recorded_mode.holding(True):
+        yield
+
+
+def may_read_values() -> bool:
+    """Whether the values of a tensor may decide how it is computed with."""
+    return not recorded_mode.values()
 
 
 def draws_by_index() -> bool:

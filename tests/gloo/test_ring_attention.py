@@ -16,9 +16,10 @@ ZIGZAGS: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (((4,), (Z2,)), (
 
 
 def _table(way: str, meshes: Any) -> None:
-    for mask in ("none", "causal", "boolean", "causal groups"):
+    table = ("none", "plain"), ("causal", "plain"), ("boolean", "plain"), ("causal", "groups"), ("window", "scale")
+    for mask, option in table:
         for i, lengths in enumerate(LENGTHS):
-            given = case(mask, lengths)
+            given = case(mask, lengths, option=option)
             shape, placements = meshes[i % len(meshes)]
             assert_close(on_mesh(given, sw.init_device_mesh("cpu", shape), placements, way), on_one_device(given))
     half = case("causal", (13, 13), torch.bfloat16)

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.models.architectures import ARCHITECTURES, Architecture, missing, version_of
-from tests.models.training_programs import BY_PLAN, PROGRAMS, Program, Trained, plain
+from tests.models.training_programs import BY_PLAN, OF_TOKENS, PROGRAMS, Program, Trained, plain
 from tests.models.transformers_plan import has_plan
 
 __all__ = ["PASSED", "Report", "check_all", "check_architecture"]
@@ -61,10 +61,17 @@ def check_architecture(
         for way, programs in PROGRAMS.items():
             if way not in ways or (way in BY_PLAN and not has_plan(task.model())):
                 continue
+            if way in OF_TOKENS and not is_tokens(task.batch()):
+                continue
             for mesh, program in programs.items():
                 report.results[way, mesh] = _result(task, program, wanted, TOLERANCES[dtype], trace)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def is_tokens(batch: dict[str, torch.Tensor]) -> bool:
+    """Whether all of a batch is numbers of tokens: (samples, length)."""
+    return all(value.dim() == 2 and not value.is_floating_point() for value in batch.values())
 
 
 @dataclass(frozen=True)

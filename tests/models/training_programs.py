@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.parallel import parallelize_module
 from tests.models.transformers_plan import plan_of
 
-__all__ = ["BY_PLAN", "MESHES", "PROGRAMS", "WAYS", "Program", "Task", "Trained", "edited_lines", "plain"]
+__all__ = ["BY_PLAN", "MESHES", "OF_TOKENS", "PROGRAMS", "WAYS", "Program", "Task", "Trained", "edited_lines", "plain"]
 
 Batch = dict[str, torch.Tensor]
 Trained = tuple[nn.Module, torch.Tensor]
@@ -121,6 +121,28 @@ def fully_shard_2x2(task: Task) -> Trained:
     return model, loss
 
 
+def sequence_sharded_4(task: Task) -> Trained:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    model = sw.distribute_module(task.model(), mesh)
+    batch = {k: sw.distribute_tensor(v, mesh, [sw.Shard(1)]) for k, v in task.batch().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    loss = task.loss(model, batch)
+    loss.backward()
+    optimizer.step()
+    return model, loss
+
+
+def sequence_sharded_2x2(task: Task) -> Trained:
+    mesh = sw.init_device_mesh("cpu", (2, 2))
+    model = sw.distribute_module(task.model(), mesh)
+    batch = {k: sw.distribute_tensor(v, mesh, [sw.Shard(task.dim(k)), sw.Zigzag(1)]) for k, v in task.batch().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    loss = task.loss(model, batch)
+    loss.backward()
+    optimizer.step()
+    return model, loss
+
+
 def tensor_parallel_4(task: Task) -> Trained:
     mesh = sw.init_device_mesh("cpu", (4,))
     model = task.model()
@@ -162,10 +184,12 @@ PROGRAMS: dict[str, dict[str, Program]] = {
     "replicated": dict(zip(MESHES, (replicated_4, replicated_2x2), strict=True)),
     "batch-sharded": dict(zip(MESHES, (batch_sharded_4, batch_sharded_2x2), strict=True)),
     "fully_shard": dict(zip(MESHES, (fully_shard_4, fully_shard_2x2), strict=True)),
+    "sequence-sharded": dict(zip(MESHES, (sequence_sharded_4, sequence_sharded_2x2), strict=True)),
     "TP plan": dict(zip(MESHES, (tensor_parallel_4, tensor_parallel_2x2), strict=True)),
     "TP plan and fully_shard": {MESHES[1]: tensor_parallel_and_fully_shard},
 }
 BY_PLAN = ("TP plan", "TP plan and fully_shard")  # only for models that carry a plan
+OF_TOKENS = ("sequence-sharded",)  # only for models whose batch is token ids
 WAYS = tuple(PROGRAMS)
 
 

@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -12,24 +14,39 @@ import shardwise as sw
 from shardwise.plan.propagate import OpSchema
 from shardwise.plan.sequence_attention import choose_attention
 from shardwise.rules.attention_blocks import tiles
+from shardwise.rules.mask_reach import Reach, band_of, reach_of
 from tests import sequence_attention as sequences
-from tests.sequence_attention import LAYOUTS, LENGTHS, MASKS, S0, S1, S2, R, assert_close, case, on_mesh, on_one_device
+from tests.sequence_attention import (
+    LAYOUTS,
+    LENGTHS,
+    MASKS,
+    OPTIONS,
+    S0,
+    S1,
+    S2,
+    Z2,
+    ZIGZAGS,
+    R,
+    assert_close,
+    case,
+    on_mesh,
+    on_one_device,
+)
 from tests.transformer import Transformer, assert_trains_as_one_device, batch, shard_all
+from tests.virtual import attention_table
 
 WAYS = ("ring", "gather", "heads")
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_as_on_one_device(mask: str, way: str) -> None:
-    for i, lengths in enumerate(LENGTHS):
-        given = case(mask, lengths)
-        wanted = on_one_device(given)
-        for shape, placements in (LAYOUTS[i], LAYOUTS[(i + WAYS.index(way) + 1) % len(LAYOUTS)]):
-            mesh = sw.init_device_mesh("cpu", shape)
-            got = on_mesh(given, mesh, placements, way)
-            assert_close(got, wanted)
-            assert all(x.placements == placements for x in got)
+def test_as_on_one_device(mask: str) -> None:
+    """A part of the table, in which each mask meets all ways, options, lengths and layouts."""
+    chosen = [row for row in attention_table.rows() if row.mask == mask][::59]
+    for field, every in (("way", attention_table.WAYS), ("option", OPTIONS), ("lengths", LENGTHS)):
+        assert {getattr(row, field) for row in chosen} == set(every)
+    assert {(row.shape, row.placements) for row in chosen} == {*LAYOUTS, *ZIGZAGS}
+    _, wrong = attention_table.sweep(chosen)
+    assert wrong == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -263,6 +280,117 @@ def test_halos_go_by_the_mask_of_each_call() -> None:
         assert_close(on_mesh(given, mesh, [S2], "halo"), on_one_device(given))
 
 
+def _ways_of(given: Any, mesh: sw.DeviceMesh, layout: Any, way: str | None = None, mask: Any = None) -> set[str]:
+    """The ways that a call takes, forward and backward, after a comparison with one device."""
+    with sw.explain() as report:
+        got = on_mesh(given, mesh, layout, way, mask)
+    assert_close(got, on_one_device(given))
+    return {record.way for record in report.records if "flash" in record.name}
+
+
+def test_a_window_is_found_without_being_named() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for kind in ("boolean", "float", "samples"):
+        assert _ways_of(_banded((256, 256), 5, 1, kind, torch.float32), mesh, [S2]) == {"halo"}
+    with sw.dry_run() as run:  # which has no values
+        mesh = sw.init_device_mesh("cpu", (4,))
+        q = sw.zeros(1, 2, 64, 8, device_mesh=mesh, placements=[S2])
+        near = sw.zeros(64, 64, dtype=torch.bool, device_mesh=mesh, placements=[R])
+        F.scaled_dot_product_attention(q, q, q, attn_mask=near)
+    assert run.bytes > 0
+
+
+def _documents(lengths: Any, causal: bool = True) -> Any:
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    same = numbers[:, None] == numbers
+    return case("none", (len(numbers), len(numbers)))._replace(mask=same.tril() if causal else same)
+
+
+def test_a_ring_leaves_out_turns_that_no_query_needs() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    turns = {}
+    for name, given, layout in (
+        ("one for each rank", _documents([8, 8, 8, 8]), [S2]),
+        ("over a border", _documents([8, 12, 12]), [S2]),
+        ("both ways", _documents([8, 12, 12], causal=False), [S2]),
+        ("a long one", _documents([4, 24, 4]), [S2]),
+        ("zigzag", _documents([8, 8, 8, 8]), [Z2]),
+        ("zigzag window", _banded((32, 32), 2, 0, "boolean"), [Z2]),
+    ):
+        laid = [sw.distribute_tensor(x, mesh, layout).requires_grad_() for x in given.tensors]
+        with sw.attention(prefer="ring"):
+            out, calls, _ = sequences.counted(
+                lambda laid=laid, given=given: F.scaled_dot_product_attention(*laid[:3], attn_mask=given.mask)
+            )
+            grads, back, _ = sequences.counted(
+                lambda laid=laid, out=out: torch.autograd.grad(out, laid[:3], laid[3].detach())
+            )
+        assert_close([out, *grads], on_one_device(given))
+        assert back == 2 * calls  # keys and values, and their gradients
+        turns[name] = calls
+    assert turns == {
+        "one for each rank": 0, "over a border": 1, "both ways": 2, "a long one": 3, "zigzag": 2, "zigzag window": 2,
+    }  # fmt: skip
+    assert _ways_of(_documents([8, 8, 8, 8]), mesh, [S2], "ring") == {"local"}
+
+
+def test_masks_of_one_shape_are_explained_one_by_one() -> None:
+    """As in models whose layers see all tokens and near ones in turn."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    q = sw.distribute_tensor(torch.randn(1, 2, 512, 8), mesh, [S2])
+    near = torch.ones(512, 512, dtype=torch.bool).tril().triu(-3)
+    with sw.explain() as report:
+        for mask in (near, near.tril().logical_not(), near):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert [record.way for record in report.records if "flash" in record.name] == ["halo", "ring", "halo"]
+
+
+def test_masks_are_not_read_where_a_program_is_recorded() -> None:
+    """A captured step is run again with other masks."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    plain = torch.randn(1, 2, 32, 8)
+    q = sw.distribute_tensor(plain, mesh, [S2])
+
+    @sw.captured
+    def step(q: Any, mask: Any) -> Any:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    for left in (2, 2, 2, 9, 30):
+        near = torch.ones(32, 32, dtype=torch.bool).tril().triu(-left)
+        wanted = F.scaled_dot_product_attention(plain, plain, plain, attn_mask=near)
+        got = step(q, sw.distribute_tensor(near, mesh, [R]))
+        torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_what_queries_see(data: Any) -> None:
+    """Bands and turns beside a count of each score."""
+    draw, numbers = data.draw, st.integers
+    count = draw(numbers(1, 4))
+    rows_, columns = draw(numbers(1, 9)), draw(numbers(1, 9))
+    generator = torch.Generator().manual_seed(draw(numbers(0, 10_000)))
+    mask = torch.zeros(draw(numbers(1, 2)), rows_, columns)
+    mask[torch.rand(mask.shape, generator=generator) < draw(st.sampled_from([0.3, 0.8, 0.95]))] = -torch.inf
+    mesh, placement = sw.init_device_mesh("cpu", (count,)), draw(st.sampled_from([S2, Z2]))
+    queries, keys = (
+        [sw.DTensorSpec(mesh, [placement], sw.TensorMeta((1, 1, size, 1))).runs(2, (i,)) for i in range(count)]
+        for size in (rows_, columns)
+    )
+    seen = [(i, j) for i in range(rows_) for j in range(columns) if (mask[:, i, j] == 0).any()]
+    owners = [
+        {at: rank for rank, runs in enumerate(of) for run in runs for at in range(run.start, run.start + run.length)}
+        for of in (queries, keys)
+    ]
+    turns = {(owners[0][i] - owners[1][j]) % count for i, j in seen}
+    left, right = max([i - j for i, j in seen] + [0]), max([j - i for i, j in seen] + [0])
+    found = reach_of(mask, queries, keys)
+    band = (left, right) if rows_ > 1 < columns and left < rows_ - 1 and right < columns - 1 else None
+    assert band_of(mask) == band
+    assert set(range(count) if found is None else found.turns) == turns or (found is None and len(turns) == count)
+    assert found is None or found.band == band
+
+
 def test_where_there_is_no_window_another_way_is_taken() -> None:
     mesh = sw.init_device_mesh("cpu", (4,))
     for given, layout, mask in (
@@ -296,7 +424,7 @@ def test_a_window_receives_less_than_one_percent_of_a_gather() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     schema = OpSchema(op, {**arguments, "scale": None}, (spec, spec, spec, mask))
     results = (spec.tensor_meta, sw.TensorMeta((1, 8, 16384)))
-    choices = {way: choose_attention(schema, results, way, (127, 0)) for way in ("halo", "gather")}
+    choices = {way: choose_attention(schema, results, way, Reach((127, 0), (0, 1))) for way in ("halo", "gather")}
     planned = {way: choice.received for way, choice in choices.items() if choice is not None}
     assert 0 < planned["halo"] < 0.01 * planned["gather"]
 

@@ -16,12 +16,11 @@ from shardwise.core.layout import Run
 from shardwise.plan.sequence_attention import Pairs
 from shardwise.rules.attention_blocks import ScoreTile
 from tests import sequence_attention as sequences
-from tests.sequence_attention import MASKS, S0, S1, S2, assert_close, case, on_mesh, on_one_device
+from tests.sequence_attention import S0, S2, assert_close, case, on_mesh, on_one_device
 from tests.transformer import assert_trains_as_one_device, shard_all
 from tests.virtual.layout_operators import OPERATORS, assert_as_on_one_device
 
 Z0, Z1, Z2 = Zigzag(0), Zigzag(1), Zigzag(2)
-WAYS = ("ring", "gather", "heads")
 
 
 # ---------------------------------------------------------------- operators
@@ -111,24 +110,6 @@ def test_pictures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # ---------------------------------------------------------------- attention
-
-MESHES: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (
-    ((4,), (Z2,)), ((3,), (Z2,)), ((2, 2), (S0, Z2)), ((2, 2), (Z2, S2)), ((2, 2, 2), (S0, S1, Z2)),
-)  # fmt: skip
-LENGTHS = ((16, 16), (13, 13), (9, 6), (5, 11), (3, 3))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mask", MASKS)
-def test_attention_as_on_one_device(mask: str, way: str) -> None:
-    """Two pairs of lengths for each mask and way; over the ways, a mask meets all of them."""
-    first = MASKS.index(mask) + WAYS.index(way)
-    for i in (first % len(LENGTHS), (first + 2) % len(LENGTHS)):
-        given = case(mask, LENGTHS[i])
-        shape, placements = MESHES[(i + WAYS.index(way)) % len(MESHES)]
-        got = on_mesh(given, sw.init_device_mesh("cpu", shape), placements, way)
-        assert_close(got, on_one_device(given))
-        assert all(x.placements == placements for x in got)
 
 
 def test_attention_in_float32() -> None:

@@ -169,7 +169,15 @@ class Captured(Generic[Result]):
         watch = Watch(lambda: tape.is_paused)
         shape = state_shape(state.optimizers)
         try:
-            with recording_steps(tape), recording_collectives(tape), listen_to_states(tape), own_results(), tape, watch:
+            with (
+                recording_steps(tape),
+                recording_collectives(tape),
+                listen_to_states(tape),
+                own_results(),
+                modes.recorded(),
+                tape,
+                watch,
+            ):
                 result = self.function(*args, **kwargs)
             if tape.is_flying:
                 raise UnsupportedError(

@@ -17,21 +17,28 @@ class Decision:
 
     Args:
         way: "rule", "decomposed", "whole tensors", "random", "by a new tensor", "by copies", "view in place",
-            "mesh by mesh", "outside the mesh"; for attention over a sharded sequence "ring", "gather" or "heads".
+            "mesh by mesh", "outside the mesh"; for attention over a sharded sequence "ring", "gather", "heads",
+            "halo" or "local".
         signature: the call; None where its operands lie on several meshes.
         sharding: where everything lies by the rule; for "decomposed" what the rule would have done.
         why: why this way, where there were several.
+        by_values: whether another call of the same signature may be run otherwise, by the values of a mask.
     """
 
     way: str
     signature: Signature | None = None
     sharding: OutputSharding | None = None
     why: str = ""
+    by_values: bool = False
 
 
 def decided(
-    way: str, signature: Signature | None = None, sharding: OutputSharding | None = None, why: str = ""
+    way: str,
+    signature: Signature | None = None,
+    sharding: OutputSharding | None = None,
+    why: str = "",
+    by_values: bool = False,
 ) -> None:
     """Tell those who observe decisions."""
     if decision_made:
-        decision_made.notify(Decision(way, signature, sharding, why))
+        decision_made.notify(Decision(way, signature, sharding, why, by_values))

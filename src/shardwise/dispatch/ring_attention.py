@@ -26,21 +26,22 @@ from shardwise.fabric.traced_collectives import is_recorded
 from shardwise.local import in_order_of
 from shardwise.plan.propagate import OpSchema, OutputSharding
 from shardwise.plan.route import Route
-from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention
+from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention, ring_blocks
 from shardwise.rules.attention import KERNELS
 from shardwise.rules.attention_blocks import (
     SEQUENCE,
     BackwardBlocks,
     ForwardBlocks,
     ScoreTile,
-    band_of,
     band_tiles,
     tiles,
 )
+from shardwise.rules.mask_reach import Blocks, Reach, reach_of
 
 __all__ = ["attending"]
 
-MOST_BANDS = 16  # executors of one signature that are kept: one for each way, and for each band of masks
+MOST_REACHES = 16  # executors of one signature that are kept: one for each way, and for what masks let queries see
+BY_MASK = (None, "ring", "halo")  # preferences under which the values of a mask matter
 
 
 def attending(
@@ -56,7 +57,7 @@ def attending(
         signature: the call.
         sharding: where everything lies by the operator's own rule.
         metas: shape, stride and dtype of each result.
-        args: the arguments of the call at hand; only a mask is read, and only where halos are preferred.
+        args: the arguments of the call at hand; only a mask is read, one that all ranks have.
         kwargs: those given by name.
     """
     routes = routes_between(signature.specs, sharding.inputs)
@@ -65,40 +66,52 @@ def attending(
     if KERNELS[signature.info.op][1] and not any(slot.name.startswith("grad_out") for slot in signature.slots):
         return None  # a backward without a gradient, of which kernels make none
     schema = OpSchema(signature.info.op, signature.arguments, signature.specs)
+    blocks = ring_blocks(schema, metas) if _is_readable(signature) else None
+
+    def known_reach(prefer: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reach | None:
+        if blocks is None or prefer not in BY_MASK or not modes.may_read_values():
+            return None
+        return _reach(signature, blocks, args, kwargs)
+
     prefer = modes.preferred_attention()
-    band = _band(signature, args, kwargs) if prefer == "halo" else None
-    choice = choose_attention(schema, metas, prefer, band)
+    reach = known_reach(prefer, args, kwargs)
+    choice = choose_attention(schema, metas, prefer, reach)
     if choice is None:
         return None
-    decided(choice.way, signature, choice.sharding, choice.why)
-    made: BoundedCache[Any, Executor] = BoundedCache(MOST_BANDS)
-    made.keep((prefer, band), _executor(signature, choice))
+    decided(choice.way, signature, choice.sharding, choice.why, by_values=blocks is not None)
+    made: BoundedCache[Any, Executor] = BoundedCache(MOST_REACHES)
+    made.keep((prefer, reach), _executor(signature, choice))
 
     def run_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         prefer = modes.preferred_attention()
-        band = _band(signature, args, kwargs) if prefer == "halo" else None
-        known = made.get((prefer, band))
+        reach = known_reach(prefer, args, kwargs)
+        known = made.get((prefer, reach))
         if known is None:
-            chosen = choose_attention(schema, metas, prefer, band)
+            chosen = choose_attention(schema, metas, prefer, reach)
             assert chosen is not None, "what is possible does not depend on what is preferred"
-            known = made.keep((prefer, band), _executor(signature, chosen))
+            known = made.keep((prefer, reach), _executor(signature, chosen))
         return known(args, kwargs)
 
     return run_attention
 
 
-def _band(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """How far queries see by a mask that is the same on all ranks, so that all decide alike; None: far, or unknown."""
-    spec, mask = signature.arguments.get("attn_mask"), signature.info.bind(args, kwargs).get("attn_mask")
-    if not isinstance(spec, DTensorSpec) or not isinstance(mask, torch.Tensor) or not spec.is_replicated:
+def _is_readable(signature: Signature) -> bool:
+    """Whether there is a mask that all ranks have, so that they decide alike."""
+    spec = signature.arguments.get("attn_mask")
+    return isinstance(spec, DTensorSpec) and spec.is_replicated and fabric_of(signature.mesh).has_values
+
+
+def _reach(
+    signature: Signature, blocks: tuple[Blocks, Blocks], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Reach | None:
+    """The keys that queries see by the mask of a call; None: all, or unknown."""
+    mask = signature.info.bind(args, kwargs).get("attn_mask")
+    if not isinstance(mask, torch.Tensor) or is_tracing():
         return None
-    fabric = fabric_of(signature.mesh)
-    if is_tracing() or not fabric.has_values:
-        return None
-    if type(mask) is torch.Tensor:  # which is replicated
-        return band_of(mask)
+    if type(mask) is torch.Tensor:
+        return reach_of(mask, *blocks)
     local: Any = getattr(mask, "_local_tensor", None)
-    return None if local is None else band_of(fabric.parts(signature.mesh, local)[0][1])
+    return None if local is None else reach_of(fabric_of(signature.mesh).parts(signature.mesh, local)[0][1], *blocks)
 
 
 def _executor(signature: Signature, choice: AttentionChoice) -> Executor:

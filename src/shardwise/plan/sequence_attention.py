@@ -1,4 +1,4 @@
-"""How attention over a sharded sequence is run: by a ring, by gathering keys and values, or by exchanging heads.
+"""How attention over a sharded sequence is run: by a ring, by gathering keys and values, by exchanging heads, by halos.
 
 Compares the seconds of the cost model, and lists the blocks that each rank needs.
 
@@ -6,10 +6,14 @@ Compares the seconds of the cost model, and lists the blocks that each rank need
 - "gather": every rank keeps its queries and gathers all keys and values.
 - "heads": sequence shards become shards of heads (or of the batch) and back.
 - "halo": every rank keeps its queries, and receives the keys and values near them that a mask lets them see.
+- "local": a ring without turns, because a mask lets every rank see its own keys alone.
+
+Where the values of a mask are known (`Reach`), a ring leaves out the turns that no query needs.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -28,9 +32,10 @@ from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import Rotate, RowExchange, Windowed
 from shardwise.rules.attention import KERNELS, WAYS
 from shardwise.rules.attention_blocks import SEQUENCE, ScoreTile, joined, tiles
+from shardwise.rules.mask_reach import Blocks, Reach
 from shardwise.text import human_bytes, human_seconds
 
-__all__ = ["AttentionChoice", "Pairs", "choose_attention"]
+__all__ = ["AttentionChoice", "Pairs", "choose_attention", "ring_blocks"]
 
 # Gathered keys and values also take memory: their seconds count twice.
 HELD = 2.0
@@ -41,7 +46,7 @@ class AttentionChoice:
     """One way to run a call of attention.
 
     Args:
-        way: "ring", "gather", "heads" or "halo".
+        way: "ring", "gather", "heads", "halo" or "local".
         sharding: the layouts of operands and results.
         returns: the specs to which results are redistributed.
         pairs: which queries see which keys on which rank; None if a kernel gets complete sequences.
@@ -77,6 +82,7 @@ class Pairs:
         key_runs: the runs of keys that each block consists of.
         causal: whether query `i` attends to the keys up to `i` alone.
         masked: whether there is a mask, of which a tile needs neighbouring columns.
+        turns: the turns after which a rank has keys that the mask lets its queries see; None: any.
     """
 
     query_spec: DTensorSpec
@@ -84,6 +90,7 @@ class Pairs:
     key_runs: tuple[tuple[Run, ...], ...]
     causal: bool
     masked: bool
+    turns: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -103,6 +110,8 @@ class Pairs:
 
     def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
         """The parts of the scores of a rank's queries with a block of keys that count."""
+        if self.turns is not None and (self.position(coordinate) - block) % self.count not in self.turns:
+            return []
         rows = self.query_spec.runs(SEQUENCE, coordinate)
         if not self.causal:  # then the positions of the queries do not matter
             rows = (Run(0, sum(run.length for run in rows)),)
@@ -121,7 +130,7 @@ def _placed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
 
 
 def choose_attention(
-    schema: OpSchema, results: tuple[TensorMeta, ...], prefer: str | None = None, band: tuple[int, int] | None = None
+    schema: OpSchema, results: tuple[TensorMeta, ...], prefer: str | None = None, reach: Reach | None = None
 ) -> AttentionChoice | None:
     """The way to run a call whose sequence is sharded; None if no way applies.
 
@@ -129,7 +138,7 @@ def choose_attention(
         schema: the call.
         results: shape, stride and dtype of each result.
         prefer: the way to take if it is possible; None for the cheapest.
-        band: the number of keys before and after its own position that a query sees by the mask, if that has been read.
+        reach: the keys that queries see by the mask, if that has been read.
     """
     specs = schema.specs
     if any(spec.tensor_meta.is_symbolic or 0 in spec.shape for spec in specs):
@@ -137,11 +146,12 @@ def choose_attention(
     given = _named(schema, specs)
     if given["key"].shape[SEQUENCE] != given["value"].shape[SEQUENCE]:  # which the kernel may refuse
         return None
-    makers = {"ring": _ring, "heads": _heads, "gather": _gather}
+    turns = None if reach is None else reach.turns
+    makers = {"ring": functools.partial(_ring, turns=turns), "heads": _heads, "gather": _gather}
     found = {way: made for way in WAYS if (made := makers[way](schema, results)) is not None}
     if not found:
         return None
-    if band is not None and (near := _halo(schema, results, band)) is not None:
+    if reach is not None and reach.band is not None and (near := _halo(schema, results, reach.band)) is not None:
         found["halo"] = near
     weights = {way: HELD if way == "gather" else 1.0 for way in found}
     best = min(found, key=lambda way: found[way].seconds * weights[way])
@@ -149,7 +159,7 @@ def choose_attention(
     asked = "" if prefer is None else f"{prefer} was asked for; " if prefer in found else f"{prefer} is not possible; "
     costs = ", ".join(f"{way} {human_seconds(c.seconds)} and {human_bytes(c.received)}" for way, c in found.items())
     chosen = found[taken]
-    return replace(chosen, why=f"{taken} ({asked}{costs})")
+    return replace(chosen, why=f"{chosen.way} ({asked}{costs})")
 
 
 def _named(schema: OpSchema, specs: Sequence[DTensorSpec]) -> dict[str, DTensorSpec]:
@@ -221,7 +231,8 @@ def _gather(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoic
     return _made("gather", schema, sharding, pairs)
 
 
-def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
+def _ring_layout(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[OutputSharding, Pairs, np.ndarray] | None:
+    """Layouts, blocks, and the coordinates of one ring."""
     sharding = ShardingPropagator().propagate(schema, results, way="ring")
     if sharding is None:
         return None
@@ -230,14 +241,31 @@ def _ring(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice 
     over = key.dim_axes[SEQUENCE]
     if not over or query.dim_axes[SEQUENCE] != over or value.dim_axes[SEQUENCE] != over:
         return None
-    mesh = key.mesh
-    line = mesh.coordinates[mesh.group_through(over, 0)]
-    blocks = _runs_along(key, line)
-    pairs = Pairs(query, over, blocks, bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
+    line = key.mesh.coordinates[key.mesh.group_through(over, 0)]
+    pairs = Pairs(query, over, _runs_along(key, line), bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
+    return sharding, pairs, line
+
+
+def ring_blocks(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[Blocks, Blocks] | None:
+    """The runs of queries and of keys at each position of a ring; None if there can be none."""
+    found = _ring_layout(schema, results)
+    return None if found is None else (_runs_along(found[1].query_spec, found[2]), found[1].key_runs)
+
+
+def _ring(
+    schema: OpSchema, results: tuple[TensorMeta, ...], turns: tuple[int, ...] | None = None
+) -> AttentionChoice | None:
+    found = _ring_layout(schema, results)
+    if found is None:
+        return None
+    sharding, pairs, line = found
+    pairs = replace(pairs, turns=turns)
+    inputs = _named(schema, sharding.inputs)
+    travelling = inputs["key"], inputs["value"]
     needed = _needed(pairs, line)
-    rounds = _rotations((key, value), over, needed, forward=True)
-    back = _rotations((key, value), over, needed, forward=False) if KERNELS[schema.op][1] else None
-    return _made("ring", schema, sharding, pairs, rounds, back)
+    rounds = _rotations(travelling, pairs.over, needed, forward=True)
+    back = _rotations(travelling, pairs.over, needed, forward=False) if KERNELS[schema.op][1] else None
+    return _made("ring" if rounds.steps else "local", schema, sharding, pairs, rounds, back)
 
 
 def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int]) -> AttentionChoice | None:
@@ -275,6 +303,9 @@ def _needed(pairs: Pairs, line: np.ndarray) -> np.ndarray:
     needed = (queries[:, 0] < queries[:, 1])[:, None] & (keys[:, 0] < keys[:, 1])[None, :]
     if pairs.causal:
         needed &= keys[None, :, 0] < queries[:, None, 1]
+    if pairs.turns is not None:
+        at = np.arange(pairs.count)
+        needed &= np.isin((at[:, None] - at[None, :]) % pairs.count, pairs.turns)
     return needed
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "band_of", "band_tiles", "joined", "tiles"]
+__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "band_tiles", "joined", "tiles"]
 
 SEQUENCE = 2  # the dim of queries, keys and values
 
@@ -126,24 +126,6 @@ def part_of(mask: torch.Tensor | None, tile: ScoreTile) -> torch.Tensor | None:
     if mask.shape[-1] > 1:
         mask = mask.narrow(-1, tile.first, tile.columns)
     return mask.narrow(-2, tile.row, tile.rows) if mask.dim() > 1 and mask.shape[-2] > 1 else mask
-
-
-def band_of(mask: torch.Tensor) -> tuple[int, int] | None:
-    """The largest number of keys before and after its own position that a query sees; None if it is unlimited.
-
-    Example:
-        >>> near = torch.ones(8, 8).tril(1).triu(-2).bool()
-        >>> band_of(torch.zeros(8, 8).masked_fill(~near, -math.inf))
-        (2, 1)
-    """
-    if mask.dim() < 2 or mask.shape[-2] < 2 or mask.shape[-1] < 2:
-        return None
-    seen = (mask != -math.inf).reshape(-1, *mask.shape[-2:]).any(0)
-    rows, columns = torch.arange(seen.shape[0], device=seen.device), torch.arange(seen.shape[1], device=seen.device)
-    before = torch.where(seen, rows[:, None] - columns, 0).amax()
-    after = torch.where(seen, columns - rows[:, None], 0).amax()
-    left, right = torch.stack([before, after]).tolist()
-    return (left, right) if left < seen.shape[0] - 1 and right < seen.shape[1] - 1 else None
 
 
 def band_tiles(start: int, rows: int, first: int, keys: int, band: tuple[int, int]) -> list[ScoreTile]:

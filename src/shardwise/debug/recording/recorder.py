@@ -261,7 +261,9 @@ def _describe_call(
     key = dispatcher.key(func, args, kwargs), current_cost_model()
     decision = state.decisions.get(key)
     if decision is None:
-        decision = state.decisions.keep(key, dispatcher.explain(key[0], func, args, kwargs))
+        decision = dispatcher.explain(key[0], func, args, kwargs)
+        if not decision.by_values:
+            state.decisions.keep(key, decision)
     found = tensor_slots(op_info(func), args, kwargs)
     operands = [_operand(state, _slot_name(slot), tensor) for slot, tensor in found if isinstance(tensor, DTensor)]
     return tuple(operands), decision
