@@ -96,7 +96,7 @@ statistics of the whole batch.
 | replicated | `distribute_module(model, mesh)`, a plain batch | replicated over both axes |
 | batch-sharded | `distribute_module(model, mesh)`, samples sharded | samples sharded over both axes |
 | fully_shard | `fully_shard(model, mesh)`, samples sharded | parameters sharded over one axis alone |
-| sequence-sharded | `distribute_module(model, mesh)`, tokens sharded | samples over one axis, tokens over the other (`Zigzag`) |
+| sequence-sharded | `distribute_module(model, mesh)`, tokens sharded | samples over one axis, `Zigzag` over the other |
 | TP plan | `parallelize_module` with the model's own plan | the plan over one axis, samples sharded over the other |
 | TP plan and fully_shard | both, the plan first | each over one axis |
 
