@@ -59,7 +59,7 @@ from shardwise.schema import RULE_MODULES
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint, debug, optim, parallel
+    from shardwise import checkpoint, debug, hf, optim, parallel
     from shardwise.capture import captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.parallel import fully_shard, replicate
@@ -125,6 +125,7 @@ __all__ = [
     "from_torch",
     "full",
     "fully_shard",
+    "hf",
     "implicit_replication",
     "init_device_mesh",
     "is_main",
@@ -151,7 +152,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("checkpoint", "debug", "optim", "parallel")
+_PACKAGES = ("checkpoint", "debug", "hf", "optim", "parallel")
 _DCP = "shardwise.checkpoint.dcp"
 _STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
 _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"

@@ -97,13 +97,13 @@ statistics of the whole batch.
 | batch-sharded | `distribute_module(model, mesh)`, samples sharded | samples sharded over both axes |
 | fully_shard | `fully_shard(model, mesh)`, samples sharded | parameters sharded over one axis alone |
 | sequence-sharded | `distribute_module(model, mesh)`, tokens sharded | samples over one axis, `Zigzag` over the other |
-| TP plan | `parallelize_module` with the model's own plan | the plan over one axis, samples sharded over the other |
+| TP plan | `sw.hf.parallelize`, the model's own plan | the plan over one axis, samples sharded over the other |
 | TP plan and fully_shard | both, the plan first | each over one axis |
 
 A number says that the way passes, and how many lines of a program for one device change, imports aside; `2 / 3` is 2 on
 (4,) and 3 on (2, 2). The programs are in `tests/models/training_programs.py`, and the lines are counted there. Plans
-are those that configurations of transformers carry (`base_model_tp_plan`), converted by
-`tests/models/transformers_plan.py`; `-` stands for a model without one, and for one whose batch is not token ids.
+are those that configurations of transformers carry (`base_model_tp_plan`), see [Hugging Face models](huggingface.md);
+`-` stands for a model without one, and for one whose batch is not token ids.
 
 {summary}. With torch {torch}, {libraries}.
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.parallel import parallelize_module
 from tests.models.architectures import ARCHITECTURES, missing
-from tests.models.transformers_plan import plan_of
 
 
 class Routing:
@@ -44,9 +42,7 @@ def test_gradients_with_the_routing_of_one_device(name: str, monkeypatch: pytest
     assert routing.chosen
 
     mesh = sw.init_device_mesh("cpu", (4,))
-    ours = architecture.model().bfloat16()
-    parallelize_module(ours, mesh, plan_of(ours))
-    sw.distribute_module(ours, mesh)
+    ours = sw.distribute_module(sw.hf.parallelize(architecture.model().bfloat16(), mesh, "tp"), mesh)
     told = Routing(routing.chosen)
     told.topk = routing.topk
     monkeypatch.setattr(torch, "topk", told)

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel import parallelize_module
-from tests.models.transformers_plan import plan_of
 
 __all__ = ["BY_PLAN", "MESHES", "OF_TOKENS", "PROGRAMS", "WAYS", "Program", "Task", "Trained", "edited_lines", "plain"]
 
@@ -145,8 +143,7 @@ def sequence_sharded_2x2(task: Task) -> Trained:
 
 def tensor_parallel_4(task: Task) -> Trained:
     mesh = sw.init_device_mesh("cpu", (4,))
-    model = task.model()
-    parallelize_module(model, mesh, plan_of(model))
+    model = sw.hf.parallelize(task.model(), mesh, "tp")
     batch = task.batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     loss = task.loss(model, batch)
@@ -157,8 +154,7 @@ def tensor_parallel_4(task: Task) -> Trained:
 
 def tensor_parallel_2x2(task: Task) -> Trained:
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = task.model()
-    parallelize_module(model, mesh["tp"], plan_of(model))
+    model = sw.hf.parallelize(task.model(), mesh["tp"], "tp")
     batch = {k: sw.distribute_tensor(v, mesh, [sw.Shard(task.dim(k)), sw.Replicate()]) for k, v in task.batch().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     loss = task.loss(model, batch)
@@ -169,8 +165,7 @@ def tensor_parallel_2x2(task: Task) -> Trained:
 
 def tensor_parallel_and_fully_shard(task: Task) -> Trained:
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = task.model()
-    sw.fully_shard(parallelize_module(model, mesh["tp"], plan_of(model)), mesh["dp"])
+    model = sw.fully_shard(sw.hf.parallelize(task.model(), mesh["tp"], "tp"), mesh["dp"])
     batch = {k: sw.distribute_tensor(v, mesh, [sw.Shard(task.dim(k)), sw.Replicate()]) for k, v in task.batch().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     loss = task.loss(model, batch)

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("factories", "loading", "raw_memory", "optimizer_hook"),
     ("extend",),
     ("parallel", "checkpoint", "debug", "capture", "optim"),
+    ("hf",),
     ("__init__",),
     ("cli", "demo", "__main__"),
 )
@@ -43,7 +44,14 @@ STRANGERS = frozenset(
 MAY_COMMUNICATE = frozenset({"fabric", "parallel", "checkpoint", "interop", "capture"})  # may import torch.distributed
 THEIRS = ("torch.distributed.tensor", "torch.distributed._tensor")
 ADAPTER = "interop"  # the one module that may import torch.distributed.tensor
-LAZY = ("rich", "safetensors", "matplotlib", "torch._dynamo", "torch._inductor")  # imported inside functions only
+LAZY = (
+    "rich",
+    "safetensors",
+    "transformers",
+    "matplotlib",
+    "torch._dynamo",
+    "torch._inductor",
+)  # imported inside functions only
 
 
 class Import(NamedTuple):

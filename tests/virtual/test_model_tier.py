@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shardwise as sw
 from tests.models import model_check
 from tests.models.__main__ import page, sampled
 from tests.models.architectures import ARCHITECTURES, LIBRARIES, Architecture
 from tests.models.model_check import PASSED, Report, check_architecture
 from tests.models.training_programs import MESHES, OF_TOKENS, PROGRAMS, WAYS, edited_lines, plain
-from tests.models.transformers_plan import plan_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,8 +113,8 @@ def test_what_is_wrong_is_found(small: Architecture, monkeypatch: pytest.MonkeyP
 def test_a_plan_that_names_nothing_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.tp_plan = {"layers.*.up": "colwise"}
-    with pytest.raises(ValueError, match="names none of its modules"):
-        plan_of(model)
+    with pytest.raises(ValueError, match="shards no module of Sequential"):
+        sw.hf.plan_of(model, "tp")
 
 
 def test_programs_change_at_most_three_lines() -> None:

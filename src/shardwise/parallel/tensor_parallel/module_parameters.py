@@ -176,13 +176,13 @@ def _differing_gradients(name: str, rank: int) -> AgreementError:
 # ---------------------------------------------------------------- while the module runs
 
 
-def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh) -> None:
+def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh, *, submodules: bool = True) -> None:
     """Until `unsee`, the parameters that lie on `mesh` are seen on a larger mesh, one value along its other axes.
 
-    Their gradients are added up over these axes.
+    Their gradients are added up over these axes. With `submodules=False` only those of the module itself.
     """
     own: list[tuple[nn.Module, str, Any]] = []
-    for owner in module.modules():
+    for owner in module.modules() if submodules else (module,):
         parameters: dict[str, Any] = owner._parameters
         for name, parameter in parameters.items():
             if is_dtensor(parameter) and parameter._spec.mesh == mesh:

@@ -1,0 +1,11 @@
+"""Models of Hugging Face transformers, parallel over a mesh. The public names, nothing else.
+
+transformers is not a dependency: nothing here imports it before a function needs it.
+"""
+
+from __future__ import annotations
+
+from shardwise.hf.model_plans import plan_of
+from shardwise.hf.parallel_models import parallelize
+
+__all__ = ["parallelize", "plan_of"]
