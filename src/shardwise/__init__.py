@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from shardwise import checkpoint, debug, hf, optim, parallel
     from shardwise.capture import captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
+    from shardwise.meshes import PendingTransfer, TransferPlan, transfer, transfer_plan
     from shardwise.parallel import fully_shard, replicate
 
 __version__ = "0.1.0"
@@ -89,6 +90,7 @@ __all__ = [
     "Owned",
     "ParityError",
     "Partial",
+    "PendingTransfer",
     "Placement",
     "PlainTensorError",
     "RNGTracker",
@@ -104,6 +106,7 @@ __all__ = [
     "ShardwiseError",
     "StridedShard",
     "TensorMeta",
+    "TransferPlan",
     "UnsupportedError",
     "Zigzag",
     "allow_implicit",
@@ -146,6 +149,8 @@ __all__ = [
     "set_plain_tensors",
     "strict",
     "to_torch",
+    "transfer",
+    "transfer_plan",
     "use_rng",
     "virtual",
     "zeros",
@@ -160,6 +165,7 @@ _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
     "captured": "capture",
+    **dict.fromkeys(("PendingTransfer", "TransferPlan", "transfer", "transfer_plan"), "meshes"),
 }
 
 

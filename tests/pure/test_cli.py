@@ -107,7 +107,7 @@ def test_json_has_these_keys_and_the_planners_numbers(capsys: pytest.CaptureFixt
     change = "bf16[1024,512] dp:S0 pp:P tp:S1 -> dp:S1 tp:S0"
     said: dict[str, Any] = json.loads(plan(capsys, change, "--mesh", "dp=4,pp=2,tp=8", "--json"))
     assert list(said) == [
-        "mesh", "tensor", "source", "target", "max_bytes", "route", "step_by_step", "ratios",
+        "mesh", "target_mesh", "tensor", "source", "target", "max_bytes", "route", "step_by_step", "ratios",
     ]  # fmt: skip
     assert said["mesh"] == {"axes": ["dp", "pp", "tp"], "shape": [4, 2, 8], "ranks": 64, "device": "cpu"}
     assert said["tensor"] == {"dtype": "bf16", "shape": [1024, 512], "bytes": 1048576}
@@ -343,3 +343,12 @@ def test_into_a_pipe_it_is_plain_text_whatever_the_terminal() -> None:
 def test_a_reader_that_goes_away_is_no_error() -> None:
     done = run_piped(f'"$PYTHON" -m shardwise plan "{CHANGE}" --mesh {MESH} --json | true')
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_plan_to_another_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    change = "f32[96,64] dp:S0 tp:S1 -> tp:S1"
+    printed = plan(capsys, change, "--mesh", "dp=2,tp=4", "--to-mesh", "tp=3")
+    assert "to mesh tp=3: 3 other ranks" in printed
+    said = json.loads(plan(capsys, change, "--mesh", "dp=2,tp=4", "--to-mesh", "tp=3", "--json"))
+    assert said["target_mesh"] == {"axes": ["tp"], "shape": [3], "ranks": 3, "device": "cpu"}
+    assert said["route"]["received_bytes"] == 96 * 64 * 4 / 3

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api", "random", "interop"),
     ("factories", "loading", "raw_memory", "optimizer_hook"),
     ("extend",),
-    ("parallel", "checkpoint", "debug", "capture", "optim"),
+    ("parallel", "checkpoint", "debug", "capture", "optim", "meshes"),
     ("hf",),
     ("__init__",),
     ("cli", "demo", "__main__"),
@@ -39,7 +39,7 @@ DEFERRED = frozenset({("__init__", "shardwise.parallel")})
 # Methods of DTensor that communicate or leave it: for its own layer and those above.
 METHODS = frozenset({"redistribute", "to_local", "full_tensor"})
 STRANGERS = frozenset(
-    {"parallel", "checkpoint", "debug", "capture", "optim"}
+    {"parallel", "checkpoint", "debug", "capture", "optim", "meshes"}
 )  # of one row, and do not import each other
 MAY_COMMUNICATE = frozenset({"fabric", "parallel", "checkpoint", "interop", "capture"})  # may import torch.distributed
 THEIRS = ("torch.distributed.tensor", "torch.distributed._tensor")

@@ -29,28 +29,30 @@ class Command(NamedTuple):
     examples: str | None = None
 
 
-def parse_mesh(text: str, device_type: str = "cpu") -> DeviceMesh:
+def parse_mesh(text: str, device_type: str = "cpu", first: int = 0) -> DeviceMesh:
     """Parse a mesh: `dp=2,tp=4` or, without names, `2x4`. It has the dry fabric: no rank runs.
 
     Args:
         text: the axes and their sizes.
         device_type: "cpu" or "cuda".
+        first: the lowest of its ranks.
 
     Example:
         >>> parse_mesh("dp=2,tp=4"), parse_mesh("2x4")
         (DeviceMesh(cpu dp=2 tp=4, dry), DeviceMesh(cpu 2 4, dry))
     """
     sizes, names = parse_axes(text)
-    ranks = np.arange(math.prod(sizes)).reshape(sizes)
+    ranks = np.arange(first, first + math.prod(sizes)).reshape(sizes)
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, fabric="dry")
 
 
-def parse_change(text: str, mesh: DeviceMesh) -> tuple[DTensorSpec, DTensorSpec]:
+def parse_change(text: str, mesh: DeviceMesh, target_mesh: DeviceMesh | None = None) -> tuple[DTensorSpec, DTensorSpec]:
     """Parse two layouts: `f32[8,32] dp:S0 -> tp:S1`. Dtype and sizes are given once, before the arrow.
 
     Args:
         text: a layout with dtype and sizes, an arrow, and the target layout.
-        mesh: the mesh of both layouts.
+        mesh: the mesh of both layouts, or of the first one.
+        target_mesh: the mesh of the second one, if it is another.
 
     Example:
         >>> parse_change("f32[8,32] dp:S0 -> tp:S1", parse_mesh("dp=2,tp=4"))
@@ -64,7 +66,7 @@ def parse_change(text: str, mesh: DeviceMesh) -> tuple[DTensorSpec, DTensorSpec]
     except NotationError as error:
         # the caret keeps its position: show the full text above it
         raise NotationError(error.problem.replace(f"\n  {before}\n", f"\n  {text}\n"), hint=error.hint) from None
-    return source, parse_spec(text, mesh, meta=source.tensor_meta, start=len(before) + len(arrow))
+    return source, parse_spec(text, target_mesh or mesh, meta=source.tensor_meta, start=len(before) + len(arrow))
 
 
 def parse_count(text: str, what: str) -> int:

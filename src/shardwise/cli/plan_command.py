@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from shardwise.cli.arguments import Command, parse_change, parse_mesh
+from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import dtype_name
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost, plain_route
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `plan`."""
     parser.add_argument("change", help="the two layouts: 'DTYPE[SIZES] LAYOUT -> LAYOUT'")
     parser.add_argument("--mesh", required=True, help="the axes and their sizes: dp=2,tp=4 or, without names, 2x4")
+    parser.add_argument(
+        "--to-mesh", metavar="MESH", help="the mesh of the second layout, on other ranks than those of --mesh: tp=3"
+    )
     devices = sorted(current_cost_model().devices)
     parser.add_argument("--device", choices=devices, default="cpu", help="the device of the link model (default: cpu)")
     parser.add_argument("--max-bytes", metavar="N", help="memory limit of a rank during the route: 1000, 64MiB, 1GB")
@@ -39,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> None:
     """Plan the route, and print it with the step-by-step route."""
     mesh = parse_mesh(arguments.mesh, arguments.device)
-    source, target = parse_change(arguments.change, mesh)
+    other = None if arguments.to_mesh is None else parse_mesh(arguments.to_mesh, arguments.device, mesh.size())
+    source, target = parse_change(arguments.change, mesh, other)
     max_bytes = None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes)
     route = DTensorRedistributePlanner().plan(source, target, max_bytes=max_bytes)
     plain = plain_route(source, target)
@@ -52,14 +57,10 @@ def run_plan(arguments: argparse.Namespace) -> None:
 def plan_as_json(route: Route, plain: Route, max_bytes: int | None) -> dict[str, Any]:
     """The output of `plan --json`. Keys are stable; new ones may be added."""
     spec = route.source
-    mesh, meta = spec.mesh, spec.tensor_meta
+    meta = spec.tensor_meta
     return {
-        "mesh": {
-            "axes": [mesh.axis_name(axis) for axis in range(mesh.ndim)],
-            "shape": list(mesh.shape),
-            "ranks": mesh.size(),
-            "device": mesh.device_type,
-        },
+        "mesh": _mesh_as_json(spec.mesh),
+        "target_mesh": _mesh_as_json(route.target.mesh),
         "tensor": {"dtype": dtype_name(meta.dtype), "shape": list(meta.shape), "bytes": meta.nbytes},
         "source": {"layout": route.source.layout, "held_bytes": route.source.local_bytes},
         "target": {"layout": route.target.layout, "held_bytes": route.target.local_bytes},
@@ -71,6 +72,15 @@ def plan_as_json(route: Route, plain: Route, max_bytes: int | None) -> dict[str,
             "seconds": _ratio(plain.seconds, route.seconds),
             "peak_bytes": _ratio(plain.peak_bytes, route.peak_bytes),
         },
+    }
+
+
+def _mesh_as_json(mesh: DeviceMesh) -> dict[str, Any]:
+    return {
+        "axes": [mesh.axis_name(axis) for axis in range(mesh.ndim)],
+        "shape": list(mesh.shape),
+        "ranks": mesh.size(),
+        "device": mesh.device_type,
     }
 
 
@@ -138,12 +148,13 @@ def print_plan(route: Route, plain: Route, max_bytes: int | None) -> None:
     from rich.text import Text
 
     spec, mesh = route.source, route.source.mesh
-    sizes = (f"{mesh.axis_name(a)}={n}" if mesh.mesh_dim_names else str(n) for a, n in enumerate(mesh.shape))
     total = human_bytes(spec.tensor_meta.nbytes)
     page: list[Any] = [
         Text(f"{spec} -> {route.target.layout}", "bold"),
-        f"mesh {' x '.join(sizes)}: {mesh.size():,} ranks of {mesh.device_type}; the global tensor is {total}",
+        f"mesh {_axes_text(mesh)}: {mesh.size():,} ranks of {mesh.device_type}; the global tensor is {total}",
     ]
+    if route.target.mesh is not mesh:
+        page.append(f"to mesh {_axes_text(route.target.mesh)}: {route.target.mesh.size():,} other ranks")
     if max_bytes is not None:
         page.append(f"memory limit of a rank: {human_bytes(max_bytes)}")
     page.append("")
@@ -153,6 +164,11 @@ def print_plan(route: Route, plain: Route, max_bytes: int | None) -> None:
         page += [*_table("the route", route), ""]
         page += _comparison(route, plain, max_bytes)
     print_lines(*page)
+
+
+def _axes_text(mesh: DeviceMesh) -> str:
+    sizes = (f"{mesh.axis_name(a)}={n}" if mesh.mesh_dim_names else str(n) for a, n in enumerate(mesh.shape))
+    return " x ".join(sizes)
 
 
 def _comparison(route: Route, plain: Route, max_bytes: int | None) -> list[Any]:
@@ -217,5 +233,6 @@ examples:
   shardwise plan "f32[64,4096,4096] dp:S0 -> tp:S2" --mesh dp=2,tp=4
   shardwise plan "bf16[8192,8192] S0 S1 -> S1 S0" --mesh 128x128 --device cuda
   shardwise plan "f32[4096,4096] S0 -> R" --mesh 8 --max-bytes 64MiB --json
+  shardwise plan "f32[96,64] dp:S0 -> tp:S1" --mesh dp=2,tp=4 --to-mesh tp=3
 """,
 )

@@ -18,6 +18,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
 from shardwise.plan.route import Route
+from shardwise.plan.state_transfer import StateTransfer
 from shardwise.plan.step import OwnerExchange, Rotate, RowExchange, Step
 from shardwise.rules.owner_programs import Exchanging, Items
 
@@ -27,6 +28,7 @@ __all__ = [
     "Fabric",
     "LocalOperator",
     "OperatorRunner",
+    "RunTransfer",
     "StartExchange",
     "advance",
     "check_counts",
@@ -49,6 +51,11 @@ BoundStep = Callable[[torch.Tensor], torch.Tensor]
 BoundRows = Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]]
 # The program by which a rank takes part in an exchange by owner, from its coordinate and its locals.
 StartExchange = Callable[[Coordinate, list[torch.Tensor]], Exchanging]
+# The locals of all tensors, their new locals, what is told the bytes of each bucket that is done, and whether to return
+# at once; returns what waits.
+RunTransfer = Callable[
+    [Sequence[torch.Tensor], Sequence[torch.Tensor], Callable[[int], object], bool], Callable[[], None]
+]
 # The operator, the arguments of a call, and the locals in the places of its DTensors, to the results as locals.
 OperatorRunner = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]
 
@@ -146,6 +153,13 @@ class Fabric(ABC):
     @abstractmethod
     def bind(self, step: Step) -> BoundStep:
         """The callable that carries `step` out on a local."""
+
+    @abstractmethod
+    def bind_transfer(self, transfer: StateTransfer, route: Route) -> tuple[RunTransfer, int]:
+        """The callable that carries a transfer out, and the bytes that it will report. `route`: what is recorded.
+
+        Transfers between the same ranks run one after the other, in the order in which they are started.
+        """
 
     @abstractmethod
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:

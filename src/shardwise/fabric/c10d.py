@@ -31,6 +31,7 @@ from shardwise.fabric.base import (
     BoundRows,
     BoundStep,
     Fabric,
+    RunTransfer,
     StartExchange,
     advance,
     check_source,
@@ -63,6 +64,7 @@ from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.rank_agreement import CheckedGroup, RankCheck, exit_with
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.row_packing import row_parcels
+from shardwise.fabric.state_messages import rank_transfer
 from shardwise.fabric.traced_collectives import (
     is_recorded,
     recorded_exchange,
@@ -71,7 +73,9 @@ from shardwise.fabric.traced_collectives import (
     recorded_step,
     recorded_unreduce,
 )
+from shardwise.fabric.transfer_lane import TransferLane
 from shardwise.plan.route import Route
+from shardwise.plan.state_transfer import StateTransfer
 from shardwise.plan.step import (
     AllGather,
     AllReduce,
@@ -108,6 +112,7 @@ class C10dFabric(Fabric):
         self._used: weakref.WeakSet[Any] = weakref.WeakSet()  # the groups of this world and of former ones
         self._kept: list[Any] = []  # those of the parent of a forked process
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
+        self._lanes: dict[tuple[int, ...], TransferLane] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
         self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
         self._checks = self._always_checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
@@ -172,7 +177,9 @@ class C10dFabric(Fabric):
             self._forget()
 
     def _forget(self) -> None:
-        for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+        for forget in (
+            self._groups.clear, self._lines.clear, self._lanes.clear, self._coordinates.clear, *on_new_world
+        ):  # fmt: skip
             forget()
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
@@ -485,6 +492,31 @@ class C10dFabric(Fabric):
                 return all_to_all(step, line, group, coordinate) or self._exchange(general)
             case _:
                 raise AssertionError(f"{step.describe()}: not a collective")
+
+    def bind_transfer(self, transfer: StateTransfer, route: Route) -> tuple[RunTransfer, int]:
+        ranks = tuple(transfer.ranks)
+        if self.rank() not in ranks:
+            return lambda *_: lambda: None, 0
+        goods = rank_transfer(transfer, self.rank())
+        lane = self._lanes.get(ranks)
+        if lane is None:  # one order of messages between two ranks: a group of its own, and one transfer at a time
+            lane = self._lanes[ranks] = TransferLane(new_group(ranks) if len(ranks) > 1 else None)
+        # CUDA has streams for it; rank threads take turns
+        can_wait = rank_threads() is None and all(mesh.device_type == "cpu" for mesh in transfer.meshes)
+
+        def start_transfer(
+            locals_: Sequence[torch.Tensor],
+            results: Sequence[torch.Tensor],
+            report: Callable[[int], object],
+            in_background: bool,
+        ) -> Callable[[], None]:
+            def run() -> None:
+                move = functools.partial(lane.move, goods, locals_, results, report)
+                self.checked(lane.group, route.steps[0].describe(), move) if lane.group is not None else move()
+
+            return lane.start(run, in_background and can_wait)
+
+        return start_transfer, goods.sent + goods.received
 
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
         mesh = step.before.mesh

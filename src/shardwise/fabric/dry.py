@@ -27,6 +27,7 @@ from shardwise.fabric.base import (
     Fabric,
     LocalOperator,
     OperatorRunner,
+    RunTransfer,
     StartExchange,
     advance,
     check_source,
@@ -37,6 +38,7 @@ from shardwise.fabric.target_kernels import ALLOCATION, FUSED, WORKSPACE, worksp
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
+from shardwise.plan.state_transfer import StateTransfer
 from shardwise.plan.step import Compact, Expand, OwnerExchange, Rotate, RowExchange, Step
 from shardwise.rules.owner_programs import Items
 from shardwise.rules.registry import VALUE_DEPENDENT
@@ -264,6 +266,18 @@ class DryFabric(Fabric):
             run: Any = local_step(step, coordinate)
             return lambda local: self.track(run(local))
         return lambda local: self.track(empty_block(step.after, coordinate, local))
+
+    def bind_transfer(self, transfer: StateTransfer, route: Route) -> tuple[RunTransfer, int]:
+        def record_transfer(
+            locals_: Sequence[torch.Tensor],
+            results: Sequence[torch.Tensor],
+            report: Callable[[int], object],
+            in_background: bool,
+        ) -> Callable[[], None]:
+            self.record(route)
+            return lambda: None
+
+        return record_transfer, 0
 
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
         records = [RecordedStep(step, cost) for cost in row_exchange_route(step).costs]

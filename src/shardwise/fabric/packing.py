@@ -24,7 +24,7 @@ from shardwise.plan.step import AllGather, AllToAll, Exchange, ReduceScatter
 
 __all__ = [
     "Gathering", "Line", "Parcels", "Scattering", "Strip", "gathering", "offsets_of", "pack", "pack_traced",
-    "parcels", "scattering", "sizes_by_rank", "split_in_front", "strips_of", "swapping",
+    "parcels", "scattering", "sizes_by_rank", "split_in_front", "strips_alone", "strips_of", "swapping",
 ]  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def parcels(step: Exchange, ranks: int, me: int, moved: Traffic, want: Coordinat
         # torch's fake backend takes no empty input, and its compiler leaves a call out on a rank where the result is
         # empty, for which the others would wait; so one element goes from this rank to itself
         sent_sizes[me] = got_sizes[me] = 1
-    alone = [_strips_alone(boxes) for boxes in (moved.kept_from, moved.kept_to)]
+    alone = [strips_alone(boxes) for boxes in (moved.kept_from, moved.kept_to)]
     return Parcels(
         sent_sizes.tolist(),
         got_sizes.tolist(),
@@ -328,7 +328,7 @@ def offsets_of(which: np.ndarray, box_sizes: np.ndarray, sizes: np.ndarray) -> n
     return (np.cumsum(sizes) - sizes)[which] + before - before[first]
 
 
-def _strips_alone(boxes: Boxes) -> list[Strip]:
+def strips_alone(boxes: Boxes) -> list[Strip]:
     """A strip for each box, of blocks that need no buffer."""
     each = zip(boxes.ours.tolist(), boxes.shape.tolist(), strict=True)
     return [Strip(0, 1, tuple(start), tuple(shape), -1) for start, shape in each]

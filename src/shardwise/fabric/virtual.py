@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import Coordinate, DeviceMesh
+from shardwise.core.spec import DTensorSpec
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import (
@@ -20,6 +21,7 @@ from shardwise.fabric.base import (
     Fabric,
     LocalOperator,
     OperatorRunner,
+    RunTransfer,
     StartExchange,
     advance,
     check_counts,
@@ -51,6 +53,9 @@ from shardwise.fabric.shared_writes import (
     is_traced,
     written_arguments,
 )
+from shardwise.fabric.state_messages import rank_transfer
+from shardwise.plan.route import Route
+from shardwise.plan.state_transfer import StateTransfer
 from shardwise.plan.step import AllGather, AllReduce, OwnerExchange, ReduceScatter, Rotate, RowExchange, Step, reduction
 from shardwise.rules.owner_programs import Items
 from shardwise.torch_private import (
@@ -528,6 +533,36 @@ class VirtualFabric(Fabric):
 
         return run_exchange
 
+    def bind_transfer(self, transfer: StateTransfer, route: Route) -> tuple[RunTransfer, int]:
+        """As processes do it: every rank packs its messages, and gets those of the others."""
+        goods = {rank: rank_transfer(transfer, rank) for rank in transfer.ranks}
+
+        def run_transfer(
+            locals_: Sequence[torch.Tensor],
+            results: Sequence[torch.Tensor],
+            report: Callable[[int], object],
+            in_background: bool,
+        ) -> Callable[[], None]:
+            have, want = (
+                {rank: _of_ranks(rank, tensors, specs) for rank in goods}
+                for tensors, specs in ((locals_, transfer.sources), (results, transfer.targets))
+            )
+            for number in range(len(transfer.buckets)):
+                sent: dict[tuple[int, int], torch.Tensor] = {}
+                for rank, own in goods.items():
+                    bucket = own.buckets[number]
+                    bucket.keep(have[rank], want[rank])
+                    for message in bucket.sends:
+                        sent |= dict.fromkeys([(rank, other) for other in message.ranks], message.pack(have[rank]))
+                for rank, own in goods.items():
+                    for message in own.buckets[number].receives:
+                        message.unpack(sent.pop((message.ranks[0], rank)), want[rank])
+                assert not sent, "what is sent is received"
+                report(sum(own.buckets[number].nbytes for own in goods.values()))
+            return lambda: None
+
+        return run_transfer, sum(own.sent + own.received for own in goods.values())
+
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
         """As processes do it: each rank packs what it sends, gets its part of what the others have packed, unpacks."""
         mesh = step.before.mesh
@@ -598,6 +633,15 @@ class VirtualFabric(Fabric):
             return RankTensor(out)
 
         return run_reduction
+
+
+def _of_ranks(rank: int, locals_: Sequence[torch.Tensor], specs: Sequence[DTensorSpec]) -> list[Any]:
+    """The tensor of a rank in each of the locals; None where it is not in the mesh."""
+    places = [spec.mesh.position_of(rank) for spec in specs]
+    return [
+        None if at is None else _tensors(local, spec.mesh)[at]
+        for at, local, spec in zip(places, locals_, specs, strict=True)
+    ]
 
 
 def _on_one(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from shardwise.plan.search import Path, cheapest_path
 from shardwise.plan.state import DistState, Problem
 from shardwise.plan.step import Compact, Expand, Slice, Step, Unreduce
 
-__all__ = ["DTensorRedistributePlanner", "DistState", "Route", "StepCost", "plain_route"]
+__all__ = ["DTensorRedistributePlanner", "DistState", "Route", "StepCost", "check_reachable", "plain_route"]
 
 
 class StepCost(NamedTuple):
@@ -101,7 +101,7 @@ class DTensorRedistributePlanner:
             LayoutError: a Partial target that the source cannot become.
             MemoryBoundError: no route keeps `max_bytes`; names the smallest possible bound.
         """
-        _check_reachable(source, target)
+        check_reachable(source, target)
         if source is target and max_bytes is None:
             return Route(source, target, (), ())
         if source.broadcast:
@@ -169,7 +169,8 @@ def _only_sliced(source: DTensorSpec, target: DTensorSpec) -> bool:
     return all(new[: len(old)] == old for old, new in zip(source.dim_axes, target.dim_axes, strict=True))
 
 
-def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
+def check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
+    """Refuse a change of layout that no route can make."""
     a, b = source.mesh, target.mesh
     if source.tensor_meta.shape != target.tensor_meta.shape:
         raise LayoutError(f"cannot lay {source} out as {target}: the shapes differ")
@@ -213,7 +214,7 @@ def plain_route(source: DTensorSpec, target: DTensorSpec, cost_model: CostModel 
         >>> [step.describe() for step in plain_route(spec, spec.with_placements([Shard(1)])).steps]
         ['all-gather dim 0 over 0', 'slice dim 1 by 0']
     """
-    _check_reachable(source, target)
+    check_reachable(source, target)
     problem = Problem(cost_model or current_cost_model(), source, target)
     state = problem.start
     path: Path = [(state, None)]

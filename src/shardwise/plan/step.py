@@ -18,7 +18,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "OwnerExchange",
-    "ReduceScatter", "Rotate", "RowExchange", "Slice", "Step", "Unreduce", "Windowed",
+    "ReduceScatter", "Rotate", "RowExchange", "SendState", "Slice", "Step", "Unreduce", "Windowed",
 ]  # fmt: skip
 
 
@@ -171,6 +171,23 @@ class Exchange(Collective):
     def describe(self) -> str:
         where = f"over {self._names(self.over)}" if self.over else "between meshes"
         return f"exchange {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class SendState(Collective):
+    """All tensors of a state change layout and mesh: each rank receives its missing parts from the nearest replicas.
+
+    `before` and `after` are the first tensor's. Messages go between those ranks alone that have something to send.
+    """
+
+    tensors: int
+    buckets: int
+    over: tuple[int, ...] = ()
+    collective = "send_recv"
+
+    def describe(self) -> str:
+        buckets = f"{self.buckets} bucket{'s' if self.buckets != 1 else ''}"
+        return f"transfer of {self.tensors} tensor{'s' if self.tensors != 1 else ''} in {buckets}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from shardwise.fabric.base import rank_state
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route
+from shardwise.plan.step import SendState
 from shardwise.schema import op_info
 from shardwise.tensor import DTensor, dispatcher, intercepted
 from shardwise.torch_private import autograd_sequence_number, current_autograd_node, tree_leaves
@@ -294,7 +295,8 @@ def _remember_node(state: _State, record: Record) -> None:
 def _on_route(route: Route) -> None:
     """Add a route's collectives to the innermost record, or to a new one, as in backward of a redistribution."""
     if not is_tracing():
-        _note_moves(moves_of_route(route), "redistribute", route.source, route.target).routes.append(route)
+        name = "transfer" if any(isinstance(step, SendState) for step in route.steps) else "redistribute"
+        _note_moves(moves_of_route(route), name, route.source, route.target).routes.append(route)
 
 
 def _on_scatter(spec: DTensorSpec) -> None:
