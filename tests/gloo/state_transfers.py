@@ -172,7 +172,7 @@ def check_pair(seed: int, world: int) -> tuple[int, int]:
         for name, tensor in pair.whole.items():
             spec = pair.after[name]
             wanted = distributed(tensor.to(spec.tensor_meta.dtype), spec)
-            assert moved[name].spec is spec, (moved[name].spec, spec)
+            assert (str(moved[name].spec), moved[name].device_mesh) == (str(spec), spec.mesh), seed
             fabric = fabric_of(spec.mesh)
             pairs = zip(
                 fabric.parts(spec.mesh, moved[name].to_local()),
