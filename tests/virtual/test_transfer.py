@@ -182,6 +182,13 @@ def test_a_write_while_a_transfer_is_under_way_is_found(trainer: sw.DeviceMesh, 
     state["w"].add_(1)
     with pytest.raises(sw.UnsupportedError, match="'w' was written to"):
         pending.wait()
+    _, laid = model_on(trainer)
+    optimizer = torch.optim.SGD(laid.parameters(), lr=0.1)
+    laid(sw.distribute_tensor(torch.ones(8, 10), trainer, [S0, R])).sum().backward()
+    pending = sw.transfer_plan(laid.state_dict(), generator).run(laid.state_dict(), async_op=True)
+    optimizer.step()
+    with pytest.raises(sw.UnsupportedError, match="was written to"):
+        pending.wait()
 
 
 def test_what_is_written_into_counts_as_written(trainer: sw.DeviceMesh, generator: sw.DeviceMesh) -> None:

@@ -238,7 +238,7 @@ class TransferPlan:
                     f"{name!r} is a spec, and this rank is in {known.mesh}", hint="ranks of the mesh pass the DTensor"
                 )
             return nothing_of(known)
-        local = value._local_tensor.detach()
+        local = value._local_tensor
         if self._old[name] is not known and fabric.many_ranks:
             slices: dict[Any, list[torch.Tensor]] = {}
             for coordinate, part in fabric.parts(known.mesh, local):
@@ -271,7 +271,7 @@ class TransferPlan:
                 f"into[{name!r}] is {have}, and cannot be written to as {spec} on {spec.mesh}",
                 hint="give a state like the one that the plan returns without `into`",
             )
-        return found._local_tensor.detach()
+        return found._local_tensor
 
 
 def _span(counts: Sequence[int]) -> str:
@@ -303,7 +303,9 @@ class PendingTransfer:
         self.plan, self._state, self._locals, self._results, self._given = plan, state, locals_, results, given
         self._progress = progress
         self.bytes_done = 0
-        self._versions = [writes_to(local) for local in locals_]
+        values = dict(named_values(state))
+        self._tensors = [values[name] for name in plan.sources]
+        self._versions = self._writes()
         self._finished = False
         self.bytes, self._wait = 0, lambda: None
 
@@ -338,9 +340,16 @@ class PendingTransfer:
 
         return with_values(self._state, moved)
 
+    def _writes(self) -> list[tuple[int | None, int | None]]:
+        """How often each tensor and its local were written to: which of them counts depends on who writes."""
+        return [
+            (writes_to(tensor) if isinstance(tensor, DTensor) else None, writes_to(local))
+            for tensor, local in zip(self._tensors, self._locals, strict=True)
+        ]
+
     def _check_unwritten(self) -> None:
-        for name, local, before in zip(self.plan.sources, self._locals, self._versions, strict=True):
-            if before is not None and writes_to(local) != before:
+        for name, now, before in zip(self.plan.sources, self._writes(), self._versions, strict=True):
+            if now != before:
                 raise UnsupportedError(
                     f"{name!r} was written to while it was transferred: what has arrived may be partly old, partly new",
                     hint="wait() before the optimizer steps, or transfer a copy of the state",
