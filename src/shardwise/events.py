@@ -27,9 +27,35 @@ __all__ = [
     "scatter_started",
     "tensor_entered",
     "tensor_moved",
+    "unobserved",
     "user_frame",
     "user_line",
 ]
+
+
+_quiet = threading.local()
+
+
+@contextlib.contextmanager
+def _set_quiet(quiet: bool) -> Iterator[None]:
+    before = getattr(_quiet, "on", False)
+    _quiet.on = quiet
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+def unobserved() -> contextlib.AbstractContextManager[None]:
+    """Inside, listeners receive nothing from this thread: the library runs operators to learn about them.
+
+    Example:
+        >>> with tensor_entered.collected() as found, unobserved():
+        ...     tensor_entered.notify(1)
+        >>> found
+        []
+    """
+    return _set_quiet(True)
 
 
 class Event(list[Callable[..., None]]):
@@ -37,12 +63,14 @@ class Event(list[Callable[..., None]]):
 
     def notify(self, *facts: Any) -> None:
         """Call every listener. One that raises prevents what was announced."""
+        if getattr(_quiet, "on", False):
+            return
         for listener in tuple(self):
             listener(*facts)
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[list[Any]]:
-        """Collect the facts that are told on this thread inside the context.
+        """Collect the facts of this thread inside the context, also if `unobserved` is around it.
 
         Example:
             >>> with tensor_entered.collected() as found:
@@ -58,7 +86,8 @@ class Event(list[Callable[..., None]]):
 
         self.append(note)
         try:
-            yield found
+            with _set_quiet(False):
+                yield found
         finally:
             self.remove(note)
 
@@ -111,7 +140,7 @@ class Interception:
         setattr(self.owner, self.name, method)
 
     def _run(self, around: tuple[Callable[..., Any], ...], *args: Any, **kwargs: Any) -> Any:
-        if not around:
+        if not around or getattr(_quiet, "on", False):
             return self.function(*args, **kwargs)
         return around[0](functools.partial(self._run, around[1:]), *args, **kwargs)
 

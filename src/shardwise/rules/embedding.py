@@ -45,12 +45,32 @@ def look_up(
     """Look-up in the local rows of a table, with zeros for rows of other ranks."""
     if begin is None:
         return aten.embedding.default(weight, indices, *flags, **more)
-    assert_async(((indices >= 0) & (indices < rows)).all(), f"an index is not in the table of {rows} rows")
-    here = indices - begin
-    missing = (here < 0) | (here >= weight.shape[0])
+    missing = missing_rows(indices, begin, weight.shape[0], rows)
     if not weight.shape[0]:
         return weight.new_zeros((*indices.shape, weight.shape[1]))
-    found = aten.embedding.default(weight, here.masked_fill(missing, 0))
+    return zero_missing(aten.embedding.default(weight, local_rows(indices, missing, begin)), missing)
+
+
+def missing_rows(indices: torch.Tensor, begin: int, held: int, rows: int) -> torch.Tensor:
+    """For each index whether its row is on another rank.
+
+    Args:
+        indices: global row numbers.
+        begin: the first local row.
+        held: the number of local rows.
+        rows: the number of rows of the table.
+    """
+    assert_async(((indices >= 0) & (indices < rows)).all(), f"an index is not in the table of {rows} rows")
+    return (indices < begin) | (indices >= begin + held)
+
+
+def local_rows(indices: torch.Tensor, missing: torch.Tensor, begin: int) -> torch.Tensor:
+    """Local row numbers; row zero in place of a missing one."""
+    return (indices - begin).masked_fill_(missing, 0)
+
+
+def zero_missing(found: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
+    """Zeros in place of missing rows. Gradients of these are not used."""
     return found.masked_fill_(missing.unsqueeze(-1), 0)
 
 

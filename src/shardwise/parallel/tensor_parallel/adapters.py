@@ -59,7 +59,11 @@ def _move_out(adapter: nn.Module, base: nn.Module, layer: Layer) -> None:
     features = layer.layouts.features
     size = None if features is None else features_of(base, features)
     around = Layer(
-        layer.mesh, LayerLayouts({}, layer.layouts.input, features=size), layer.given, layer.output, layer.to_local
+        layer.mesh,
+        LayerLayouts({}, layer.layouts.input, size, on_locals=False),
+        layer.given,
+        layer.output,
+        layer.to_local,
     )
     around.install(adapter)
     reinstall(

@@ -1,13 +1,13 @@
-"""How one layer of a style runs: hooks that lay out what goes in and out, and locals inside where that says the same.
+"""How one layer of a style runs: hooks that lay out its input and output, and local tensors inside where possible.
 
-A linear layer or a norm whose operands lie as its style wants them does on locals exactly what DTensors would do, and
-its many small operators need not be dispatched one by one. What lies otherwise, on a larger mesh say, goes by DTensors.
+A forward runs on local tensors if the rules say that nothing communicates inside (`forward_layouts`): then DTensors
+would run the same operators on the same locals. In all other cases, for example on a larger mesh, it runs on DTensors.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,12 @@ from shardwise.core.placement import AnyShard, Placement, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.virtual import RankTensor, is_even
+from shardwise.parallel.tensor_parallel.forward_layouts import forward_layouts
 from shardwise.parallel.tensor_parallel.local_region import from_layer, to_layer
 from shardwise.parallel.tensor_parallel.module_parameters import see_on, unsee
-from shardwise.parallel.tensor_parallel.table_lookup import is_plain_table, rows_here, zero_elsewhere
+from shardwise.parallel.tensor_parallel.table_lookup import rows_here
 from shardwise.parallel.tensor_parallel.value_layouts import in_layout, local_of, target_of
+from shardwise.rules.embedding import zero_missing
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed
 from shardwise.transforms import innermost
 
@@ -38,43 +40,48 @@ _RUNNING = "_shardwise_running"  # on a module that runs on locals: how, its own
 
 @dataclass(frozen=True)
 class LayerLayouts:
-    """What a layer computes with, along the axis of its style.
+    """What a style says about a layer, along the axis of its mesh. The rules of the operators say the rest.
 
     Args:
-        parameters: how parameters lie.
-        input: how the input has to lie.
-        result: how the result comes out.
-        input_gradient: what the ranks' gradients of the input are together, where they do not lie as the input does.
-        gradients: the same of parameters.
-        features: how long the last dim of the input is, for inputs that are sharded in it: a number, or a parameter
-            and its dim of that length.
-        inside: how parameters lie that a layer computes with in another layout than they have; what is added to a sum
-            is to be a sum too.
-        exact: the forward functions that can run on locals.
-        looks_up: whether the input are indices of rows, of which each rank has some.
+        parameters: the layout of each parameter.
+        input: the layout that the forward needs its input in.
+        features: the global size of the last dim of the input, for inputs that are sharded in it: a number, or a
+            parameter and its dim of that size.
+        on_locals: whether the forward may run on local tensors.
     """
 
     parameters: Mapping[str, Placement]
     input: Placement
-    result: Placement | None = None
-    input_gradient: Placement | None = None
-    gradients: Mapping[str, Placement] = field(default_factory=dict)
     features: tuple[str, int] | int | None = None
-    inside: Mapping[str, Placement] = field(default_factory=dict)
-    exact: tuple[Any, ...] = ()
-    looks_up: bool = False
+    on_locals: bool = True
 
 
 @dataclass(frozen=True)
 class Program:
-    """How a layer runs on locals: for each parameter it computes with, and the input last, what it lies as and how the
-    gradient does; and how long the dim is that the result is sharded in, where that is known.
+    """How a layer runs on local tensors.
+
+    Args:
+        names: the parameters that it computes with.
+        targets: the layouts that it computes with, of these parameters and of an input that is a DTensor.
+        gradients: the layouts of their gradients.
+        result: the layout of its result.
+        looks_up: whether the input holds row numbers of a table whose rows are sharded.
     """
 
     names: tuple[str, ...]
     targets: tuple[DTensorSpec, ...]
     gradients: tuple[DTensorSpec, ...]
-    size: int | None
+    result: DTensorSpec
+    looks_up: bool
+
+
+@dataclass(frozen=True)
+class KnownProgram:
+    """The program for one signature, None if it runs on DTensors, and the attributes that the forward has read."""
+
+    names: tuple[str, ...]
+    values: list[Any]
+    program: Program | None
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,8 @@ class Layer:
     given: Placement
     output: Placement | None
     to_local: bool
-    # by the specs of what goes in; and of results, by the shapes of locals
-    programs: BoundedCache[Any, Program | None] = field(default_factory=new_cache, compare=False, repr=False)
+    # by the forward and the specs of its operands; and of results, by the strides and dtypes of locals
+    programs: BoundedCache[Any, KnownProgram] = field(default_factory=new_cache, compare=False, repr=False)
     results: BoundedCache[Any, tuple[DTensorSpec, DTensorSpec]] = field(
         default_factory=new_cache, compare=False, repr=False
     )
@@ -109,7 +116,7 @@ class Layer:
         value = args[0] if args else kwargs.get(name or "")
         if not isinstance(value, torch.Tensor):
             return None
-        found = self._entered(module, value)
+        found = self._entered(module, value, len(args) + len(kwargs) == 1)
         if found is value:
             return None
         return ((found, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: found})
@@ -123,100 +130,111 @@ class Layer:
             module._parameters.update(own)
             if result is None:
                 return None
-            return self._left(program, result if elsewhere is None else zero_elsewhere(result, elsewhere))
+            return self._left(program, result if elsewhere is None else zero_missing(result, elsewhere))
         unsee(module)
         if self.output is not None:
             result = in_layout(result, self.mesh, self.output, self.output, async_op=True)
         return local_of(result, self.mesh) if self.to_local else result
 
-    def _entered(self, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
-        if not is_dtensor(value) and not self._is_local_already(value):
-            value = self._annotated(module, value)
-        program = self._program(module, value)
+    def _entered(self, module: nn.Module, value: torch.Tensor, alone: bool) -> torch.Tensor:
+        """The input as the forward gets it; `alone`: it is the only argument."""
+        program = self._program(module, value) if alone and self.layouts.on_locals else None
         if program is not None:
             return self._run(module, program, value)
-        given = value if is_dtensor(value) else self._annotated(module, value)
-        found = in_layout(given, self.mesh, self.given, self.layouts.input, async_op=True)
+        if not is_dtensor(value):
+            value = self._annotated(module, value)
+            program = self._program(module, value) if alone and self.layouts.on_locals else None
+            if program is not None:
+                return self._run(module, program, value)
+        found = in_layout(value, self.mesh, self.given, self.layouts.input, async_op=True)
         if found._spec.mesh != self.mesh:  # not "is not", see local_of
             see_on(module, self.mesh, found._spec.mesh)
         return found
 
-    def _is_local_already(self, value: torch.Tensor) -> bool:
-        """Whether a plain input is what the layer computes with, and its gradient what each rank has of it."""
-        layouts = self.layouts
-        if self.given is not layouts.input or layouts.input_gradient is not None or not layouts.exact:
-            return False
-        return not fabrics[self.mesh.fabric].many_ranks or isinstance(innermost(value), RankTensor)
-
     def _annotated(self, module: nn.Module, value: torch.Tensor) -> AnyDTensor:
         """A plain input as a DTensor; the module knows its number of features, however they are split."""
-        shape, features = None, self.layouts.features
-        if features is not None and isinstance(self.given, Shard) and self.given.dim in (-1, value.dim() - 1):
-            shape = (*value.shape[:-1], features_of(module, features))
+        features = self._features(module, value)
+        shape = None if features is None else (*value.shape[:-1], features)
         return DTensor.from_local(value, self.mesh, (self.given,), shape=shape)
+
+    def _features(self, module: nn.Module, value: torch.Tensor) -> int | None:
+        """The global size of the last dim of an input that is sharded in it, if the module knows it."""
+        features = self.layouts.features
+        if features is None or not isinstance(self.given, Shard) or self.given.dim not in (-1, value.dim() - 1):
+            return None
+        return features_of(module, features)
 
     # ---------------------------------------------------------------- on locals
 
     def _program(self, module: nn.Module, value: torch.Tensor) -> Program | None:
-        """How to run on locals; None where that is not what DTensors would do."""
-        layouts = self.layouts
-        if type(module).forward not in layouts.exact or torch.compiler.is_compiling() or is_forward_or_transformed():
+        """How to run on local tensors; None if the call must run on DTensors."""
+        state = module.__dict__
+        if torch.compiler.is_compiling() or is_forward_or_transformed() or "forward" in state:
+            return None
+        if isinstance(value, RankTensor) and not is_even(value):
             return None
         parameters = module._parameters
         key = (
-            value._spec if isinstance(value, DTensor) else value.dim(),
-            *[getattr(parameters.get(name), "_spec", None) for name in layouts.parameters],
+            type(module).forward,
+            len(module._forward_pre_hooks),
+            value._spec if isinstance(value, DTensor) else (value.shape, value.stride(), value.dtype, type(value)),
+            *[getattr(parameters.get(name), "_spec", None) for name in self.layouts.parameters],
         )
-        if key not in self.programs:
-            self.programs.keep(key, self._made_program(module, key))
-        program = self.programs[key]
-        if isinstance(value, RankTensor) and program is not None:
-            return program if is_even(value) else None
-        return program
+        known = self.programs.get(key)
+        if known is None or (known.names and [state.get(name) for name in known.names] != known.values):
+            known = self.programs.keep(key, self._made_program(module, value, key[3:]))
+        return known.program
 
-    def _made_program(self, module: nn.Module, key: tuple[Any, ...]) -> Program | None:
-        layouts, mesh = self.layouts, self.mesh
-        if not layouts.parameters.keys() <= module._parameters.keys():  # a parametrization computes some of them
-            return None
-        given = {
-            name: spec
-            for name, spec in zip(layouts.parameters, key[1:], strict=True)
-            if module._parameters[name] is not None
-        }
+    def _made_program(
+        self, module: nn.Module, value: torch.Tensor, specs: Sequence[DTensorSpec | None]
+    ) -> KnownProgram:
+        layouts, mesh, fabric = self.layouts, self.mesh, fabric_of(self.mesh)
+        names = [name for name in layouts.parameters if module._parameters.get(name) is not None]
+        given = dict(zip(layouts.parameters, specs, strict=True))
+        entered = value._spec if isinstance(value, DTensor) else self._spec_of_plain(module, value)
         fits = (
-            fabric_of(mesh).has_values
-            and not fabric_of(mesh).is_outside(mesh)
-            and all(
-                spec is not None and spec.mesh is mesh and spec.placements == (layouts.parameters[name],)
-                for name, spec in given.items()
-            )
+            fabric.has_values
+            and not fabric.is_outside(mesh)
+            and not _has_other_hooks(module)
+            # else a parametrization computes some of them
+            and layouts.parameters.keys() <= module._parameters.keys()
+            and all((spec := given[name]) is not None and spec.mesh is mesh for name in names)
         )
-        entered = key[0] if isinstance(key[0], DTensorSpec) else None
-        ndim: int = key[0] if entered is None else entered.ndim  # pyright: ignore[reportAssignmentType]
-        if not fits or (entered is not None and entered.mesh is not mesh) or not _treats_alike(module, layouts, ndim):
-            return None
-        if layouts.looks_up and not is_plain_table(module, given["weight"]):
-            return None
-        names = tuple(given)
-        targets = [target_of(given[n], mesh, layouts.inside.get(n, layouts.parameters[n])) for n in names]
-        gradients = [target_of(given[n], mesh, layouts.gradients.get(n, layouts.parameters[n])) for n in names]
-        if entered is not None:
-            targets.append(target_of(entered, mesh, layouts.input))
-            gradients.append(target_of(entered, mesh, layouts.input_gradient or layouts.input))
+        if not fits or entered is None or entered.mesh is not mesh:
+            return KnownProgram((), [], None)
+        operands = [given[name] for name in names] + [target_of(entered, mesh, layouts.input)]
+        read, found = forward_layouts(module, names, operands)  # pyright: ignore[reportArgumentType]
+        known = functools.partial(KnownProgram, tuple(read), list(read.values()))
+        if found is None:
+            return known(None)
         # a composite operator on a RankTensor takes the sizes of the first rank for those of all
-        if fabric_of(mesh).many_ranks and not all(map(_is_even, (*given.values(), *targets, *gradients))):
-            return None
-        return Program(names, tuple(targets), tuple(gradients), self._size(given, entered))
+        everything = (*operands, *found.operands, *found.gradients)
+        if fabric.many_ranks and not all(map(_is_even, everything)):  # pyright: ignore[reportArgumentType]
+            return known(None)
+        count = len(names)
+        if isinstance(value, DTensor):
+            count += 1
+        elif found.gradients[-1].placements != found.operands[-1].placements:
+            return known(None)  # autograd has to know how the gradient of the input is distributed
+        return known(
+            Program(tuple(names), found.operands[:count], found.gradients[:count], found.result, found.looks_up)
+        )
 
-    def _size(self, given: Mapping[str, DTensorSpec], entered: DTensorSpec | None) -> int | None:
-        """The global size of the dim in which the result is sharded; None if only the result itself tells."""
-        layouts = self.layouts
-        if not isinstance(layouts.result, Shard):
+    def _spec_of_plain(self, module: nn.Module, value: torch.Tensor) -> DTensorSpec | None:
+        """The spec of a plain input that each rank has as the forward needs it; None for any other."""
+        given = self.given
+        if given is not self.layouts.input or (
+            fabrics[self.mesh.fabric].many_ranks and not isinstance(innermost(value), RankTensor)
+        ):
             return None
-        if layouts.result is layouts.input:  # the result is sharded as the input is
-            return None if entered is None else entered.shape[layouts.result.dim]
-        weight = given["weight"]
-        return weight.shape[next(dim for dim, axes in enumerate(weight.dim_axes) if axes)]
+        shape = list(value.shape)
+        if isinstance(given, Shard):
+            if not -len(shape) <= given.dim < len(shape):
+                return None
+            features = self._features(module, value)
+            shape[given.dim] = shape[given.dim] * self.mesh.shape[0] if features is None else features
+        meta = TensorMeta(shape, dense_strides(shape, like=value.stride()), value.dtype)
+        return DTensorSpec(self.mesh, (given,), meta)
 
     def _run(self, module: nn.Module, program: Program, value: torch.Tensor) -> torch.Tensor:
         """The local of the input. The module has locals for parameters until its forward has ended."""
@@ -225,7 +243,7 @@ class Layer:
         tensors = [own[name] for name in program.names]
         found = to_layer(program.targets, program.gradients, [*tensors, value] if entered else tensors)
         inside, elsewhere = found[-1] if entered else value, None
-        if self.layouts.looks_up:
+        if program.looks_up:
             inside, elsewhere = rows_here(program.targets[0], inside)
         module.__dict__[_RUNNING] = (program, own, elsewhere)
         for name, local in zip(program.names, found, strict=False):
@@ -233,20 +251,18 @@ class Layer:
         return inside
 
     def _left(self, program: Program, result: torch.Tensor) -> Any:
-        """What has been computed on locals, in the layout that was asked for."""
-        key = (program.size, result.shape, result.stride(), result.dtype)
+        """A result on local tensors, in the layout that was asked for."""
+        key = (program.result, result.stride(), result.dtype)
         specs = self.results.get(key)
         if specs is None:
-            specs = self.results.keep(key, self._specs_of_result(result, program.size))
+            specs = self.results.keep(key, self._specs_of_result(*key))
         return from_layer(result, *specs, to_local=self.to_local)
 
-    def _specs_of_result(self, result: torch.Tensor, size: int | None) -> tuple[DTensorSpec, DTensorSpec]:
-        """How a result lies as it is computed, and as it was asked for."""
-        placement, shape = self.layouts.result, list(result.shape)
-        if isinstance(placement, Shard):
-            shape[placement.dim] = shape[placement.dim] * self.mesh.shape[0] if size is None else size
-        meta = TensorMeta(shape, dense_strides(shape, like=result.stride()), result.dtype)
-        source = DTensorSpec(self.mesh, (placement,), meta)
+    def _specs_of_result(
+        self, spec: DTensorSpec, stride: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[DTensorSpec, DTensorSpec]:
+        """The layout of a result as it is computed, and as it was asked for."""
+        source = spec.with_meta(TensorMeta(spec.shape, dense_strides(spec.shape, like=stride), dtype))
         return source, source if self.output is None else target_of(source, self.mesh, self.output)
 
 
@@ -294,12 +310,9 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
     return key
 
 
-def _treats_alike(module: nn.Module, layouts: LayerLayouts, ndim: int) -> bool:
-    """Whether a norm leaves the dim alone that its input is sharded in."""
-    normalized = getattr(module, "normalized_shape", None)
-    if normalized is None or not isinstance(layouts.input, Shard):
-        return True
-    return -ndim <= layouts.input.dim < ndim and layouts.input.dim % ndim < ndim - len(normalized)
+def _has_other_hooks(module: nn.Module) -> bool:
+    """Whether hooks of a user would get local tensors as input of a module that is none of torch."""
+    return len(module._forward_pre_hooks) > 1 and not type(module).forward.__module__.startswith("torch.nn.")
 
 
 def _is_even(spec: DTensorSpec) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from shardwise.api import replicate_rest
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import MaskPartial, Partial, Placement, Replicate, Shard
+from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.errors import LayoutError
 from shardwise.parallel.tensor_parallel.adapters import BASE
 from shardwise.parallel.tensor_parallel.layer import Layer, LayerLayouts
@@ -99,13 +99,7 @@ class ColwiseParallel(_LayerStyle):
     """
 
     layers: ClassVar = {
-        nn.Linear: LayerLayouts(
-            {"weight": Shard(0), "bias": Shard(0)},
-            input=Replicate(),
-            result=Shard(-1),
-            input_gradient=Partial(),
-            exact=(nn.Linear.forward,),
-        ),
+        nn.Linear: LayerLayouts({"weight": Shard(0), "bias": Shard(0)}, input=Replicate()),
         nn.Embedding: LayerLayouts({"weight": Shard(1)}, input=Replicate()),
     }
     desired_input_layouts = (Replicate(),)
@@ -139,21 +133,8 @@ class RowwiseParallel(_LayerStyle):
     """
 
     layers: ClassVar = {
-        nn.Linear: LayerLayouts(
-            {"weight": Shard(1), "bias": Replicate()},
-            input=Shard(-1),
-            result=Partial(),
-            features=("weight", 1),
-            inside={"bias": Partial()},
-            exact=(nn.Linear.forward,),
-        ),
-        nn.Embedding: LayerLayouts(
-            {"weight": Shard(0)},
-            input=Replicate(),
-            result=MaskPartial(),
-            exact=(nn.Embedding.forward,),
-            looks_up=True,
-        ),
+        nn.Linear: LayerLayouts({"weight": Shard(1), "bias": Replicate()}, input=Shard(-1), features=("weight", 1)),
+        nn.Embedding: LayerLayouts({"weight": Shard(0)}, input=Replicate()),
     }
 
     def __init__(self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True) -> None:
@@ -199,13 +180,7 @@ class SequenceParallel(_LayerStyle):
         add_up_after_backward(module.parameters())
         (sharding,) = self.sequence_sharding
         names = list(module._parameters)
-        layouts = LayerLayouts(
-            dict.fromkeys(names, Replicate()),
-            input=sharding,
-            result=sharding,
-            gradients=dict.fromkeys(names, Partial()),
-            exact=(nn.LayerNorm.forward, nn.RMSNorm.forward),
-        )
+        layouts = LayerLayouts(dict.fromkeys(names, Replicate()), input=sharding)
         return Layer(device_mesh, layouts, sharding, None, self.use_local_output).install(module)
 
     def __repr__(self) -> str:

@@ -1,0 +1,186 @@
+"""Forwards on local tensors: which modules run on them, with layouts that the rules give, and numbers of one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shardwise.parallel.tensor_parallel.forward_layouts import forward_layouts
+from shardwise.parallel.tensor_parallel.layer import layer_of
+
+MESH = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+SCALE = [2.0]
+
+
+class Norm(nn.Module):
+    """A norm as models of other libraries write it. `mode` chooses what it does after the norm."""
+
+    def __init__(self, mode: str = "") -> None:
+        super().__init__()
+        self.weight, self.eps, self.mode = nn.Parameter(torch.linspace(1, 2, 8)), 1e-5, mode
+
+    def forward(self, x: Any) -> Any:
+        wide = x.to(torch.float64)
+        found = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        if self.mode == "length":
+            return found / x.shape[1]
+        return found.mean(1, keepdim=True) * found if self.mode == "mean" else found
+
+
+class GlobalState(Norm):
+    def forward(self, x: Any) -> Any:
+        return x * self.weight * SCALE[0]
+
+
+class Counting(Norm):
+    def forward(self, x: Any) -> Any:
+        self.eps = self.eps + 1
+        return x * self.weight * self.eps
+
+
+class Buffered(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.weight + self.shift
+
+
+class Inherited(Norm):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 3
+
+
+def runs_on_locals(module: nn.Module) -> bool:
+    layer: Any = layer_of(module)
+    return any(layer.programs[key].program is not None for key in layer.programs)
+
+
+def check(reference: nn.Module, module: Any, x: torch.Tensor, placement: Any) -> None:
+    """Forward and backward are those of one device."""
+    given, own = sw.distribute_tensor(x, MESH, [placement]).requires_grad_(), x.clone().requires_grad_()
+    reference.zero_grad()
+    module.zero_grad()
+    result, expected = module(given), reference(own)
+    result, weights = (result.full_tensor() if isinstance(result, sw.DTensor) else result), torch.randn_like(expected)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close((result * weights).sum(), (expected * weights).sum())
+    (result * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(given.grad.full_tensor(), own.grad)  # pyright: ignore[reportOptionalMemberAccess]
+    for (name, parameter), (_, one) in zip(module.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), one.grad, msg=name)
+
+
+def parallel(module: nn.Module, style: Any = None) -> tuple[nn.Module, Any]:
+    reference = copy.deepcopy(module)
+    return reference, parallelize_module(module, MESH, style or SequenceParallel())
+
+
+@pytest.mark.parametrize("sizes", [(3, 8), (2, 4), (3, 5), (1, 2)])
+@pytest.mark.parametrize(
+    "make", [Norm, lambda: nn.RMSNorm(8), lambda: nn.LayerNorm(8), lambda: nn.LayerNorm(8, bias=False)]
+)
+def test_a_norm_of_any_library_runs_on_locals(make: Any, sizes: tuple[int, int]) -> None:
+    reference, module = parallel(make())
+    for batch in (sizes, (sizes[0] + 1, sizes[1]), sizes):
+        check(reference, module, torch.randn(*batch, 8), Shard(1))
+    assert runs_on_locals(module) == (sizes[1] % 2 == 0)
+
+
+def test_a_change_of_an_attribute_is_seen() -> None:
+    reference, module = parallel(Norm())
+    for eps, mode in [(1e-5, ""), (3.0, ""), (1e-5, "length"), (1e-5, "mean"), (1e-5, "")]:
+        reference.eps = module.eps = eps
+        reference.mode = module.mode = mode
+        check(reference, module, torch.randn(2, 8, 8), Shard(1))
+        known = layer_of(module).programs  # pyright: ignore[reportOptionalMemberAccess]
+        assert all((known[key].program is None) == bool(mode) for key in known)
+
+
+@pytest.mark.parametrize(
+    "make", [GlobalState, Counting, Buffered, Inherited, lambda: Norm("length"), lambda: Norm("mean")]
+)
+def test_what_reads_more_than_its_input_and_constants_runs_on_dtensors(make: Any) -> None:
+    reference, module = parallel(make())
+    for factor in (2.0, 5.0):
+        SCALE[0] = factor
+        check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    assert not runs_on_locals(module)
+
+
+def test_a_forward_of_its_own_and_hooks_are_respected() -> None:
+    reference, module = parallel(Norm())
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    seen: list[Any] = []
+    handle = module.register_forward_pre_hook(lambda module, args: seen.append(type(args[0])))
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    handle.remove()
+    assert seen == [sw.DTensor]
+    for each in (reference, module):
+        each.forward = lambda x, each=each: x * each.weight / x.shape[1]
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}])
+def test_embeddings(style: Any, options: dict[str, Any]) -> None:
+    reference, module = parallel(
+        nn.Embedding(12, 8, **options), style(input_layouts=Replicate(), output_layouts=Replicate())
+    )
+    tokens = torch.randint(12, (3, 5))
+    for _ in range(2):
+        result, expected = module(tokens), reference(tokens)
+        torch.testing.assert_close(result, expected)
+        result.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        torch.testing.assert_close(module.weight.grad.full_tensor(), reference.weight.grad)  # pyright: ignore[reportAttributeAccessIssue]
+    assert runs_on_locals(module) == (style is ColwiseParallel or not options)
+
+
+def spec(shape: tuple[int, ...], placement: Any, dtype: torch.dtype = torch.float32) -> DTensorSpec:
+    return DTensorSpec(MESH, (placement,), TensorMeta(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("module", "operands", "needed", "gradients", "result"),
+    [
+        (nn.Linear(8, 16), [Shard(0), Shard(0), Replicate()], None, [Shard(0), Shard(0), Partial()], Shard(2)),
+        (
+            nn.Linear(8, 16),
+            [Shard(1), Replicate(), Shard(2)],
+            [Shard(1), Partial(), Shard(2)],
+            [Shard(1), Replicate(), Shard(2)],
+            Partial(),
+        ),
+        (nn.Linear(8, 16), [Replicate()] * 3, None, [Replicate()] * 3, Replicate()),
+        (nn.Linear(8, 16), [Replicate(), Replicate(), Shard(0)], None, [Partial(), Partial(), Shard(0)], Shard(0)),
+        (nn.LayerNorm(8), [Replicate(), Replicate(), Shard(1)], None, [Partial(), Partial(), Shard(1)], Shard(1)),
+    ],
+)
+def test_layouts_come_from_the_rules(
+    module: nn.Module, operands: Any, needed: Any, gradients: Any, result: Any
+) -> None:
+    names = [name for name, _ in module.named_parameters()]
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()] + [(4, 6, 8)]
+    found: Any = forward_layouts(module, names, [spec(*each) for each in zip(shapes, operands, strict=True)])[1]
+    assert [each.placements[0] for each in found.operands] == (needed or operands)
+    assert [each.placements[0] for each in found.gradients] == gradients
+    assert (found.result.placements, found.result.mesh) == ((result,), MESH)
+
+
+@pytest.mark.parametrize("operands", [[Replicate(), Replicate(), Shard(2)], [Shard(0), Replicate(), Shard(1)]])
+def test_what_would_communicate_has_no_layouts(operands: Any) -> None:
+    names, shapes = ["weight", "bias"], [(8,), (8,), (4, 6, 8)]
+    assert (
+        forward_layouts(nn.LayerNorm(8), names, [spec(*each) for each in zip(shapes, operands, strict=True)])[1] is None
+    )
