@@ -59,7 +59,7 @@ from shardwise.schema import RULE_MODULES
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint, debug, hf, optim, parallel
+    from shardwise import checkpoint, debug, hf, moe, optim, parallel
     from shardwise.capture import captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.meshes import PendingTransfer, TransferPlan, transfer, transfer_plan
@@ -134,6 +134,7 @@ __all__ = [
     "is_main",
     "local_map",
     "manual_seed",
+    "moe",
     "ones",
     "optim",
     "parallel",
@@ -157,7 +158,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("checkpoint", "debug", "hf", "optim", "parallel")
+_PACKAGES = ("checkpoint", "debug", "hf", "moe", "optim", "parallel")
 _DCP = "shardwise.checkpoint.dcp"
 _STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
 _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("decompose",),
     ("api", "random", "interop"),
     ("factories", "loading", "raw_memory", "optimizer_hook"),
-    ("extend",),
+    ("extend", "moe"),
     ("parallel", "checkpoint", "debug", "capture", "optim", "meshes"),
     ("hf",),
     ("__init__",),

@@ -18,7 +18,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "OwnerExchange",
-    "ReduceScatter", "Rotate", "RowExchange", "SendState", "Slice", "Step", "Unreduce", "Windowed",
+    "ReduceScatter", "Rotate", "RowExchange", "SendState", "Slice", "Step", "TokenExchange", "Unreduce", "Windowed",
 ]  # fmt: skip
 
 
@@ -34,6 +34,11 @@ class Step:
     def axes(self) -> tuple[int, ...]:
         """The mesh axes whose ranks communicate, major first."""
         return ()
+
+    @property
+    def title(self) -> str:
+        """What a record is called that begins with this step and belongs to no operator."""
+        return "redistribute"
 
     def describe(self) -> str:
         """The step in words: `all-gather dim 0 over tp`."""
@@ -310,6 +315,21 @@ class OwnerExchange(Collective):
 
     def describe(self) -> str:
         return f"exchange by owners of dim {self.dim} over {self._names(self.over)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenExchange(OwnerExchange):
+    """Rows of tokens are sent to the ranks of their experts, or results back; `what`: the rows, in words."""
+
+    what: str = "tokens"
+    rows: int = 0  # that cross between ranks, all together
+
+    @property
+    def title(self) -> str:
+        return f"{self.rows} {self.what}"
+
+    def describe(self) -> str:
+        return f"exchange {self.rows} {self.what} over {self._names(self.over)}"
 
 
 def reduction(step: AllReduce | ReduceScatter) -> str:

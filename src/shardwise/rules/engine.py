@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Replicate, Shard
+from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Ragged, Replicate, Shard
 from shardwise.errors import NotationError
 
 __all__ = ["Factors", "OwnerRow", "Pattern", "Row", "candidates", "parse"]
@@ -78,6 +78,9 @@ class Factors:
             or `halo`.
         barred: factors that a call cannot shard; this excludes rows given in `rows` too.
         plain: factors that are split as a `Shard` does, if at all.
+        grouped: two factors, rows and the groups that they are sorted by, and the operand that has the ends of the
+            groups. Where rows and ends are both `Ragged`, each rank has the rows of its groups, and the groups are
+            sharded with them.
         rows: further rows that do not fit the scheme.
         owned: further rows, executed by the rule's `program`.
     """
@@ -98,6 +101,7 @@ class Factors:
     exchanged: frozenset[str] = frozenset()
     barred: frozenset[str] = frozenset()
     plain: frozenset[str] = frozenset()
+    grouped: tuple[str, str, int] | None = None
     rows: tuple[Row, ...] = ()
     owned: tuple[OwnerRow, ...] = ()
 
@@ -298,6 +302,7 @@ def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tu
 @lru_cache(maxsize=8192)  # factors have no sizes: a new shape finds its rows in the cache
 def _candidates(factors: Factors, given: tuple[Placement, ...]) -> tuple[Row, ...]:
     rows = [row for name in factors.names for row in _sharded(factors, name, given)]
+    rows.extend(_grouped(factors, given))
     rows.extend(_partial(factors, given))
     rows.extend(row for row in factors.rows if not _shards_barred(factors, row))
     rows.append(Row((REPLICATE,) * len(factors.operands), (REPLICATE,) * len(factors.results)))
@@ -345,6 +350,37 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
         )
         if contracted or all(name in dims for dims in depend):
             yield Row(tuple(inputs), outputs)
+
+
+def _grouped(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:
+    """Each rank with the rows of its groups, where that is how rows and the ends of groups are split now."""
+    if factors.grouped is None or not given:
+        return
+    name, group, at = factors.grouped
+    ends = given[at]
+    rows = {
+        placement.on_dim(0)
+        for dims, placement in zip(factors.operands, given, strict=True)
+        if name in dims and isinstance(placement, Ragged) and placement.dim == dims.index(name)
+    }
+    if len(rows) != 1 or not isinstance(ends, Ragged) or name in factors.barred or name in factors.plain:
+        return
+    (split,) = rows
+    groups = Shard(0) if ends.sizes == _chunked(sum(ends.sizes), len(ends.sizes)) else ends
+    ways = ((name, split), (group, groups))
+
+    def placed(dims: Sequence[Dim]) -> Placement:
+        return next((way.on_dim(dims.index(factor)) for factor, way in ways if factor in dims), REPLICATE)
+
+    inputs = [placed(dims) for dims in factors.operands]
+    inputs[at] = ends
+    yield Row(tuple(inputs), tuple(placed(dims) for dims in factors.results))
+
+
+def _chunked(size: int, parts: int) -> tuple[int, ...]:
+    """The sizes of the parts of `torch.chunk`."""
+    chunk = -(-size // parts)
+    return tuple([max(0, min(chunk, size - part * chunk)) for part in range(parts)])
 
 
 def _shard(dims: Sequence[Dim], name: str, split: AnyShard) -> Placement:

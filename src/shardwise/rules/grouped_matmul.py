@@ -3,6 +3,9 @@
 `offs` is the end of each group along the jagged dim ("t"), and is replicated. A rank that holds a range of the jagged
 dim shifts and clamps the ends. A rank that holds some of the matrices moves their rows to the front, as the operator
 starts with row 0. Neither reads a value of `offs` on the host.
+
+Dispatched tokens (`shardwise.moe`) are `Ragged`, and so are their `offs`: then each rank has exactly the rows of its
+matrices, and multiplies these. That the rows are those of the matrices is asserted.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placement import MaskPartial, Partial, Replicate, Shard
+from shardwise.core.placement import MaskPartial, Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.engine import EACH_ALONE, Factors, Row
 from shardwise.rules.registry import Call, rule
@@ -46,12 +49,25 @@ def held_groups(
     if call.get("offs") is None:
         return {}
     here: dict[str, Any] = {}
+    sharded = inputs[2].dim_axes[0]
     for spec, dims in zip((*inputs[:2], outputs[0]), forms, strict=True):
         if "t" in dims and spec.dim_axes[dims.index("t")]:
             here["begin"] = spec.global_offset(coordinate)[dims.index("t")]
+            if sharded:
+                here["rows_of_groups"] = _rows_of_groups(spec, dims.index("t"), sharded[0], coordinate)
+        if sharded:
+            continue
         if "g" in dims and spec.dim_axes[0]:
             here["first"], here["count"] = spec.global_offset(coordinate)[0], spec.local_shape(coordinate)[0]
     return here
+
+
+def _rows_of_groups(spec: DTensorSpec, dim: int, axis: int, coordinate: Coordinate) -> tuple[int, int]:
+    """The rows of all groups of this rank: those that one axis gives it, which others may split again."""
+    placement = spec.placements[axis]
+    assert isinstance(placement, Ragged), f"{spec}: rows that are not Ragged with ends that are"
+    start = sum(placement.sizes[: coordinate[axis]])
+    return start, start + placement.sizes[coordinate[axis]]
 
 
 def grouped_mm(
@@ -64,6 +80,7 @@ def grouped_mm(
     begin: int | None = None,
     first: int = 0,
     count: int | None = None,
+    rows_of_groups: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The part of a grouped product that one rank computes.
 
@@ -76,11 +93,15 @@ def grouped_mm(
         begin: where the jagged dim of the locals begins in the global one, if it is sharded.
         first: the first group of this rank.
         count: how many groups it has; None for all.
+        rows_of_groups: where the rows of this rank's groups begin and end in the global jagged dim, if `offs` are the
+            ends of these groups alone.
     """
     forms = form_of(mat_a, mat_b)
     if offs is None or "t" not in forms[0] + forms[1]:
         return _multiplied(mat_a, mat_b, offs, bias, out_dtype)
     length = (mat_a.shape[forms[0].index("t")]) if "t" in forms[0] else mat_b.shape[forms[1].index("t")]
+    if rows_of_groups is not None and not offs.is_meta:
+        _assert_rows(offs, rows_of_groups)
     if begin is not None:
         offs = (offs - begin).clamp_(0, length)
     if count is None:
@@ -103,6 +124,15 @@ def grouped_mm(
         product = _taken(product, forms[2].index("t"), (positions - start) % length)
     missing = (positions < start) | (positions >= ends[-1])
     return product.masked_fill(missing.unsqueeze(1 - forms[2].index("t")), 0)
+
+
+def _assert_rows(offs: torch.Tensor, rows: tuple[int, int]) -> None:
+    """Refuse ends of groups that are not those of the rows of this rank. On a GPU the host does not wait for it."""
+    begin, end = rows
+    fits = (offs[0] >= begin) & (offs[-1] == end) if len(offs) else torch.tensor(begin == end)
+    torch.ops.aten._assert_async.msg(
+        fits, "offs, sharded as Ragged, are not the ends of the groups whose rows a rank has: use those of dispatch"
+    )
 
 
 def _taken(matrix: torch.Tensor, dim: int, order: torch.Tensor) -> torch.Tensor:
@@ -165,7 +195,10 @@ def grouped_product(call: Call) -> Factors:
     if result != "gmn":
         rows.append(_row(operands, result, "g"))
     named = tuple(tuple(dims) for dims in (first, second))
-    return Factors((*named, (None,)), (tuple(result),), whole=frozenset("tg"), linear=EACH_ALONE, rows=tuple(rows))
+    return Factors(
+        (*named, (None,)), (tuple(result),), whole=frozenset("tg"), linear=EACH_ALONE, grouped=("t", "g", 2),
+        rows=tuple(rows),
+    )  # fmt: skip
 
 
 def _row(operands: Sequence[str], result: str, name: str) -> Row:

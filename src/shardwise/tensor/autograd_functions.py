@@ -38,7 +38,16 @@ from shardwise.tensor.ranks import apply_function, on_every_rank, wants_derivati
 from shardwise.tensor.versions import with_version_of
 from shardwise.transforms import alive, innermost, is_wrapped, with_batch_dim
 
-__all__ = ["FromLocal", "Redistribute", "ToLocal", "as_dtensor", "as_local", "moved", "writable_local"]
+__all__ = [
+    "FromLocal",
+    "Redistribute",
+    "ToLocal",
+    "as_dtensor",
+    "as_local",
+    "laid_out_gradient",
+    "moved",
+    "writable_local",
+]
 
 # A DTensor, or inside a function that torch.func transforms a tensor that stands for one.
 AnyDTensor = Any
@@ -83,7 +92,7 @@ def writable_local(tensor: LaidOutTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def _gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
+def laid_out_gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
     """The gradient or tangent that a tensor of this spec has got. Some formulas of torch make plain zeros."""
     if is_dtensor(grad):
         return grad
@@ -129,7 +138,7 @@ class FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: AnyDTensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, None
-        grad = _gradient(grad, ctx.spec)
+        grad = laid_out_gradient(grad, ctx.spec)
         addends = addends_spec(ctx.spec, ctx.gradient)
         own = as_local(moved(grad, ctx.gradient), _with_dtype(addends, grad.dtype))
         return _weighted(ctx, own, addends), None, None
@@ -184,7 +193,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_parts(ctx.spec)
-        tangent = _gradient(tangent, ctx.spec)
+        tangent = laid_out_gradient(tangent, ctx.spec)
         if ctx.spec is (spec := tangent._spec):
             return as_local(tangent, ctx.gradient)
         own = as_local(moved(tangent, tangent_spec(ctx.spec)), ctx.gradient)
@@ -234,7 +243,7 @@ class Redistribute(torch.autograd.Function):
             return None, None, None, None, None, None
         source = gradient_spec(ctx.source)
         if not isinstance(grad, LaidOutTensor):
-            grad = _gradient(grad, ctx.target)
+            grad = laid_out_gradient(grad, ctx.target)
         if ctx.backward_dtype is not None and grad.dtype is not ctx.backward_dtype:
             grad = cast(grad, ctx.backward_dtype)
         found = moved(grad, source, ctx.async_op, None, ctx.max_bytes)
@@ -244,7 +253,7 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: AnyDTensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        tangent, dtype = _gradient(tangent, ctx.source), ctx.target.tensor_meta.dtype
+        tangent, dtype = laid_out_gradient(tangent, ctx.source), ctx.target.tensor_meta.dtype
         if ctx.source is ctx.target:  # the value is a view of the operand
             return tangent.view_as(tangent)
         tangent = tangent if tangent.dtype is dtype else cast(tangent, dtype)

@@ -295,7 +295,7 @@ def _remember_node(state: _State, record: Record) -> None:
 def _on_route(route: Route) -> None:
     """Add a route's collectives to the innermost record, or to a new one, as in backward of a redistribution."""
     if not is_tracing():
-        name = "transfer" if any(isinstance(step, SendState) for step in route.steps) else "redistribute"
+        name = "transfer" if any(isinstance(step, SendState) for step in route.steps) else route.steps[0].title
         _note_moves(moves_of_route(route), name, route.source, route.target).routes.append(route)
 
 

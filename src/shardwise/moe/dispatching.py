@@ -1,0 +1,242 @@
+"""dispatch: tokens go to the ranks of their experts, sorted by expert, and results come back.
+
+The same call on plain tensors does the same on one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Partial, Placement, Ragged, Replicate, Shard
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.symbolic import is_tracing
+from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.fabric.base import fabric_of
+from shardwise.moe.routing_plan import ExpertRanks, RoutingPlan, plan_of, plan_with_capacity
+from shardwise.moe.token_maps import RowLayout, mapped
+from shardwise.tensor import DTensor, dtensor_of, is_dtensor, moved
+from shardwise.transforms import transforming
+
+__all__ = ["Back", "dispatch"]
+
+
+@dataclass(frozen=True, eq=False)
+class Back:
+    """The way back of dispatched tokens: `y = back(outputs, weights)`. Made by `dispatch`.
+
+    Attributes:
+        offs: the end of each expert's rows among all rows, int32: the offsets that `F.grouped_mm` takes. Sharded as the
+            experts are.
+        counts: how many choices of tokens each expert has, also those that a capacity drops.
+        capacity: as given to `dispatch`.
+    """
+
+    offs: Any
+    counts: Any
+    capacity: int | None
+    _shape: tuple[int, int]  # of the expert ids
+    _plan: RoutingPlan | None = field(default=None, repr=False)
+    _rows: torch.Tensor | None = field(default=None, repr=False)  # on one device: the choice of each row
+
+    def __call__(self, outputs: Any, weights: Any = None) -> Any:
+        """The sum over the choices of each token of what its experts made, times the weight of the choice.
+
+        Args:
+            outputs: a row for each row of the dispatched tokens, as they lie.
+            weights: `[T, k]`, in any layout; 1 if not given. The product is rounded to the dtype of `outputs`.
+
+        Returns:
+            `[T, ...]` in the order of the tokens, with the rows laid out as those of `x` were exchanged. A token whose
+            choices were all dropped has zeros.
+        """
+        rows = self._plan.tokens.target.rows if self._plan is not None else len(self._rows)  # pyright: ignore[reportArgumentType]
+        if outputs.shape[:1] != (rows,):
+            raise LayoutError(
+                f"back: outputs of shape {tuple(outputs.shape)} for {rows} dispatched rows",
+                hint="give it a row for each row of the tokens that dispatch returned",
+            )
+        if weights is not None and tuple(weights.shape) != self._shape:
+            raise LayoutError(
+                f"back: weights of shape {tuple(weights.shape)} for expert_ids of shape {self._shape}",
+                hint="one weight for each choice of each token",
+            )
+        if weights is not None:
+            each = self.weights_of_rows(weights)
+            weighted = outputs * each.view(-1, *[1] * (outputs.dim() - 1))
+            outputs = weighted if weighted.dtype is outputs.dtype else weighted.to(outputs.dtype)
+        if self._plan is not None:
+            return mapped(outputs, self._plan.tokens, transposed=True)
+        assert self._rows is not None
+        tokens, choices = self._shape
+        total = outputs.new_zeros((tokens + 1, *outputs.shape[1:]))
+        return total.index_add(0, self._rows.div(choices, rounding_mode="floor"), outputs)[:tokens]
+
+    def weights_of_rows(self, weights: Any) -> Any:
+        """A number for each dispatched row of one for each choice, `[T, k]`: to scale tokens before their experts.
+
+        Example:
+            >>> tokens, back = dispatch(torch.eye(2), torch.tensor([[1], [0]]), 2)
+            >>> back.weights_of_rows(torch.tensor([[3.0], [4.0]]))
+            tensor([4., 3.])
+        """
+        if self._plan is not None:
+            return mapped(_as_dtensor(weights, self._plan_mesh), self._plan.slots)
+        flat = torch.cat([weights.reshape(-1), weights.new_zeros(1)])
+        return flat.index_select(0, self._rows)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def _plan_mesh(self) -> DeviceMesh:
+        return self.offs.device_mesh
+
+
+def dispatch(
+    x: Any,
+    expert_ids: Any,
+    num_experts: int,
+    *,
+    axis: str | int | None = None,
+    capacity: int | None = None,
+    groups: int | None = None,
+) -> tuple[Any, Back]:
+    """Send tokens to the ranks of their experts. A token that goes to one rank for several experts goes once.
+
+    Experts are sharded over one mesh axis in the manner of `torch.chunk`, as a stacked parameter `[E, ...]` with
+    `Shard(0)` is. Rows are sorted by expert, those of an expert in the order of the tokens, then of the choices: as on
+    one device, bit for bit. The host waits once, for the number of rows of each expert.
+
+    Args:
+        x: tokens `[T, ...]` in any layout, or a plain tensor: then all happens on one device.
+        expert_ids: `[T, k]` integers, the experts that each token goes to.
+        num_experts: how many experts there are.
+        axis: the mesh axis of the experts; by default the only one, or the one named "ep". If other axes shard `T` too,
+            the rows of each rank's experts are divided among the ranks along these.
+        capacity: the most rows that an expert gets from one rank; later ones are dropped. All sizes are then fixed, an
+            expert has `groups * capacity` rows, of which unused ones are zero, and the host waits for nothing.
+        groups: into how many equal parts `T` is cut for the capacity. The number of ranks that share `T`, and on one
+            device 1, or the number of ranks to compare with.
+
+    Returns:
+        `tokens`, `[T * k, ...]`, each rank with the rows of its experts (`Ragged`), and `back`, which takes what the
+        experts make of them: `y = back(outputs, weights)`. `back.offs` are the offsets for `F.grouped_mm`.
+
+    Example:
+        >>> import shardwise as sw
+        >>> mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        >>> x = sw.distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [sw.Shard(0)])
+        >>> ids = sw.distribute_tensor(torch.tensor([[3], [0], [3], [2]]), mesh, [sw.Shard(0)])
+        >>> tokens, back = sw.moe.dispatch(x, ids, 4)
+        >>> tokens.spec, back.offs.full_tensor().tolist()
+        (f32[4,2] ep:S0(1,3), [1, 1, 2, 4])
+        >>> torch.equal(back(tokens * 2).full_tensor(), x.full_tensor() * 2)
+        True
+    """
+    _check(x, expert_ids, num_experts, capacity, groups)
+    if not is_dtensor(x):
+        if is_dtensor(expert_ids):
+            raise LayoutError(
+                "dispatch: x is a plain tensor, and expert_ids is a DTensor",
+                hint="distribute_tensor(x, mesh, placements), or from_local of each rank's part",
+            )
+        return _on_one_device(x, expert_ids, num_experts, capacity, groups or 1)
+    mesh = x.device_mesh
+    if is_tracing() or torch.compiler.is_compiling() or transforming():
+        raise UnsupportedError(
+            "dispatch in a graph or a function of torch.func: which rows go where depends on values",
+            hint="leave the mixture of experts outside of torch.compile, as by torch.compiler.disable",
+        )
+    if fabric_of(mesh).is_outside(mesh):
+        raise MeshError(f"dispatch on a rank that is not in {mesh}", hint="call it on the ranks of the mesh alone")
+    ranks = ExpertRanks(mesh, *_axes(x._spec, axis), num_experts)
+    if groups not in (None, ranks.members):
+        raise LayoutError(
+            f"dispatch: groups={groups}, and {ranks.members} ranks share the tokens", hint="leave it out on a mesh"
+        )
+    source = RowLayout(x.shape[0], ranks.over, tuple([Shard(0) for _ in ranks.over]))
+    ids = _as_dtensor(expert_ids, mesh)
+    ids = moved(ids, replace(source, rest=tuple(ids.shape[1:])).of(ids._spec))
+    plan = plan_of(ranks, ids) if capacity is None else plan_with_capacity(ranks, ids, capacity)
+    back = Back(*_numbers(ranks, plan), capacity, (ids.shape[0], ids.shape[1]), plan)
+    return mapped(x, plan.tokens), back
+
+
+def _check(x: Any, ids: Any, experts: int, capacity: int | None, groups: int | None) -> None:
+    if ids.dim() != 2 or x.dim() < 1 or ids.shape[0] != x.shape[0] or ids.is_floating_point() or ids.shape[1] < 1:
+        raise LayoutError(
+            f"dispatch: expert_ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for x of shape {tuple(x.shape)}",
+            hint="x is [T, ...] and expert_ids [T, k] of integers",
+        )
+    if experts < 1 or (capacity is not None and capacity < 1) or (groups is not None and groups < 1):
+        raise LayoutError(
+            f"dispatch: num_experts={experts}, capacity={capacity}, groups={groups}", hint="each is at least 1"
+        )
+
+
+def _axes(spec: DTensorSpec, axis: str | int | None) -> tuple[tuple[int, ...], int]:
+    """The axes that split the tokens, in their order, and the one of the experts."""
+    mesh = spec.mesh
+    if axis is None and mesh.ndim > 1 and "ep" not in (mesh.mesh_dim_names or ()):
+        raise MeshError(f"dispatch: which axis of {mesh} are the experts sharded over?", hint='as in axis="ep"')
+    of_experts = 0 if axis is None and mesh.ndim == 1 else mesh.axis("ep" if axis is None else axis)
+    over = tuple([a for a in spec.dim_axes[0] if mesh.shape[a] > 1 or a == of_experts])
+    return over if of_experts in over else (*over, of_experts), of_experts
+
+
+def _as_dtensor(tensor: Any, mesh: DeviceMesh) -> Any:
+    """A plain tensor is taken as the same on every rank, as by operators."""
+    if not is_dtensor(tensor):
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
+    if tensor.device_mesh != mesh:
+        raise MeshError(
+            f"dispatch: x is on {mesh}, and the experts or weights of its tokens are on {tensor.device_mesh}",
+            hint="compute them from x, or build them on its mesh",
+        )
+    return tensor
+
+
+def _numbers(ranks: ExpertRanks, plan: RoutingPlan) -> tuple[Any, Any]:
+    """The offsets and counts as DTensors."""
+    mesh, experts = ranks.mesh, ranks.experts
+    ends: list[Placement] = [Replicate()] * mesh.ndim
+    ends[ranks.axis] = Ragged(0, ranks.sizes)
+    counts: list[Placement] = [Replicate()] * mesh.ndim
+    for axis in ranks.over if plan.is_partial else ():
+        counts[axis] = Partial()
+    return (
+        dtensor_of(DTensorSpec(mesh, ends, TensorMeta((experts,), dtype=torch.int32)), plan.ends),
+        dtensor_of(DTensorSpec(mesh, counts, TensorMeta((experts,), dtype=torch.int64)), plan.counts),
+    )
+
+
+def _on_one_device(
+    x: torch.Tensor, ids: torch.Tensor, experts: int, capacity: int | None, groups: int
+) -> tuple[torch.Tensor, Back]:
+    tokens, choices = ids.shape
+    flat = ids.reshape(-1)
+    wrong = (flat < 0) | (flat >= experts)
+    if not flat.is_meta and bool(wrong.any()):
+        raise IndexError(f"{int(wrong.sum())} entries of expert_ids are no experts: these are 0 to {experts - 1}")
+    expert, rows = torch.sort(flat, stable=True)
+    bounds = torch.searchsorted(expert, torch.arange(experts + 1, device=flat.device, dtype=expert.dtype))
+    counts, ends = bounds.diff(), bounds[1:]
+    if capacity is not None:
+        rows = _first_rows(rows, expert, experts, capacity, groups, choices, tokens)
+        ends = torch.arange(1, experts + 1, device=flat.device) * (groups * capacity)
+    back = Back(ends.to(torch.int32), counts, capacity, (tokens, choices), None, rows)
+    padded = x if capacity is None else torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
+    return padded.index_select(0, rows.div(choices, rounding_mode="floor")), back
+
+
+def _first_rows(
+    rows: torch.Tensor, expert: torch.Tensor, experts: int, capacity: int, groups: int, choices: int, tokens: int
+) -> torch.Tensor:
+    """For each expert and group the first `capacity` of the sorted rows; the number of all rows stands for none."""
+    size = experts * groups * capacity
+    part = rows.div(choices * max(1, -(-tokens // groups)), rounding_mode="floor")
+    block = expert * groups + part  # ascending
+    turn = torch.arange(len(rows), device=rows.device) - torch.searchsorted(block, block)
+    slot = torch.where(turn < capacity, block * capacity + turn, size)
+    return torch.full((size + 1,), len(rows), device=rows.device).scatter_(0, slot, rows)[:size]

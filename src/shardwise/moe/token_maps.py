@@ -1,0 +1,228 @@
+"""Linear maps from rows of a tensor to rows on other ranks, and their transposes: one exchange each.
+
+A map takes rows of each rank's local (`send`), sends each rank its share of them, and puts rows together of what has
+arrived (`gather`). A row may be taken several times. Its transpose goes back and adds up, so a map and its transpose
+are each other's derivative, of any order. Knows nothing of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.compilers import never_traced
+from shardwise.core.layout import dense_strides
+from shardwise.core.mesh import Coordinate, DeviceMesh
+from shardwise.core.placement import AnyShard, Partial, Placement, Replicate
+from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.routes import announced
+from shardwise.plan.cost import current_cost_model
+from shardwise.plan.route import Route, StepCost
+from shardwise.plan.step import TokenExchange
+from shardwise.rules.owner_programs import Exchanging, Items
+from shardwise.tensor import apply_function, dtensor_of, moved, wants_derivatives
+from shardwise.tensor.autograd_functions import laid_out_gradient
+
+__all__ = ["RowLayout", "TokenMap", "announce", "lines_here", "mapped", "member_of", "number_of"]
+
+SUM = Partial()  # the one that a linear map passes on as it is
+Counts = tuple[tuple[int, ...], tuple[int, ...]]  # rows to each member, and from each
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """How rows lie: their number, and the placement of each axis that splits them, the first one major.
+
+    `rest` is the shape of a row, where it is not that of the tensor.
+    """
+
+    rows: int
+    axes: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    rest: tuple[int, ...] | None = None
+
+    def of(self, spec: DTensorSpec) -> DTensorSpec:
+        """A spec with its rows in this layout; axes that split none keep their placement."""
+        placements = list(spec.placements)
+        for axis, placement in enumerate(placements):
+            rows = isinstance(placement, AnyShard) and (placement.dim == 0 or self.rest is not None)
+            if rows or (isinstance(placement, Partial) and placement is not SUM):
+                placements[axis] = Replicate()
+        for axis, placement in zip(self.axes, self.placements, strict=True):
+            placements[axis] = placement
+        rest = spec.shape[1:] if self.rest is None else self.rest
+        shape = (self.rows, *rest)
+        others: list[tuple[int, ...]] = [() for _ in rest]
+        if self.rest is None:
+            others = [tuple([axis for axis in axes if axis not in self.axes]) for axes in spec.dim_axes[1:]]
+        meta = TensorMeta(shape, dense_strides(shape), spec.tensor_meta.dtype)
+        return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), meta, (self.axes, *others))
+
+
+def member_of(mesh: DeviceMesh, over: tuple[int, ...], at: Coordinate) -> int:
+    """The number of a rank among those of its line, the first axis major."""
+    member = 0
+    for axis in over:
+        member = member * mesh.shape[axis] + at[axis]
+    return member
+
+
+def lines_here(mesh: DeviceMesh, over: tuple[int, ...], local: torch.Tensor) -> torch.Tensor:
+    """For each rank here the number of its line, as a local: ranks of different slices have the same coordinate."""
+    fabric = fabric_of(mesh)
+    numbers = np.empty(mesh.grid_size, dtype=np.int64)
+    for number, line in enumerate(mesh.groups(over)):
+        numbers[line] = number
+    in_order = iter(numbers.tolist() if fabric.many_ranks else [0])
+    return fabric.map(mesh, lambda _, tensor: torch.tensor(next(in_order), device="cpu"), local)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    """A map of rows, and what is known of it on the host.
+
+    Args:
+        source: how the rows lie before.
+        target: how they lie afterwards.
+        send: for each rank here the local rows that it sends, those for the first rank of its line first.
+        gather: for each rank here which of the rows that arrive its own are.
+        sizes: for each line how many rows each member sends to each: `sizes[line][sender, receiver]`.
+        over: the axes along which ranks exchange.
+        line: for each rank here the number of its line.
+        once: whether no row is taken twice, here or there.
+        padded: whether there are rows that nothing is taken for: `send` or `gather` is the number of rows there.
+        what: the rows, in words.
+    """
+
+    source: RowLayout
+    target: RowLayout
+    send: torch.Tensor
+    gather: torch.Tensor
+    sizes: Mapping[int, np.ndarray]
+    over: tuple[int, ...]
+    line: torch.Tensor
+    once: bool = False
+    padded: bool = False
+    what: str = "tokens"
+
+    def counts(self, member: int, line: int) -> Counts:
+        """How many rows a rank sends to each of its line, and gets from each."""
+        sizes = self.sizes[line]
+        return tuple(sizes[member].tolist()), tuple(sizes[:, member].tolist())
+
+    def crossing(self) -> float:
+        """The rows that go to another rank, of one line on average."""
+        return sum(int(sizes.sum() - np.trace(sizes)) for sizes in self.sizes.values()) / len(self.sizes)
+
+
+def mapped(tensor: Any, by: TokenMap, transposed: bool = False) -> Any:
+    """A DTensor with its rows mapped, with derivatives."""
+    want = (by.target if transposed else by.source).of(tensor._spec)
+    tensor = moved(tensor, want)
+    if wants_derivatives(tensor):
+        return apply_function(MapRows, tensor, by, transposed)
+    return _exchanged(tensor, by, transposed)
+
+
+class MapRows(torch.autograd.Function):
+    """A map of rows, or its transpose. Linear: each is the derivative of the other."""
+
+    @staticmethod
+    def forward(tensor: Any, by: TokenMap, transposed: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _exchanged(tensor, by, transposed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensor, ctx.by, ctx.transposed = inputs
+        ctx.dtype, ctx.spec = tensor.dtype, output._spec
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return None, None, None
+        grad = laid_out_gradient(grad, ctx.spec)
+        return mapped(grad if grad.dtype is ctx.dtype else grad.to(ctx.dtype), ctx.by, not ctx.transposed), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return mapped(laid_out_gradient(tangent, ctx.spec), ctx.by, ctx.transposed)
+
+
+def _exchanged(tensor: Any, by: TokenMap, transposed: bool) -> Any:
+    before, layout = tensor._spec, by.source if transposed else by.target
+    after = layout.of(before)
+    mesh = before.mesh
+    rest = before.largest_local_shape[1:] if by.source.rest is None else ()
+    row_bytes = before.tensor_meta.dtype.itemsize * math.prod(rest)
+    step = announce(before, after, by.over, by.what, by.crossing(), row_bytes)
+
+    def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
+        rows, send, gather, line = own
+        counts = by.counts(member_of(mesh, by.over, at), number_of(line))
+        return (_return if transposed else _send)(by, rows, send, gather, counts, after.local_shape(at))
+
+    locals_ = [tensor._local_tensor, by.send, by.gather, by.line]
+    (local,) = fabric_of(mesh).exchange_by_owner(step, start, locals_)
+    return dtensor_of(after, local)
+
+
+def number_of(line: torch.Tensor) -> int:
+    """The number of a rank's line, from its part of `lines_here`. In a dry run there is one."""
+    return 0 if line.is_meta else int(line)
+
+
+def announce(
+    before: DTensorSpec, after: DTensorSpec, over: tuple[int, ...], what: str, crossing: float, row_bytes: int
+) -> TokenExchange:
+    """The step of an exchange, of which listeners were told: so many rows cross between the ranks of a line."""
+    step = TokenExchange(before, after, 0, over, what, round(crossing))
+    members = int(np.prod([before.mesh.shape[axis] for axis in over]))
+    received = crossing * row_bytes / members
+    cost = StepCost(received, current_cost_model().seconds(before.mesh, over, received), after.local_bytes)
+    announced(Route(before, after, (step,), (cost,)))
+    return step
+
+
+# ---------------------------------------------------------------- on the locals of one rank
+
+
+def _send(
+    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, counts: Counts, shape: Any
+) -> Exchanging:
+    if by.source.rest is not None:
+        rows = rows.reshape(-1)
+    got = yield Items((_taken(rows, send, by.padded),), *counts)
+    return (_taken(got.tensors[0], gather, by.padded),)
+
+
+def _return(
+    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, counts: Counts, shape: Any
+) -> Exchanging:
+    sent, arriving = counts
+    got = yield Items((_added(rows, gather, sum(arriving), by),), arriving, sent)
+    count = shape[0] if by.source.rest is None else math.prod(shape)
+    return (_added(got.tensors[0], send, count, by).view(shape),)
+
+
+def _taken(rows: torch.Tensor, index: torch.Tensor, padded: bool) -> torch.Tensor:
+    """Rows by index; the one after the last is zero."""
+    if padded:
+        rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
+    return rows.index_select(0, index)
+
+
+def _added(rows: torch.Tensor, index: torch.Tensor, count: int, by: TokenMap) -> torch.Tensor:
+    """The sums of rows with the same index; what has the index `count` is dropped."""
+    total = rows.new_zeros((count + by.padded, *rows.shape[1:]))
+    total = total.index_copy_(0, index, rows) if by.once and not by.padded else total.index_add_(0, index, rows)
+    return total[:count] if by.padded else total
+
+
+never_traced(*(getattr(MapRows, name) for name in ("forward", "setup_context", "backward", "jvp")))

@@ -1,0 +1,66 @@
+"""Experts on real processes: ten steps of training as on one device, and dispatch with and without a capacity."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import shardwise as sw
+
+CASES = (
+    ((4,), ("ep",), 8, 2, None),
+    ((4,), ("ep",), 6, 1, None),
+    ((2, 2), ("dp", "ep"), 6, 2, None),
+    ((2, 2), ("ep", "tp"), 8, 8, None),
+    ((4,), ("ep",), 6, 2, 5),
+)
+TOKENS, WIDTH = 32, 8
+
+
+def given(experts: int) -> list[torch.Tensor]:
+    """Tokens, the weights of a router and of experts."""
+    torch.manual_seed(experts)
+    sizes = ((TOKENS, WIDTH), (experts, WIDTH), (experts, WIDTH, 16), (experts, 16, WIDTH))
+    return [torch.randn(size) / WIDTH**0.5 for size in sizes]
+
+
+def train(tensors: list[Any], choices: int, capacity: int | None, groups: int | None) -> list[Any]:
+    """Ten steps: the losses and the parameters."""
+    x, *parameters = tensors
+    router, up, down = parameters = [p.requires_grad_() for p in parameters]
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.5), []
+    for _ in range(10):
+        weights, ids = F.linear(x, router).softmax(-1).topk(choices)
+        rows, back = sw.moe.dispatch(x, ids, len(up), capacity=capacity, groups=groups)
+        out = F.grouped_mm(F.silu(F.grouped_mm(rows, up, offs=back.offs)), down, offs=back.offs)
+        loss = (x + back(out, weights) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses + [parameter.detach() for parameter in parameters]
+
+
+def on_ranks() -> list[list[torch.Tensor]]:
+    """All cases on this world."""
+    found = []
+    for shape, names, experts, choices, capacity in CASES:
+        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        layouts: list[list[Any]] = [[], [], [], []]
+        for name in names:
+            rows = {"dp": (0, None, None, None), "ep": (0, None, 0, 0), "tp": (None, None, 2, 1)}[name]
+            for layout, dim in zip(layouts, rows, strict=True):
+                layout.append(sw.Replicate() if dim is None else sw.Shard(dim))
+        tensors = [sw.distribute_tensor(t, mesh, p) for t, p in zip(given(experts), layouts, strict=True)]
+        found.append([value.full_tensor() for value in train(tensors, choices, capacity, None)])
+    return found
+
+
+def test_training_is_that_of_one_device(gloo4: Any) -> None:
+    wanted = [
+        train(given(experts), choices, capacity, 4 if capacity else None) for *_, experts, choices, capacity in CASES
+    ]
+    for found in gloo4.run(on_ranks, timeout=120):
+        for mine, theirs in zip(found, wanted, strict=True):
+            for value, plain in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,275 @@
+"""Mixtures of experts: tokens and results, gradients and training as on one device; each token sent once to a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise.fabric import virtual as virtual_module
+
+S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[sw.Placement], int]] = {
+    "ep": ((4,), ("ep",), [S0], 13),
+    "ep of 3, replicated": ((3,), ("ep",), [R], 7),
+    "by columns": ((4,), ("ep",), [S1], 5),
+    "dp x ep": ((2, 2), ("dp", "ep"), [S0, S0], 13),
+    "ep x dp": ((2, 2), ("ep", "dp"), [S0, S0], 13),
+    "ep x tp": ((2, 2), ("ep", "tp"), [S0, S1], 10),
+    "columns x rows": ((2, 2), ("ep", "tp"), [S1, S0], 10),
+    "sums": ((2, 2), ("ep", "tp"), [Partial(), Partial()], 10),
+    "dp x ep x tp": ((2, 2, 2), ("dp", "ep", "tp"), [S0, S0, S0], 13),
+}
+ROUTES = ((1, 4), (2, 6), (8, 64))  # choices and experts
+
+
+def routed(tokens: int, choices: int, experts: int) -> torch.Tensor:
+    """Different experts for each token."""
+    return torch.stack([torch.randperm(experts)[:choices] for _ in range(tokens)])
+
+
+def laid(tensor: torch.Tensor, mesh: sw.DeviceMesh, placements: Sequence[Any] | None = None) -> Any:
+    made = sw.distribute_tensor(tensor.detach(), mesh, placements or [R] * mesh.ndim)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+@pytest.mark.parametrize(("choices", "experts"), ROUTES)
+@pytest.mark.parametrize("name", MESHES)
+def test_rows_and_gradients_are_those_of_one_device(name: str, choices: int, experts: int) -> None:
+    shape, names, placements, tokens = MESHES[name]
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(tokens, choices, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    for skewed in (False, True):
+        ids = torch.full((tokens, choices), experts - 1) if skewed else routed(tokens, choices, experts)
+        ours = [laid(x, mesh, placements), laid(weights, mesh), laid(scale, mesh)]
+        rows, back = sw.moe.dispatch(ours[0], laid(ids, mesh), experts)
+        wanted, wanted_back = sw.moe.dispatch(x, ids, experts)
+        assert torch.equal(rows.full_tensor(), wanted)
+        assert torch.equal(wanted, x[torch.sort(ids.flatten(), stable=True)[1] // choices])
+        assert torch.equal(back.offs.full_tensor(), wanted_back.offs)
+        assert torch.equal(back.counts.full_tensor(), torch.bincount(ids.flatten(), minlength=experts))
+        y = back((rows * ours[2]).sin(), ours[1])
+        torch.testing.assert_close(y.full_tensor(), by_loop(x, ids, weights, scale))
+        grads = torch.autograd.grad(y.square().sum(), ours)
+        wanted_grads = torch.autograd.grad(by_loop(x, ids, weights, scale).square().sum(), (x, weights, scale))
+        for grad, plain in zip(grads, wanted_grads, strict=True):
+            torch.testing.assert_close(grad.full_tensor(), plain)
+
+
+def by_loop(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The same without sorting: the outputs do not depend on the expert here, but on what was weighted."""
+    assert ids.shape == weights.shape
+    return (x * scale).sin() * weights.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", ["ep", "ep of 3, replicated", "dp x ep", "ep x tp", "dp x ep x tp"])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_experts_by_grouped_products(name: str, capacity: int | None) -> None:
+    """Products stay where the experts are: no collective but those of dispatch and back."""
+    shape, names, placements, _ = MESHES[name]
+    placements = [R if names[axis] == "tp" else p for axis, p in enumerate(placements)]
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    up, down = [R] * mesh.ndim, [R] * mesh.ndim
+    for axis, each in enumerate(names):
+        if each != "dp":
+            up[axis], down[axis] = (S0, S0) if each == "ep" else (S2, S1)
+    torch.manual_seed(1)
+    for experts, choices in ((8, 2), (6, 1)):
+        plain = [torch.randn(16, 8), torch.rand(16, choices), torch.randn(experts, 8, 16), torch.randn(experts, 16, 8)]
+        plain = [tensor.requires_grad_() for tensor in plain]
+        layouts = (placements, [R] * mesh.ndim, up, down)
+        ours = [laid(tensor, mesh, p) for tensor, p in zip(plain, layouts, strict=True)]
+        ids = routed(16, choices, experts)
+        shared = 1
+        for axis, each in enumerate(names):
+            shared *= mesh.shape[axis] if each != "tp" else 1
+
+        def layer(x: Any, ids: Any, weights: Any, up: Any, down: Any, groups: int | None) -> Any:
+            rows, back = sw.moe.dispatch(x, ids, len(up), capacity=capacity, groups=groups)
+            return back(F.grouped_mm(F.silu(F.grouped_mm(rows, up, offs=back.offs)), down, offs=back.offs), weights)
+
+        with sw.debug.CommDebugMode() as comm:
+            y = layer(ours[0], laid(ids, mesh, placements), *ours[1:], None)
+        exchanges = 3 if capacity else 5 if choices > 1 else 4
+        assert comm.get_total_counts() == exchanges, comm.get_comm_counts()
+        wanted = layer(plain[0], ids, *plain[1:], shared if capacity else None)
+        torch.testing.assert_close(y.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+        grads = torch.autograd.grad(y.square().sum(), ours)
+        for grad, plain_grad in zip(grads, torch.autograd.grad(wanted.square().sum(), plain), strict=True):
+            torch.testing.assert_close(grad.full_tensor(), plain_grad, rtol=1e-3, atol=1e-4)
+        assert grads[2].placements[names.index("ep")] is S0
+
+
+def test_what_a_capacity_drops() -> None:
+    """Of each rank's tokens the first ones stay; dropped choices give nothing and get no gradient."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = torch.arange(1.0, 9).view(8, 1).requires_grad_()
+    ids = torch.tensor([[0], [0], [0], [1], [1], [0], [1], [1]])
+    ours = laid(x, mesh, [S0])
+    rows, back = sw.moe.dispatch(ours, laid(ids, mesh, [S0]), 2, capacity=2)
+    assert rows.full_tensor().flatten().tolist() == [1, 2, 6, 0, 4, 0, 5, 7]
+    assert back.counts.full_tensor().tolist() == [4, 4]
+    y = back(rows * 10)
+    assert y.full_tensor().flatten().tolist() == [10, 20, 0, 40, 50, 60, 70, 0]
+    y.sum().backward()
+    assert ours.grad.full_tensor().flatten().tolist() == [10, 10, 0, 10, 10, 10, 10, 0]
+    one, one_back = sw.moe.dispatch(x, ids, 2, capacity=2, groups=2)
+    assert torch.equal(one, rows.full_tensor())
+    assert torch.equal(one_back(one), sw.moe.dispatch(ours, laid(ids, mesh), 2, capacity=2)[1](rows).full_tensor())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # forward mode of plain tensors
+def test_derivatives_of_higher_order_and_in_forward_mode() -> None:
+    mesh = sw.init_device_mesh("cpu", (3,))
+    torch.manual_seed(0)
+    x, weights = (torch.randn(7, n, dtype=torch.float64, requires_grad=True) for n in (4, 2))
+    ids = routed(7, 2, 5)
+
+    def penalty(x: Any, weights: Any, ids: Any) -> Any:
+        rows, back = sw.moe.dispatch(x, ids, 5)
+        y = back(rows.sin() * rows, weights)
+        grads = torch.autograd.grad(y.square().sum(), (x, weights), create_graph=True)
+        return torch.autograd.grad(grads[0].square().sum() + grads[1].square().sum(), (x, weights))
+
+    found = penalty(laid(x, mesh, [S0]), laid(weights, mesh, [S0]), laid(ids, mesh, [S0]))
+    for mine, theirs in zip(found, penalty(x, weights, ids), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+    tangents = []
+    for inputs in ((x, weights, ids), (laid(x, mesh, [S0]), laid(weights, mesh), laid(ids, mesh))):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(inputs[0].detach(), inputs[0].detach() * 2)
+            rows, back = sw.moe.dispatch(dual, inputs[2], 5)
+            tangents.append(forward_ad.unpack_dual(back(rows.sin(), inputs[1].detach())).tangent)
+    torch.testing.assert_close(tangents[1].full_tensor(), tangents[0])
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(
+    ("choices", "experts", "shape"), [(1, 8, (4,)), (2, 8, (4,)), (8, 64, (4,)), (2, 7, (3,)), (2, 8, (2, 2))]
+)
+def test_bytes_are_those_of_tokens_that_cross_once(
+    choices: int, experts: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that ranks send, numbers of rows included: at most 1.02 of a row for each token and other rank it goes to."""
+    counted = [0]
+    swapped = virtual_module._swapped_items  # pyright: ignore[reportPrivateUsage]
+
+    def counting(step: Any, sent: Any) -> Any:
+        for me, items in enumerate(sent):
+            counts = items.counts.tolist() if isinstance(items.counts, torch.Tensor) else items.counts
+            for tensor in items.tensors:
+                row = tensor[0].nbytes if len(tensor) else 0
+                counted[0] += row * sum(n for to, n in enumerate(counts) if to != me)
+        return swapped(step, sent)
+
+    names = ("dp", "ep")[-len(shape) :]
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    tokens, width = 256 * mesh.size(), 256
+    x, ids = torch.randn(tokens, width), routed(tokens, choices, experts)
+    rows_of = [S0] * mesh.ndim
+    ours, where, weights = laid(x, mesh, rows_of), laid(ids, mesh, rows_of), laid(torch.rand(ids.shape), mesh, rows_of)
+    monkeypatch.setattr(virtual_module, "_swapped_items", counting)
+    with sw.debug.CommDebugMode() as comm:
+        rows, back = sw.moe.dispatch(ours, where, experts)
+        back(rows, weights)
+    holder = torch.empty(tokens * choices, dtype=torch.int64)  # of each row, sorted by expert
+    for rank, coordinate in enumerate(mesh.coordinates.tolist()):
+        (run,) = rows.spec.block(coordinate).runs[0]
+        holder[run.start : run.start + run.length] = rank
+    order = torch.sort(ids.flatten(), stable=True)[1]
+    pairs = {(int(row) // choices, int(rank)) for row, rank in zip(order, holder, strict=True)}
+    crossing = sum(token // (tokens // mesh.size()) != rank for token, rank in pairs)
+    ideal = 2 * crossing * width * 4
+    assert ideal <= counted[0] <= 1.02 * ideal
+    assert comm.received_bytes * mesh.size() == pytest.approx(counted[0], rel=1e-3)
+
+
+# ---------------------------------------------------------------- around it
+
+
+def test_slices_of_a_virtual_mesh_have_their_own_tokens() -> None:
+    """Each slice of the experts' axis its own batch, as under data parallelism; sizes differ from slice to slice."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
+    torch.manual_seed(0)
+    parts = [torch.randn(3, 4) for _ in range(4)]
+    ids = [torch.randint(0, 4, (3, 2)) for _ in range(4)]
+    weights = torch.randn(4, 4, 8)
+    x = sw.DTensor.from_local(sw.RankTensor(parts), mesh, [S0]).requires_grad_()
+    where = sw.DTensor.from_local(sw.RankTensor(ids), mesh, [S0])
+    rows, back = sw.moe.dispatch(x, where, 4)
+    y = back(F.grouped_mm(rows, laid(weights, mesh, [S0]), offs=back.offs).cos())
+    y.sum().backward()
+    assert x.grad is not None
+    for at in (0, 2):
+        plain = torch.cat(parts[at : at + 2]).requires_grad_()
+        one, one_back = sw.moe.dispatch(plain, torch.cat(ids[at : at + 2]), 4)
+        wanted = one_back(F.grouped_mm(one, weights, offs=one_back.offs).cos())
+        wanted.sum().backward()
+        for found, expected in ((y, wanted), (x.grad, plain.grad)):
+            assert expected is not None
+            torch.testing.assert_close(torch.cat(found.to_local().tensors[at : at + 2]), expected.detach())
+
+
+def test_a_dry_run_expects_equal_experts() -> None:
+    with sw.dry_run() as run:
+        mesh = sw.init_device_mesh("cuda", (8, 4), mesh_dim_names=("ep", "tp"))
+        x = sw.zeros(4096, 64, device_mesh=mesh, placements=[S0, R]).requires_grad_()
+        ids = sw.zeros(4096, 2, dtype=torch.int64, device_mesh=mesh, placements=[S0, R])
+        up = sw.zeros(16, 64, 256, device_mesh=mesh, placements=[S0, S2]).requires_grad_()
+        rows, back = sw.moe.dispatch(x, ids, 16)
+        h = F.grouped_mm(rows, up, offs=back.offs)
+        back(h.sum(1, keepdim=True) * rows).sum().backward()
+    assert str(rows.spec.layout) == f"ep:S0({','.join(['1024'] * 8)}) tp:R"
+    tokens = 512 * 8 * (1 - 14 * 13 / (16 * 15)) * 7 / 8  # of 512 on a rank, to other ranks
+    exchanged = [r.cost.received for r in run.steps if r.step.describe().endswith("tokens over ep")]
+    assert exchanged[1:] == [pytest.approx(tokens * 64 * 4, rel=0.01)] * 4
+
+
+def test_explain_shows_tokens_and_bytes() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    x = laid(torch.randn(64, 16), mesh, [S0])
+    ids = laid(torch.arange(64).view(64, 1) % 8, mesh, [S0])
+    with sw.explain() as report:
+        rows, back = sw.moe.dispatch(x, ids, 8)
+        back(rows)
+    moves = [move for record in report.records for move in record.moves]
+    assert [move.words for move in moves][1:] == ["exchange 48 tokens over ep"] * 2
+    assert moves[1].received == 48 * 16 * 4 / 4
+    assert "48 tokens" in str(report)
+    assert "test_moe.py" in str(report)
+
+
+def test_what_is_refused() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x, ids = laid(torch.randn(8, 4), mesh), laid(torch.zeros(8, 2, dtype=torch.int64), mesh)
+    with pytest.raises(sw.MeshError, match="which axis"):
+        sw.moe.dispatch(x, ids, 4)
+    with pytest.raises(IndexError, match="8 entries"):
+        sw.moe.dispatch(x, laid(torch.tensor([[0, 4]] * 8), mesh), 4, axis="a")
+    with pytest.raises(RuntimeError, match="experts are 0 to 3"):
+        sw.moe.dispatch(x, laid(torch.tensor([[0, -1]] * 8), mesh), 4, axis="a", capacity=2)
+    with pytest.raises(IndexError, match="1 entries"):
+        sw.moe.dispatch(torch.ones(1, 2), torch.tensor([[7]]), 4)
+    with pytest.raises(sw.LayoutError, match="expert_ids"):
+        sw.moe.dispatch(x, ids[:4], 4, axis="a")
+    rows, back = sw.moe.dispatch(x, ids, 4, axis="b")
+    with pytest.raises(sw.LayoutError, match="16 dispatched rows"):
+        back(rows[:3])
+    with pytest.raises(sw.LayoutError, match="weights"):
+        back(rows, torch.ones(8, 3))
+    experts, other = laid(torch.randn(4, 4, 4), mesh, [R, S0]), sw.moe.dispatch(x, ids + 1, 4, axis="b")[1]
+    with pytest.raises(RuntimeError, match="offs"):  # those of another dispatch
+        F.grouped_mm(sw.moe.dispatch(x, ids + 3, 4, axis="b")[0], experts, offs=other.offs)
