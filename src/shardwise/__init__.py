@@ -179,7 +179,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _by_dcp(name: str) -> Any:
-    """A method of DTensor by which torch.distributed.checkpoint asks for its parts."""
+    """A method of DTensor that torch.distributed.checkpoint calls to list its shards."""
     return lambda *args: getattr(importlib.import_module(_DCP), name)(*args)
 
 
@@ -200,7 +200,7 @@ def _register_flex_attention(module: Any) -> None:
 
 
 RULE_MODULES.append("shardwise.decompose")
-# There are no DTensors before there is a mesh, and until then torch is left as it is.
+# DTensors need a mesh, so torch is unchanged until the first mesh is made.
 on_first_mesh.append(loading.wrap_load_state_dict)
 on_first_mesh.append(raw_memory.wrap_to_dlpack)
 on_first_mesh.append(raw_memory.wrap_jiterator)

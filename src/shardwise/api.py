@@ -1,4 +1,4 @@
-"""distribute_tensor and distribute_module: whole tensors laid out over a mesh; each rank receives its block only."""
+"""distribute_tensor and distribute_module: global tensors over a mesh; each rank receives only its block."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
     shard_order: Sequence[Any] | None = None,
 ) -> AnyDTensor:
-    """A whole tensor laid out over a mesh; each rank is sent its block only.
+    """Distribute a global tensor over a mesh; each rank receives only its block.
 
     Args:
-        tensor: the whole tensor. All ranks pass one of the same shape; the values are those of the source rank.
+        tensor: the global tensor. All ranks pass one of the same shape; the values are those of the source rank.
         device_mesh: the mesh.
         placements: how to lay it out; replicated by default.
         src_data_rank: whose values count, as a rank of the mesh. None: every rank cuts its block out of its own
@@ -85,7 +85,7 @@ def _distribute(
     source = tensor.detach().resolve_conj().resolve_neg()
     if fabric_of(mesh).has_values and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
-    sender = None if source.is_meta else src_data_rank  # there are no values to send
+    sender = None if source.is_meta else src_data_rank  # meta tensors have no values to send
     local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), sender)
     if whole is not spec:
         local = bound_route(whole, spec).run(local)
@@ -114,7 +114,7 @@ def _distribute_transformed(
 
 
 def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
-    """A copy of the block that the rank at `coordinate` holds of a whole tensor."""
+    """A copy of the block of a global tensor that belongs to the rank at `coordinate`."""
     return slicer(whole_block(spec.shape), spec.block(coordinate))(tensor)
 
 
@@ -128,16 +128,16 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Make the parameters and buffers of a module DTensors, in place, and lay out what goes in and out of it.
+    """Make the parameters and buffers of a module DTensors, in place, and set layouts for its inputs and outputs.
 
     Args:
         module: the module.
         device_mesh: the mesh.
         partition_fn: called as `(name, submodule, mesh)` for the module (its name is "") and each submodule, to make
-            parameters DTensors as it likes. What it leaves is replicated over the mesh; DTensors stay as they are.
+            parameters DTensors in any layout. Others are replicated over the mesh; DTensors are not changed.
         input_fn: called as `(module, inputs, mesh)`, or without the module if it takes two arguments, before each
-            forward; what it returns are the inputs.
-        output_fn: called as `(module, outputs, mesh)`, or without the module, after each forward; what it returns is
+            forward; its return value replaces the inputs.
+        output_fn: called as `(module, outputs, mesh)`, or without the module, after each forward; its return value is
             the output.
 
     Returns:
@@ -193,7 +193,7 @@ def _call_output_fn(module: nn.Module, inputs: Any, outputs: Any, *, function: C
 
 
 def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:
-    """Replicate the parameters and buffers that are no DTensors yet. Those that modules share stay shared."""
+    """Replicate the parameters and buffers that are not DTensors yet. Shared ones stay shared."""
     made: dict[int, Any] = {}
 
     def replicated(tensor: torch.Tensor | None) -> Any:

@@ -1,7 +1,6 @@
-"""What torch's compiler must be told before it traces a program: which of our functions it takes whole into its graph.
+"""Declarations for torch's compiler: which of our functions are single nodes of a graph, and which are never compiled.
 
-Telling means importing the compiler, which takes a second, so it is done when a program is first traced. Knows nothing
-of what the functions do.
+They import the compiler, which takes a second, so they are made when a program is first traced.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _whole: list[Callable[..., Any]] = []
 
 
 def taken_whole(function: AnyFunction) -> AnyFunction:
-    """Declare a function that stands in a graph as one call: what it does inside is not looked at by Dynamo.
+    """Declare a function as a single node of a graph: Dynamo does not trace its body.
 
     Call it from traced code after `tell_compiler()`.
     """
@@ -58,7 +57,7 @@ def taken_whole(function: AnyFunction) -> AnyFunction:
 
 
 def traceable(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Let a function of ours be called by programs that are compiled: it is taken whole there.
+    """Allow compiled programs to call a function of ours: it is a single node there.
 
     Example:
         >>> traceable(len)("four")
@@ -81,12 +80,12 @@ def traceable(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def tell_compiler() -> bool:
-    """Tell Dynamo what it takes whole. Dynamo runs this itself while it traces, and takes the result as a constant."""
+    """Declare all such functions. Dynamo runs this itself while it traces, and treats the result as a constant."""
     reason = why_not_constant()
     if reason is not None:
         raise UnsupportedError(
             f"torch.compile of DTensors needs torch 2.11 or later, with constants of our classes; torch "
-            f"{torch.__version__} says: {reason}",
+            f"{torch.__version__} reports: {reason}",
             hint="run the program without torch.compile, or on another version of torch",
         )
     compiler = importlib.import_module("torch._dynamo")
@@ -95,7 +94,7 @@ def tell_compiler() -> bool:
     return True
 
 
-# what torch.compiler.assume_constant_result sets; calling that would import the compiler
+# the attribute of torch.compiler.assume_constant_result; calling that would import the compiler
 tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -121,9 +120,9 @@ def mixes_strides() -> bool:
 
 
 def decided_by() -> tuple[str, ...]:
-    """What decides how a program is traced, besides its tensors: our code, the cost model, the rules of users.
+    """Everything except tensors that determines how a program is traced: our code, the cost model, the users' rules.
 
-    For the keys of caches on disk. What a user's rule says is not known, so with one the key is new in each process.
+    Used in keys of caches on disk. The contents of a user's rule are unknown, so the key is new in each process then.
 
     Example:
         >>> decided_by() == decided_by()
@@ -146,9 +145,9 @@ def _this_process() -> str:
 
 
 def never_traced(*functions: Callable[..., Any]) -> None:
-    """Mark functions that torch calls for us (dispatch, gradients): neither they nor what they call are compiled.
+    """Mark functions that torch calls for us (dispatch, gradients): neither they nor their callees are compiled.
 
-    Outside of a graph, after a graph break say, Dynamo looks at every Python function that runs.
+    Outside of a graph, for example after a graph break, Dynamo examines every Python function that runs.
     """
     try:
         frames = dynamo_frames()
@@ -160,20 +159,20 @@ def never_traced(*functions: Callable[..., Any]) -> None:
 
 
 def refuse_dry(mesh: DeviceMesh) -> None:
-    """A dry run has no values, and what it counts is counted as operators run: there is nothing to compile.
+    """A dry run has no values and counts while operators run: there is nothing to compile.
 
     Example:
         >>> refuse_dry(DeviceMesh("cpu", [0, 1]))
     """
     if not fabric_of(mesh).has_values:
         raise UnsupportedError(
-            f"torch.compile of a program on {mesh}: a dry run has no values, and counts what operators do as they run",
+            f"torch.compile of a program on {mesh}: a dry run has no values, and counts while operators run",
             hint="run the program without torch.compile; compiled, it communicates the same",
         )
 
 
 def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
-    """torch's make_fx names its inputs in the graph; what is inside of a DTensor among them it does not know."""
+    """torch's make_fx names its inputs in the graph, but not the tensors inside a DTensor."""
     mode: Any = dispatch_mode_of(DispatchModeKey.PROXY)
     if mode is not None and tensor in mode.tracer.tensor_tracker:
         raise UnsupportedError(
@@ -185,10 +184,10 @@ def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
 def not_compiled(function: AnyFunction) -> AnyFunction:
     """Mark a function that keeps books of its own (hooks that gather and free parameters): a graph breaks there.
 
-    What stands before and after is compiled; it and what it calls run as they are. With fullgraph=True Dynamo says so.
+    Code before and after it is compiled; the function and its callees are not. With fullgraph=True Dynamo reports that.
     """
     never_traced(function)
     marked: Any = function
-    marked._torchdynamo_disable = True  # what torch.compiler.disable sets
+    marked._torchdynamo_disable = True  # the attribute of torch.compiler.disable
     marked._torchdynamo_disable_msg = "it keeps books of its own; compile without fullgraph=True"
     return function

@@ -1,7 +1,6 @@
-"""The exceptions people see: what was asked, the layouts in short notation, what to do instead.
+"""The exceptions of the library: the request, the layouts in short notation, and a hint.
 
 Every class also derives from the built-in that a caller would expect, so `except ValueError` keeps working.
-Knows nothing of the rest of the library.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class ShardwiseError(Exception):
     """Base of every error the library raises on purpose.
 
     Args:
-        problem: what was asked and why it cannot be, in the user's terms.
-        hint: what to do instead; printed on a line of its own.
+        problem: the request and why it fails, in the user's terms.
+        hint: an alternative; printed on a line of its own.
 
     Example:
         >>> str(ShardwiseError("no such axis 'pp'", hint="the mesh has dp, tp"))
@@ -91,11 +90,11 @@ class AgreementError(ShardwiseError, RuntimeError):
 
 
 class ParityError(ShardwiseError, AssertionError):
-    """What the ranks hold is not what one device computes."""
+    """Values on the ranks differ from those of one device."""
 
 
 class ImplicitCommunicationError(ShardwiseError, RuntimeError):
-    """Strict mode met a communication that nobody asked for."""
+    """Implicit communication in strict mode."""
 
 
 class CommunicationError(ShardwiseError, RuntimeError):
@@ -107,14 +106,14 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint that does not hold what the state asks for; says all of it at once.
+    """A checkpoint does not match the requested state; lists all differences at once.
 
     Args:
-        problem: the whole list, in words.
-        hint: what to do instead.
+        problem: the complete list, as text.
+        hint: an alternative.
         missing: names that the state has and the checkpoint has not.
         unexpected: names that the checkpoint has and the state has not.
-        mismatched: what differs in shape, dtype or kind, by name.
+        mismatched: names that differ in shape, dtype or kind.
     """
 
     def __init__(

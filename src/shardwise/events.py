@@ -1,6 +1,6 @@
-"""Events: what happens to DTensors, for those who observe it, and the user's line that caused it.
+"""Events: operators and moves of DTensors for listeners, and the user's line that caused them.
 
-An `Event` is a list of listeners, empty while nobody observes: whoever raises it tests one list. An `Interception` puts
+An `Event` is a list of listeners, empty if nothing is observed: raising it tests one list. An `Interception` puts
 functions around a method of a class; without any the class has its own method, and a call costs nothing more.
 """
 
@@ -62,7 +62,7 @@ class Event(list[Callable[..., None]]):
     """The listeners of one kind of event, called in order."""
 
     def notify(self, *facts: Any) -> None:
-        """Call every listener. One that raises prevents what was announced."""
+        """Call every listener. A listener that raises prevents the announced action."""
         if getattr(_quiet, "on", False):
             return
         for listener in tuple(self):
@@ -96,7 +96,7 @@ route_started = Event()  # a route that communicates is about to run: the route
 scatter_started = Event()  # one rank is about to send the others their blocks of a tensor: its spec
 decision_made = Event()  # the way in which a new signature is run: a `Decision`
 tensor_moved = Event()  # a DTensor was redistributed: the source and the result
-tensor_entered = Event()  # a DTensor was made of what is no DTensor: the tensor
+tensor_entered = Event()  # a DTensor was made from a plain tensor: the DTensor
 
 
 class Interception:

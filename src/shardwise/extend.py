@@ -1,6 +1,6 @@
 """For users' own operators and functions: register_sharding, check_rule, local_map.
 
-Stands beside `api`; the rules it makes are ordinary ones.
+Beside `api`; the rules it makes are ordinary ones.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Operator = OpOverload | OpOverloadPacket
 
 
 def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None, **facts: Any) -> Any:
-    """Say how an operator may be sharded: by a rule string, or by a function that lists rows.
+    """Define how an operator may be sharded: by a rule string, or by a function that lists rows.
 
     Args:
         op: the operator, or several.
         rule: a rule string such as "mk,kn->mn", with the operands and results in the order of the schema (lists
             flattened). Left out, this is a decorator of a function that gets the operator's arguments, with
             `TensorMeta` in place of tensors, and returns the rows of one axis: pairs of the results' placements and
-            of the arguments' placements (None for arguments that are no tensors).
-        facts: with a rule string, what `Factors` takes: `linear`, `reduce`, `whole`, `monotone`, ...
+            of the arguments' placements (None for arguments that are not tensors).
+        facts: with a rule string, arguments of `Factors`: `linear`, `reduce`, `whole`, `monotone`, ...
 
     Example:
         >>> @torch.library.custom_op("shardwise_doc::scale", mutates_args=())
@@ -107,7 +107,7 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
         kwargs: sample keyword arguments.
 
     Raises:
-        RuleError: a row gives another value or another layout than it says.
+        RuleError: a row gives another value or another layout than it states.
 
     Example:
         >>> check_rule(torch.ops.aten.mm.default, torch.randn(4, 6), torch.randn(6, 5))
@@ -124,7 +124,7 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
     call = Call(op, bound, tuple(TensorMeta.of(leaves[i]) for i in at), tuple(TensorMeta.of(t) for t in results))
     factors = rule.factors(call)
     if factors is None:
-        raise RuleError(f"the rule of {op} has nothing to say about these arguments")
+        raise RuleError(f"the rule of {op} does not apply to these arguments")
     for size, row in itertools.product(sizes, candidates(factors)):
         with virtual():
             mesh = init_device_mesh("cpu", (size,))
@@ -137,7 +137,7 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
 
 
 def _check_row(op: OpOverload, row: Row, got: Sequence[DTensor], results: Sequence[torch.Tensor]) -> None:
-    """What came out must have the value that one device gives, and lie as the row says."""
+    """The result must have the value of one device, and the layout of the row."""
     for one, plain, placement in zip(got, results, row.outputs, strict=True):
         where = f"{op}: the row {row.inputs} -> {row.outputs} on {one.device_mesh.size()} ranks"
         if not torch.allclose(one.full_tensor(), plain, rtol=1e-4, atol=1e-5, equal_nan=True):
@@ -177,14 +177,14 @@ def local_map(
 
     Args:
         func: gets each rank's local tensors, and returns tensors of each rank. Left out, this is a decorator.
-        out_placements: the placements of each result; one list for a single result, None for what is no tensor.
-        in_placements: the placements that each argument must have, None for what is no DTensor; not checked if absent.
-            Keyword arguments may be left out where none of them is a DTensor.
-        in_grad_placements: for each argument how the gradient that comes back from its local lies.
+        out_placements: the placements of each result; one list for a single result, None for other values.
+        in_placements: the placements that each argument must have, None if it is not a DTensor; not checked if absent.
+            Keyword arguments may be left out if none of them is a DTensor.
+        in_grad_placements: for each argument the layout of the gradient of its local.
         device_mesh: the mesh, where no argument is a DTensor.
-        redistribute_inputs: bring arguments into `in_placements` instead of refusing others.
+        redistribute_inputs: redistribute arguments to `in_placements` instead of refusing others.
         out_shapes: the global shape of each result, one shape for a single result, or a function of the arguments that
-            gives them. Needed where shards are uneven; otherwise the local shapes say it.
+            gives them. Needed if shards are uneven; otherwise computed from the local shapes.
 
     Example:
         >>> import shardwise as sw
@@ -223,7 +223,7 @@ def local_map(
 def _locals_of(
     leaves: Sequence[Any], in_placements: Any, in_grad_placements: Any, redistribute_inputs: bool, ignored: int
 ) -> Any:
-    """The arguments of a mapped function: of each DTensor, brought to the placements wanted, the local.
+    """The arguments of a mapped function: the locals of DTensors, redistributed to the required placements.
 
     The last `ignored` of them need no placements.
     """
@@ -236,7 +236,7 @@ def _locals_of(
     if len(wanted) != len(leaves) or len(gradients) != len(leaves):
         raise LayoutError(
             f"local_map: {len(leaves)} arguments, {len(wanted)} in_placements, {len(gradients)} in_grad_placements",
-            hint="give one for each argument, None for what is no DTensor",
+            hint="give one for each argument, None for arguments that are not DTensors",
         )
     return [
         _as_wanted(leaf, want, i, redistribute_inputs).to_local(grad_placements=gradient) if is_dtensor(leaf) else leaf
@@ -278,7 +278,7 @@ def _as_wanted(tensor: DTensor, wanted: Any, index: int, redistribute_inputs: bo
         return tensor
     if not redistribute_inputs:
         raise LayoutError(
-            f"local_map: argument {index} is {tensor._spec}, but in_placements asks for {moved.layout}",
+            f"local_map: argument {index} is {tensor._spec}, but in_placements requires {moved.layout}",
             hint="redistribute it, or pass redistribute_inputs=True",
         )
     return tensor.redistribute(placements=wanted)

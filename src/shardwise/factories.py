@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Layout(NamedTuple):
-    """How a new tensor lies: what every factory takes beside a size and a dtype."""
+    """The layout of a new tensor: arguments of every factory besides size and dtype."""
 
     device_mesh: Any
     placements: Sequence[Any] | None
@@ -89,10 +89,10 @@ def zeros(
     Args:
         size: the global size.
         dtype: the default one of torch, if none is given.
-        layout: strided; there are no others.
+        layout: strided; no other is supported.
         requires_grad: as in torch.
         device_mesh: the mesh.
-        placements: how the tensor lies; replicated by default.
+        placements: the layout of the tensor; replicated by default.
         shard_order: which axis splits a dim first, where it is not the order of the mesh.
 
     Example:
@@ -183,7 +183,7 @@ def _drawn(
     if spec.partial_axes:
         raise LayoutError(
             f"{spec} cannot be drawn: random numbers do not add up to random numbers",
-            hint="ask for Replicate() or Shard()",
+            hint="use Replicate() or Shard()",
         )
     return _new(spec, requires_grad, lambda whole: fill_parts(whole, fill, numbers, generator), draws=True)
 

@@ -1,4 +1,4 @@
-"""Run a function when a module is first imported, without importing it. Knows nothing of the rest of the library."""
+"""Run a function when a module is first imported, without importing it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
 
     Args:
         name: the full name of the module.
-        run: what to do with it.
+        run: the function, called with the module.
 
     Example:
         >>> when_imported("json", lambda module: print(module.__name__))
@@ -60,5 +60,5 @@ class _Then(Loader):
         self.loader.exec_module(module)
         self.run(module)
 
-    def __getattr__(self, name: str) -> Any:  # what else Python asks a loader: its source, its path
+    def __getattr__(self, name: str) -> Any:  # other attributes of a loader: its source, its path
         return getattr(self.loader, name)

@@ -1,6 +1,6 @@
 """To and from torch.distributed.tensor: `from_torch` and `to_torch`, sharing the local tensor.
 
-The only module that knows torch's DTensor, and it loads it when first asked. Moves nothing in the forward direction.
+The only module that uses torch's DTensor; it is imported on first use. Forward conversions communicate nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["from_torch", "to_torch"]
 def from_torch(tensor: torch.Tensor) -> DTensor:
     """The DTensor that a `torch.distributed.tensor.DTensor` is, over the same local tensor. Moves and copies nothing.
 
-    Its mesh is adopted with its process groups. A `_StridedShard` by which torch says in which order axes split a dim
+    Its mesh is adopted with its process groups. A `_StridedShard` by which torch encodes the order of axes of a dim
     becomes the shard order. Gradients go back as torch's DTensor, laid out as `tensor` is (Partial as Replicate).
 
     Args:
@@ -77,7 +77,7 @@ def to_torch(tensor: DTensor) -> torch.Tensor:
             hint="for a plain tensor use torch.distributed.tensor.distribute_tensor(...)",
         )
     mesh = to_torch_mesh(tensor._spec.mesh)
-    if tensor._spec.is_lazy:  # torch may write to what it gets
+    if tensor._spec.is_lazy:  # torch may write to the result
         materialize(tensor)
     return _to_their_mesh(tensor, mesh)
 
@@ -139,7 +139,7 @@ def _to_their_mesh(tensor: DTensor, mesh: Any) -> torch.Tensor:
 
 # ---------------------------------------------------------------- torch's side
 
-_HOW = "use_strided_shard_as_shard_order"  # whether the strided shards of a spec of torch's stand for an order
+_HOW = "use_strided_shard_as_shard_order"  # whether strided shards of torch's spec encode an order of axes
 
 
 def _torch_tensor() -> Any:
@@ -150,7 +150,7 @@ def _torch_tensor() -> Any:
 
 def _local_of(theirs: Any) -> torch.Tensor:
     local = theirs._local_tensor
-    # what torch left in flight must have arrived
+    # collectives that torch left in flight must have finished
     return local.wait() if hasattr(local, "wait") else local
 
 
@@ -161,7 +161,7 @@ def _their_tensor(local: torch.Tensor, spec: DTensorSpec, mesh: Any) -> torch.Te
     meta = spec.tensor_meta
     options: dict[str, Any] = {"tensor_meta": TheirMeta(meta.shape, meta.stride, meta.dtype)}
     if any(isinstance(p, StridedShard) for p in spec.placements) and _HOW in TheirSpec.__dataclass_fields__:
-        options[_HOW] = False  # what is strided here is strided, and stands for no order
+        options[_HOW] = False  # strided shards here are strided, and encode no order
     theirs = TheirSpec(mesh, _their_placements(spec), **options)
     return _torch_tensor().DTensor(local, theirs, requires_grad=False)
 
@@ -186,7 +186,7 @@ def _our_spec(tensor: Any) -> DTensorSpec:
 
 
 def _ordered(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta) -> DTensorSpec:
-    """The spec in which strided shards that stand for an order of axes are that order."""
+    """The spec with strided shards that encode an order of axes replaced by that order."""
     strided = DTensorSpec(mesh, placements, meta)
     order = [entry for entry in map(strided_order, itertools.repeat(strided), range(strided.ndim)) if entry is not None]
     if not order:
@@ -204,7 +204,7 @@ def _ordered(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta
 
 
 def strided_order(spec: DTensorSpec, dim: int) -> ShardOrderEntry | None:
-    """The order of axes that the strided shards of a dim stand for, None if they stand for none.
+    """The order of axes that the strided shards of a dim encode, None if they encode none.
 
     An axis is strided by the sizes of those axes that come after it in the mesh but split the dim before it.
 
@@ -234,7 +234,7 @@ def _their_placements(spec: DTensorSpec) -> tuple[Any, ...]:
     strided = _without_order(spec)
     if strided is None or not same_blocks(spec, strided):
         raise LayoutError(
-            f"torch cannot say {spec} over {spec.mesh}: it writes an order of axes by strided shards, which mean "
+            f"torch cannot express {spec} over {spec.mesh}: it writes an order of axes by strided shards, which mean "
             "something else " + ("beside other strided shards" if strided is None else "where sizes do not divide"),
             hint="redistribute to a layout without a shard order of its own first",
         )
@@ -243,7 +243,7 @@ def _their_placements(spec: DTensorSpec) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1024)
 def _without_order(spec: DTensorSpec) -> DTensorSpec | None:
-    """The spec in the order of the mesh whose strided shards stand for the order of `spec`."""
+    """The spec in the order of the mesh whose strided shards encode the order of `spec`."""
     placements = list(spec.placements)
     for dim, axes in spec.shard_order:
         for at, axis in enumerate(axes):
@@ -293,6 +293,6 @@ def same_blocks(a: DTensorSpec, b: DTensorSpec) -> bool:
     return True
 
 
-# The methods that people look for on the class; it stands below this layer and cannot name them itself.
+# Methods that users expect on the class. It is below this layer and cannot import it.
 DTensor.from_torch = staticmethod(from_torch)  # pyright: ignore[reportAttributeAccessIssue]
 DTensor.to_torch = to_torch  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,8 @@
 """Values for a DTensor: plain ones and those of other layouts, put into its layout; also by torch's `load_state_dict`.
 
 torch has no hook for the latter: `nn.Module.load_state_dict` copies, or with `assign=True` replaces the parameter by
-what the state dict holds, and `Optimizer.load_state_dict` keeps what the state dict holds. So two methods of torch are
-wrapped when the first mesh is made. For parameters that are no DTensors they do what they did before.
+the value of the state dict, and `Optimizer.load_state_dict` keeps it. So two methods of torch are
+wrapped when the first mesh is made. For parameters that are not DTensors they are unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def laid_out_as(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A value in the layout of `spec`, in its own dtype. Of a plain one each rank takes its block, and nothing moves.
 
     Args:
-        value: a DTensor, or the whole value as a plain tensor, the same on every rank.
+        value: a DTensor, or the global value as a plain tensor, the same on every rank.
         spec: the layout; its global shape must be that of the value.
     """
     with torch.no_grad():
@@ -39,7 +39,7 @@ def laid_out_as(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
         if isinstance(value, RankTensor):
             raise UnsupportedError(
                 f"a RankTensor holds the locals of virtual ranks, and {spec} is to be loaded from it",
-                hint="DTensor.from_local(value, mesh, placements) says what they make up",
+                hint="DTensor.from_local(value, mesh, placements) declares the layout of locals",
             )
         return distribute_tensor(
             value.detach(), spec.mesh, spec.placements, src_data_rank=None, shard_order=spec.shard_order
@@ -58,7 +58,7 @@ def _loading_parameters(load: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(load, assigned=("__doc__",))
     def load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        hooks: Any = self._load_state_dict_pre_hooks  # which may rename what is in the state dict
+        hooks: Any = self._load_state_dict_pre_hooks  # they may rename entries of the state dict
         hooks[key := object()] = functools.partial(_lay_out, self)
         try:
             load(self, *args, **kwargs)
@@ -69,7 +69,7 @@ def _loading_parameters(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Replace the values for the module's own parameters and buffers by what can be copied or assigned."""
+    """Replace the values for the module's own parameters and buffers by values that can be copied or assigned."""
     assign = metadata.get("assign_to_params_buffers", False)
     for name, held in (*module._parameters.items(), *module._buffers.items()):
         value: Any = state_dict.get(prefix + name)

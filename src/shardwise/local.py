@@ -31,7 +31,7 @@ def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
 
 
 def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op` run so that what it does inside sees the conjugate and negative bits; its results carry none."""
+    """Run `op` so that operators inside it see conjugate and negative bits; its results carry none."""
     keys = (DispatchKey.Conjugate, DispatchKey.Negative)
 
     def run_resolving_conjugates(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
 def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
     """`op` on one rank's tensors, which is not called where everything that it gives is empty.
 
-    The shapes are found on meta tensors. What is written to is given back as it is.
+    The shapes are computed on meta tensors. Written arguments are returned unchanged.
     """
 
     def run_unless_empty(*args: Any, **kwargs: Any) -> Any:

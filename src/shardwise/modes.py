@@ -1,4 +1,4 @@
-"""What the user allows: strict mode, plain tensors among DTensors; and the word about communication nobody asked for.
+"""What the user allows: strict mode and plain tensors among DTensors; and warnings about implicit communication.
 
 A mode holds for the thread or task that enters it, and in the backward it starts (`core/mode_stack.py`).
 """
@@ -30,10 +30,10 @@ __all__ = [
 
 
 class ReplicationWarning(UserWarning):
-    """An operator without a rule was run on whole tensors on every rank."""
+    """An operator without a rule ran on replicated operands, on every rank."""
 
 
-# frozensets of names: operators that may communicate; None: strict mode, none of them
+# frozensets of names: operators that may communicate; None: strict mode, no operator may
 implicit_mode = ModeStack[frozenset[str] | None]("implicit communication")
 plain_mode = ModeStack[str]("plain tensors")
 rng_mode = ModeStack[str]("random numbers")
@@ -50,7 +50,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def in_force() -> tuple[Any, ...]:
-    """All that is allowed now, for the keys of what is decided under it.
+    """All modes that are in force, for the keys of decisions that depend on them.
 
     Example:
         >>> in_force()
@@ -65,7 +65,7 @@ _DEFAULT = (None, "verify", "one_device", None)
 
 
 def changed_modes() -> tuple[Any, ...] | None:
-    """What `in_force` says; None where all of it is the default."""
+    """The result of `in_force`; None if all of it is the default."""
     if not live_entries and _plain_default == "verify":
         return None
     found = in_force()
@@ -79,7 +79,7 @@ def strict() -> Iterator[None]:
     An operator that would have to reduce a Partial is refused whatever happened before, even where its sum is
     remembered from an earlier reading: a program does not become strict by chance. Code that was compiled outside is
     compiled again. Plain tensors among DTensors are
-    refused, unless a `plain_tensors` context inside of it says otherwise.
+    refused, unless a `plain_tensors` context inside of it allows them.
 
     Example:
         >>> import shardwise as sw
@@ -122,7 +122,7 @@ def is_strict() -> bool:
 
 @mode_context
 def plain_tensors(policy: str) -> Iterator[None]:
-    """Inside, what a plain torch.Tensor among DTensors is taken for. The innermost context counts.
+    """Inside, how a plain torch.Tensor among DTensors is interpreted. The innermost context counts.
 
     A plain tensor of one element is a constant and never refused.
 
@@ -153,7 +153,7 @@ def plain_tensors(policy: str) -> Iterator[None]:
 
 
 def set_plain_tensors(policy: str) -> None:
-    """What plain tensors among DTensors are taken for outside of any `plain_tensors` context, on all threads.
+    """Set how plain tensors among DTensors are interpreted outside of any `plain_tensors` context, on all threads.
 
     Example:
         >>> set_plain_tensors("refuse")
@@ -181,7 +181,7 @@ def implicit_replication() -> Iterator[None]:
 
 
 def plain_policy() -> str:
-    """What plain tensors among DTensors are taken for here."""
+    """How plain tensors among DTensors are interpreted here."""
     policies = plain_mode.values()
     return policies[-1] if policies else _plain_default
 
@@ -283,7 +283,7 @@ def is_nested() -> bool:
 
 
 def check_decomposing(route: Route) -> None:
-    """A move inside an operator that is computed from others is not one that the user asked for."""
+    """In strict mode, refuse a move inside an operator that is computed from others: it is implicit."""
     ops = getattr(_thread, "decomposing", ())
     if ops:
         check_strict(ops[0], [route])
@@ -295,7 +295,7 @@ def _name(op: Any) -> str:
 
 
 def check_strict(op: Any, routes: Sequence[Route]) -> None:
-    """In strict mode, refuse what an operator is about to move."""
+    """In strict mode, refuse the moves of an operator before they start."""
     allowed = _allowed()
     if allowed is None or "*" in allowed or _name(op) in allowed:
         return
@@ -316,14 +316,14 @@ class _RefusedWhileTracing(ImplicitCommunicationError, UnsupportedFakeTensorExce
 
 
 def warn_replicated(op: Any, specs: Sequence[DTensorSpec], routes: Sequence[Route]) -> None:
-    """One warning for each operator and line of the user's that ran on whole tensors."""
+    """Warn once for each operator and user's line that ran on replicated operands."""
     line = user_line()
     if (str(op), line) not in _warned:
         _warned.add((str(op), line))
         received = sum(route.received for route in routes)
         layouts = ", ".join(map(str, specs))
         warnings.warn(
-            f"{op} at {line} has no rule for {layouts}: it was run on whole tensors on every rank, "
+            f"{op} at {line} has no rule for {layouts}: its operands were gathered and it ran on every rank, "
             f"which moved {received:.0f} bytes to each",
             ReplicationWarning,
             stacklevel=2,

@@ -1,7 +1,7 @@
 """Seeds and states of random numbers on a mesh.
 
-Random operators draw from torch's own generators, the same on every rank, and each rank keeps its part of what one
-device would have drawn. So `torch.manual_seed`, generators, and saved states mean what they mean on one device.
+Random operators draw from torch's own generators, the same on every rank, and each rank keeps its part of the numbers
+of one device. So `torch.manual_seed`, generators and saved states work as on one device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def use_rng(rng: str) -> Iterator[None]:
 
     Args:
         rng: "one_device", the default: the numbers that one torch device would draw. On CPU, where generators are
-            sequential, every rank draws the whole tensor in blocks and keeps its part. "indexed": each number is a
+            sequential, every rank draws the global tensor in blocks and keeps its part. "indexed": each number is a
             function of a seed and of its global index. The same on every mesh, at the cost of one's own part, but not
             the numbers of a torch device.
 
@@ -66,7 +66,7 @@ def use_rng(rng: str) -> Iterator[None]:
         ...     x = sw.randn(8, device_mesh=mesh, placements=[sw.Shard(0)])
     """
     if rng not in ("one_device", "indexed"):
-        raise UnsupportedError(f"there is no generator {rng!r}", hint='use "one_device" or "indexed"')
+        raise UnsupportedError(f"unknown generator {rng!r}", hint='use "one_device" or "indexed"')
     with modes.rng_mode.holding(rng):
         yield
 
@@ -109,7 +109,7 @@ class RNGTracker:
 
     @property
     def seed(self) -> int:
-        """What the generator was seeded with."""
+        """The seed of the generator."""
         return self.generator.initial_seed()
 
     def manual_seed(self, seed: int) -> None:
@@ -130,7 +130,7 @@ class RNGTracker:
 
     @contextlib.contextmanager
     def fork(self) -> Iterator[None]:
-        """What is drawn inside leaves the state as it was."""
+        """Draws inside do not change the state."""
         before = self.get_state()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Functions of torch that read the memory of a tensor in C++ and ask no Python class: `to_dlpack`, `jiterator` kernels.
+"""Functions of torch that read the memory of a tensor in C++, past Python classes: `to_dlpack`, `jiterator` kernels.
 
 A DTensor has no memory of its own: they would read address 0, and end the process or lose its GPU. They are wrapped
 when the first mesh is made.

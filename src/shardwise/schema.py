@@ -1,6 +1,6 @@
-"""What an operator's schema says, and the place of a tensor in a call.
+"""The schema of an operator, and the position of a tensor in a call.
 
-Read once for each operator. Knows nothing of layouts or of how operators run.
+Read once for each operator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def UNREAD(value: Any) -> None:  # a mark
-    """What a rule sees of a number that it does not look at."""
+    """The placeholder that a rule sees for a number that it does not read."""
 
 
 Reader = Callable[[Any], Any] | None
@@ -37,20 +37,20 @@ Reader = Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """What dispatch must know of an operator, read once from its schema."""
+    """The facts about an operator that dispatch needs, read once from its schema."""
 
     op: OpOverload
-    kernel: Callable[..., Any]  # what the operator calls: the same without a frame of Python
+    kernel: Callable[..., Any]  # the function that the operator calls: the same without a Python frame
     rule: Rule | None
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     unread: frozenset[str]  # arguments whose value no rule reads: only their type is in the key
-    reads: tuple[Reader, ...]  # of each argument what is in the key: None for its value
+    reads: tuple[Reader, ...]  # how each argument enters the key: None for its value
     writes: tuple[str, ...]  # arguments written to
     outs: tuple[str, ...]  # those of them that are keyword-only: out=
     is_view: bool
     pointwise: bool
-    draws: bool  # random numbers, as torch says
+    draws: bool  # whether it draws random numbers, by its tags
     returns: tuple[str, ...]  # the type of each result
     returned: tuple[str | None, ...]  # for each result the written argument that it is, None for a new one
 
@@ -126,7 +126,7 @@ def _written_argument(result: Any, arguments: Sequence[Any]) -> str | None:
 
 
 def _is_value(kind: str) -> bool:
-    """Whether an argument of this type is a number to compute with, not one that shapes the result."""
+    """Whether an argument of this type is a number to compute with, not one that determines the shape of the result."""
     # a Tensor argument may be given a Python number
     return kind.removeprefix("Optional[").removeprefix("List[").rstrip("]") in ("number", "float", "Tensor")
 
@@ -150,7 +150,7 @@ def functional_of(op: OpOverload) -> OpOverload | None:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor operand stands: in `args[index]` or `kwargs[name]`, maybe at `item` of a list there."""
+    """The position of one tensor operand: `args[index]` or `kwargs[name]`, for lists with the `item` in the list."""
 
     index: int | None
     name: str

@@ -1,4 +1,4 @@
-"""How numbers and tables are shown to people in a terminal, and numbers read. Knows nothing of tensors.
+"""Formatting of numbers and tables for a terminal, and parsing of numbers.
 
 Loads rich when first needed.
 """
@@ -22,8 +22,8 @@ __all__ = [
     "slim_table",
 ]
 
-WIDTH = 80  # of what is not a terminal
-WIDEST = 100  # on one that is wider
+WIDTH = 80  # if the output is not a terminal
+WIDEST = 100  # on wider terminals
 
 
 _BYTES = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
@@ -164,7 +164,7 @@ def print_lines(*parts: Any, style: str = "", widest: int = WIDEST) -> None:
     Lines are not padded to the full width, so that a file of them reads well.
 
     Args:
-        parts: what rich can show, one below the other.
+        parts: objects that rich can show, one below the other.
         style: of all of it, as rich names styles.
         widest: the most columns on a terminal that has more.
 

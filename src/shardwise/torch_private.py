@@ -1,6 +1,6 @@
 """The private names of torch that the library needs, each with its reason. No other module imports one.
 
-Three rooms have private names of their own, because they replace or adapt what they name: `interop` (torch's DTensor),
+Three modules have private names of their own, because they replace or adapt them: `interop` (torch's DTensor),
 `fabric/c10d` and `fabric/thread_group` (process groups), `loading` (methods of modules and optimizers).
 `tests/pure/test_torch_private.py` checks each name and holds this.
 """
@@ -128,7 +128,7 @@ pop_dispatch_mode = _python_dispatch._pop_mode  # the same
 push_function_mode = _overrides._push_mode  # the same for function modes
 pop_function_mode = _overrides._pop_mode  # the same
 without_dispatch_modes = _python_dispatch._disable_current_modes  # computing shapes without recording them
-dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack  # modes that gathering must not be seen by
+dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack  # modes that must not see gathering
 
 # ---------------------------------------------------------------- autograd
 # `forward_ad._current_level` changes. It is read where it is needed: a function would cost a frame.

@@ -1,4 +1,4 @@
-"""torch.func: the tensors that stand for others while a function is transformed, and what layout they have.
+"""torch.func: the tensors that wrap others inside a transformed function, and their visible layout.
 
 Inside `grad`, `jvp` and `vmap` a function is given wrappers of the class torch.Tensor, one for each level of transforms
 around a value. The dims that `vmap` maps over are not visible on a wrapper: a mesh axis that shards one of them is
@@ -45,7 +45,7 @@ def alive(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def innermost(tensor: Any) -> Any:
-    """What a tensor stands for below all transforms; itself where nothing is transformed.
+    """The tensor below all wrappers of transforms; the tensor itself if nothing is transformed.
 
     Example:
         >>> seen = []
@@ -55,7 +55,7 @@ def innermost(tensor: Any) -> Any:
         >>> seen
         [<class 'torch.nn.parameter.Parameter'>]
     """
-    if is_dynamo_compiling():  # which does not show what a tensor stands for
+    if is_dynamo_compiling():  # it does not show wrapped tensors
         return tensor
     while isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -125,7 +125,7 @@ def _on_dim(placement: Placement, place: dict[int, int]) -> Placement:
 
 
 def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor stands for, if it is one value that nothing is differentiated by; else the tensor.
+    """The wrapped tensor, if it is one value and nothing is differentiated with respect to it; else the tensor.
 
     Inside `grad` tensors that a function makes are wrapped as well.
     """
@@ -145,7 +145,7 @@ def outside_transforms(what: str, *, draws: bool = False) -> Iterator[None]:
 
     Args:
         what: the name of the function, for errors.
-        draws: whether it draws random numbers, which vmap must be told about.
+        draws: whether it draws random numbers, which vmap must know.
     """
     if not transforming():
         yield
@@ -170,13 +170,13 @@ def _drawn_otherwise() -> bool:
 
 
 def refuse_functionalize(what: str) -> None:
-    """Raise inside torch.func.functionalize, which knows no functions of ours."""
+    """Raise inside torch.func.functionalize, which does not support our functions."""
     if any(level.key() == functorch.TransformType.Functionalize for level in functorch.get_interpreter_stack() or ()):
         raise inside_transform(what)
 
 
 def inside_transform(what: str) -> UnsupportedError:
-    """What is said where a DTensor cannot be made inside a transformed function."""
+    """The error for making a DTensor inside a transformed function."""
     return UnsupportedError(
         f"{what} inside a function that torch.func transforms",
         hint="make the DTensor outside, and give it to the function as an argument",

@@ -391,7 +391,7 @@ def test_dtensors_of_rank_threads_train_as_one_device(run_ranks: RunRanks) -> No
     assert {line.split()[1] for line in ran.out} == {ran.out[0].split()[1]} != {"0"}
 
 
-@pytest.mark.filterwarnings("ignore:what is pickled of")
+@pytest.mark.filterwarnings("ignore:the pickle of")
 def test_a_checkpoint_and_a_pickle_of_rank_threads(run_ranks: RunRanks, tmp_path: Path) -> None:
     ran = run_ranks(
         f"""

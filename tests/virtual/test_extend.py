@@ -49,7 +49,7 @@ def test_keyword_arguments_need_no_placements(mesh: sw.DeviceMesh) -> None:
 def test_arguments_are_brought_or_refused(mesh: sw.DeviceMesh) -> None:
     whole, x = laid_out(mesh, S1)
     rows = {"out_placements": [S0], "in_placements": ([S0],)}
-    with pytest.raises(sw.LayoutError, match=r"argument 0 is f32\[6,4\] S1, but in_placements asks for S0"):
+    with pytest.raises(sw.LayoutError, match=r"argument 0 is f32\[6,4\] S1, but in_placements requires S0"):
         sw.local_map(torch.relu, **rows)(x)
     assert torch.equal(sw.local_map(torch.relu, **rows, redistribute_inputs=True)(x).full_tensor(), whole)
     with pytest.raises(sw.LayoutError, match="2 arguments, 1 in_placements"):

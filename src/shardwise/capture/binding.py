@@ -1,6 +1,6 @@
-"""The fast guard of a captured function: whether what it can read is, object by object, what it was.
+"""The fast guard of a captured function: whether everything that it can read is, object by object, unchanged.
 
-Where it is not, everything reachable is followed anew, which takes milliseconds and may find the same program.
+If something has changed, everything reachable is followed again. That takes milliseconds and may find the same program.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _GEOMETRY = operator.attrgetter("shape", "dtype", "device")
 
 
 class Binding:
-    """What was reached from a function, frozen, with the programs that are known for it.
+    """Everything reachable from a function, frozen, with the programs that are known for it.
 
     Args:
-        state: what was reached.
+        state: the reachable objects.
     """
 
     def __init__(self, state: Reachable) -> None:
@@ -101,7 +101,7 @@ class Binding:
         )
 
     def _hold_the_same(self) -> bool:
-        """Whether dicts of other versions hold what they held. From then on these are compared by their contents."""
+        """Whether dicts of other versions have the same contents. From then on these are compared by their contents."""
         tables = self._tables
         if not all(table.is_same() for table in tables):
             return False
@@ -198,7 +198,7 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def arguments_key(args: tuple[Any, ...], state: Reachable) -> tuple[Any, ...] | None:
-    """What programs depend on of arguments that are tensors alone, quickly; None for all others."""
+    """The key of arguments that are tensors alone, quickly; None for all others."""
     found: list[Any] = []
     seen = state._seen
     ids = set()

@@ -53,7 +53,7 @@ MANY_UNSETTLED = 8  # calls in a row, after which there is a warning
 
 
 class _Entry(NamedTuple):
-    """A program with what is made of its values."""
+    """A program with the recipe of its results."""
 
     program: Program
     result: Any
@@ -132,7 +132,7 @@ class Captured(Generic[Result]):
         return found
 
     def _run(self, entry: _Entry, binding: Binding, given: Sequence[Any], slots: Sequence[Slots]) -> Any:
-        """Execute a program, and put together what it leaves."""
+        """Execute a program, and build the objects that it leaves."""
         self._last = entry
         state = binding.state
         roots = [*state.tensors, *given]
@@ -157,8 +157,8 @@ class Captured(Generic[Result]):
             given.visit((args, kwargs), "arguments")
         if knows and (problems := [*state.problems, *given.problems]):
             raise UnsupportedError(
-                f"captured: the function can read {problems[0]}; whether that changes cannot be seen",
-                hint="pass plain data and tensors, and keep such objects out of what the captured function uses",
+                f"captured: the function can read {problems[0]}; changes of it cannot be detected",
+                hint="pass plain data and tensors, and do not use such objects in the captured function",
             )
         roots = [*state.tensors, *given.tensors]
         slots = [*state.slots, *given.slots]
@@ -209,7 +209,7 @@ class Captured(Generic[Result]):
         return result
 
     def _unsettle(self, why: str) -> None:
-        """The step was not recorded. Caches fill once; what changes on every call would never let it be."""
+        """The step was not recorded. Caches fill once; a value that changes on every call would prevent it for ever."""
         self._unsettled += 1
         if self._unsettled == MANY_UNSETTLED:
             warnings.warn(
@@ -232,7 +232,7 @@ class Captured(Generic[Result]):
         if watch.sets_state and random:
             raise UnsupportedError(
                 "captured: checkpointing puts random states back, and random numbers are drawn",
-                hint="checkpoint(..., preserve_rng_state=False), or no dropout inside of what is checkpointed",
+                hint="checkpoint(..., preserve_rng_state=False), or no dropout inside of checkpointed code",
             )
         for generator in tape.generators.values():
             known = any(id(generator) in reached._seen for reached in (state, given))
@@ -260,7 +260,7 @@ class Captured(Generic[Result]):
         )
 
     def _verify(self, entry: _Entry, tape: Tape, before: Snapshot, roots: list[torch.Tensor]) -> Any:
-        """Run the program from the same state, and compare all that it leaves with what the step has left."""
+        """Run the program from the same state, and compare everything that it leaves with the result of the step."""
         program = entry.program
         wanted = {number: value.detach().clone() for number, value in program.outcome.items()}
         program.outcome = {}
@@ -276,7 +276,7 @@ class Captured(Generic[Result]):
             if not agree(found, expected):
                 raise UnsupportedError(
                     f"captured: the recorded program gives other values than the function, in a tensor of shape "
-                    f"{tuple(expected.shape)}: it did something that is no operator of torch",
+                    f"{tuple(expected.shape)}: it did something that is not an operator of torch",
                     hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
                 )
         program.received = tape.received = {}
@@ -327,11 +327,11 @@ def _name(function: Any) -> str:
     return name if name.isidentifier() else "step"
 
 
-# ---------------------------------------------------------------- what torch and the library are set to
+# ---------------------------------------------------------------- settings of torch and the library
 
 
 def _is_watched() -> bool:
-    """Whether somebody looks at, traces or transforms what runs: then nothing is replaced."""
+    """Whether the run is observed, traced or transformed: then nothing is replaced."""
     return bool(
         dispatch_mode_count()
         or function_mode_count()

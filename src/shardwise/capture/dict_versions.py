@@ -21,7 +21,7 @@ _CHUNK = 64  # a guard manager looks through its children when one is added
 
 
 class Table(NamedTuple):
-    """What a dict held at some moment, or what it held of some names."""
+    """The contents of a dict at some moment, or of some of its names."""
 
     held: Mapping[Any, Any]
     owner: Any  # the object whose attributes these are, or None
@@ -46,12 +46,12 @@ class Table(NamedTuple):
 
 
 def table_of(held: Mapping[Any, Any], owner: Any = None) -> Table:
-    """What a dict holds now."""
+    """The contents of a dict now."""
     return Table(held, owner, owner.__class__, list(held), list(held.values()), True)
 
 
 def names_of(held: Mapping[Any, Any], names: Sequence[str]) -> Table:
-    """What a dict holds now of some names, which it may also lack."""
+    """The values of some names of a dict now, which it may also lack."""
     return Table(held, None, None, names, [held.get(name, MISSING) for name in names], False)
 
 

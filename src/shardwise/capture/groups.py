@@ -25,7 +25,7 @@ _OPTIONS = (dist.AllreduceOptions, dist.ReduceScatterOptions)
 
 @contextlib.contextmanager
 def recording_collectives(tape: Tape) -> Iterator[None]:
-    """Inside, collectives are waited for at once, and the tape knows their options, which an operator does not show.
+    """Inside, collectives are waited for at once, and the tape records their options, which an operator does not show.
 
     Some groups run operators of their own while they are waited for; those are not the program's.
     """

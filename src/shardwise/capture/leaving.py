@@ -1,6 +1,6 @@
-"""What a step leaves behind besides the values that it wrote in place: its result, gradients, attributes.
+"""The effects of a step besides the values that it wrote in place: its result, gradients, attributes.
 
-Compared with what was there before, and described so that a program can make it again.
+Compared with the state before, and described so that a program can make them again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class Unsettled(Exception):
-    """A step has put an object of its own into what it can read: a cache that fills, as a rule. Not recorded, then."""
+    """A step has stored an object of its own where it can read it, usually in a cache that fills. Not recorded then."""
 
 
 class Effect(NamedTuple):
@@ -33,15 +33,15 @@ class Effect(NamedTuple):
 
     kind: str
     target: int  # the position of the tensor or container
-    value: Any  # what it is then, described
+    value: Any  # the description of its new value
 
 
 class Leaving:
     """Describes results and changes.
 
     Args:
-        tape: what ran.
-        state: what was there before, without arguments.
+        tape: the recorded calls.
+        state: the objects before, without arguments.
         roots: all tensors that were there before.
         spent: the nodes of autograd that backward has used up.
     """
@@ -123,7 +123,7 @@ class Leaving:
         return Local(tuple(refs), isinstance(value, RankTensor))
 
     def changes(self, before: Snapshot, slots: Sequence[Slots]) -> list[Effect]:
-        """What is otherwise than before."""
+        """The changes since before."""
         found: list[Effect] = []
         for at, was in enumerate(before.held):
             tensor = was.tensor

@@ -38,7 +38,7 @@ _STEPS = {kind: _own_step(kind) for kind in _ELEMENTWISE}
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether the step of an optimizer is known to work element by element, with nothing hooked into it."""
+    """Whether the step of an optimizer works element by element, without hooks."""
     kind = type(optimizer)
     if kind not in _ELEMENTWISE or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
@@ -46,7 +46,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def state_shape(optimizers: Sequence[Any]) -> list[Any]:
-    """Which states optimizers hold. One that has never stepped has none, and makes them in its first step."""
+    """The states of optimizers. One that has never stepped has none, and makes them in its first step."""
     return [[(id(p), tuple(state)) for p, state in optimizer.state.items()] for optimizer in optimizers]
 
 
@@ -148,8 +148,8 @@ def recording_steps(tape: Tape) -> Iterator[None]:
                 and (not isinstance(p.grad, DTensor) or p.grad._spec.layout != p._spec.layout)
             ):
                 raise refused(
-                    f"the gradient of a parameter {p._spec} does not lie as the parameter does",
-                    "redistribute the gradient first; in strict mode nobody else does",
+                    f"the gradient of a parameter {p._spec} has another layout than the parameter",
+                    "redistribute the gradient first; in strict mode that is not done implicitly",
                 )
         tape.append_unit(Unit(LocalStep(optimizer, counts), tuple(refs), user_line()))
         tape.pause()

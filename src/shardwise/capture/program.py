@@ -1,6 +1,6 @@
-"""A recorded step as a Python function on locals, and what it leaves behind.
+"""A recorded step as a Python function on locals, and its effects.
 
-The text of the function is what `source()` shows. It holds operators and collectives alone; results, gradients and
+`source()` shows the text of the function. It has operators and collectives alone; results, gradients and
 attributes are put together from its values afterwards.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "b
 _DETACH = torch.ops.aten.detach.default
 
 
-# ---------------------------------------------------------------- what is made of values
+# ---------------------------------------------------------------- objects made of values
 
 
 class Root(NamedTuple):
@@ -74,7 +74,7 @@ class Tabled(NamedTuple):
 
 
 class _Spent(torch.autograd.Function):
-    """Gives a tensor the look of one that backward has gone through."""
+    """Marks a tensor as one that backward has passed."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, made: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -90,7 +90,7 @@ class _Spent(torch.autograd.Function):
 
 
 def built(shape: Any, values: dict[int, torch.Tensor], roots: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
-    """The object that a description stands for."""
+    """The object of a description."""
     match shape:
         case Root(position):
             return roots[position]
@@ -136,7 +136,7 @@ class Program:
     """The calls of a tape as a function of the plain tensors that exist before.
 
     Args:
-        tape: what was recorded.
+        tape: the recorded calls.
         wanted: the values that are to be returned.
     """
 
@@ -159,7 +159,7 @@ class Program:
         return used - {leaf.number for _, call in self.calls for leaf in _made(call)}
 
     def verifying(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
-        """The same function with what collectives brought when it was recorded, without communication."""
+        """The same function with the recorded results of collectives, without communication."""
         return self._function(lambda call, position: _repeating(self.received[position]))
 
     def _text(self) -> str:
@@ -288,7 +288,7 @@ def _made(call: Call | Unit) -> list[Ref]:
 
 
 def _needed(calls: Sequence[Call | Unit], wanted: Sequence[int]) -> list[tuple[int, Call | Unit]]:
-    """The calls without those whose results nobody uses, each with its position. Collectives all stay."""
+    """The calls without those whose results are not used, each with its position. All collectives stay."""
     used, kept = set(wanted), []
     for position in range(len(calls) - 1, -1, -1):
         call = calls[position]

@@ -1,7 +1,7 @@
-"""What a function can read: everything reachable from it and from its arguments, as a key, tensors and containers.
+"""Everything that a function can read: objects reachable from it and its arguments, as a key, tensors and containers.
 
 A program is valid for one key. Tensors are in it by their metadata and layout, other values by value, and objects
-without a value by identity. What can be neither compared nor identified is listed as a problem, and refused.
+without a value by identity. An object that can be neither compared nor identified is listed as a problem, and refused.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LIBRARIES = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
 _PARALLEL = _folders(Path(__file__).parents[1] / "parallel")
 _STANDARD = _folders(sysconfig.get_paths()["stdlib"])
 _ADDED = _folders(sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
-# What torch and this library use, and what checks types in tests.
+# Modules of torch, of this library, and of type checks in tests.
 _DEPENDENCIES = tuple(
     f"{folder}/{name}/" for folder in _ADDED for name in ("numpy", "sympy", "mpmath", "networkx", "rich", "beartype")
 )
@@ -146,7 +146,7 @@ class Slots:
 
 
 def cell_contents(cell: types.CellType) -> Any:
-    """What a closure holds; MISSING where the name is not bound."""
+    """The value of a closure cell; MISSING if the name is not bound."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -157,10 +157,10 @@ class Reachable:
     """All that was reached from some values.
 
     Args:
-        codes: the code of the program that has run so far; what other functions read is not looked at.
+        codes: the code of the program that has run so far; other functions are not followed.
             Without `known`, containers and objects are in the key by identity as well.
         tuned: whether the hyperparameters of an optimizer are read when its step runs, and not before.
-        known: what has been reached already.
+        known: the objects that have been reached already.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Reachable:
         self.objects: list[Any] = []
         self.slotted: list[tuple[Any, tuple[str, ...]]] = []  # objects with attributes outside of a dict
         self.classes: list[type] = []  # those whose dicts were looked at
-        self.states: set[int] = set()  # positions of tensors that only the step of an optimizer knows
+        self.states: set[int] = set()  # positions of tensors that only the step of an optimizer uses
         self.known = known
         self._looked_up: list[tuple[dict[str, Any], frozenset[str]]] = []  # global names, also those of builtins
         self._seen: dict[int, int] = {}
@@ -190,7 +190,7 @@ class Reachable:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a program depends on."""
+        """The key of everything that a program depends on."""
         return tuple(self.parts)
 
     def position(self, tensor: Any) -> int | None:
@@ -259,9 +259,9 @@ class Reachable:
         parts = self.parts
         if isinstance(value, torch.optim.Optimizer):
             self._optimizer(value, path)
-        elif getattr(kind, "is_captured", False):  # it may call one: what that knows is not its own
+        elif getattr(kind, "is_captured", False):  # it may call one, whose state is not its own
             self.visit(value.function, path)
-        elif kind is BoundedCache:  # what a cache holds changes no value
+        elif kind is BoundedCache:  # the contents of a cache change no value
             self._identity(value)
         elif isinstance(value, dict):
             parts.append((kind, len(value)))
@@ -341,7 +341,7 @@ class Reachable:
             self.visit(getattr(value, name, None), f"{path}.{name}")
 
     def _class(self, value: type, path: str) -> None:
-        """A class by identity; of a class of the program also what its dictionary holds."""
+        """A class by identity; for a class of the program also the contents of its dictionary."""
         self._identity(value)
         for base in value.__mro__:
             functions = [item for item in vars(base).values() if isinstance(item, types.FunctionType)]
@@ -389,7 +389,7 @@ class Reachable:
         self._globals(code, value.__globals__, names)
 
     def _globals(self, code: types.CodeType, values: dict[str, Any], used: frozenset[str]) -> None:
-        """The global names that code may read, and what it may read of modules of the program."""
+        """The global names that code may read, and the names of modules of the program."""
         names = tuple(sorted(name for name in used if name in values and not name.startswith("__")))
         self.parts.append(names)
         self.slots.append(Slots(values, f"globals of {code.co_name}", names))

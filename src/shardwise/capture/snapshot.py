@@ -21,7 +21,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Held(NamedTuple):
-    """What one tensor was."""
+    """The former state of one tensor."""
 
     tensor: torch.Tensor
     local: torch.Tensor

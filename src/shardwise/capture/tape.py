@@ -1,6 +1,6 @@
 """Records the operators and collectives that run on locals, while a step runs as always.
 
-A value of the tape is a plain tensor of one rank. Tensors are told apart by identity; one that is new but lies in known
+A value of the tape is a plain tensor of one rank. Tensors are distinguished by identity; a new one in known
 memory (autograd makes such ones without an operator) is a view of a known value. Anything else is refused.
 """
 
@@ -65,7 +65,7 @@ class Const:
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its memory."""
+    """Shape, strides, offset and dtype of a tensor in its memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -85,7 +85,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     made: Any  # the structure of the result, with a Ref for each tensor
     line: str
-    expected: Any = None  # what an operator that gives no tensor must give again; of a collective, its options
+    expected: Any = None  # the result that an operator without tensors must give again; of a collective, its options
     writes: tuple[int, ...] = ()  # numbers of the values that it writes to
 
 
@@ -108,7 +108,7 @@ class Tape(TorchDispatchMode):
 
     Args:
         inputs: the plain tensors that exist before the step; their numbers are their positions.
-        only_checks: refuse what cannot be repeated, and record nothing.
+        only_checks: refuse calls that cannot be repeated, and record nothing.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], only_checks: bool = False) -> None:
@@ -116,7 +116,7 @@ class Tape(TorchDispatchMode):
         self.only_checks = only_checks
         self.calls: list[Call | Unit] = []
         self.constants: list[torch.Tensor] = []
-        self.received: dict[int, list[torch.Tensor]] = {}  # what collectives brought, by their position in `calls`
+        self.received: dict[int, list[torch.Tensor]] = {}  # results of collectives, by their position in `calls`
         self.count = 0
         self.memory_of: dict[int, int] = {}  # value -> the value that its memory was first known by
         self.generators: dict[int, torch.Generator] = {}
@@ -161,7 +161,7 @@ class Tape(TorchDispatchMode):
         self.memory_of[number] = memory.values[0][0]
 
     def find(self, tensor: torch.Tensor) -> Ref | None:
-        """The value that a tensor is; a new view where it lies in known memory; None where it is unknown."""
+        """The value of a tensor; a new view if it is in known memory; None if it is unknown."""
         number = self._numbers.get(id(tensor))
         if number is not None:
             return Ref(number)
@@ -293,7 +293,7 @@ class Tape(TorchDispatchMode):
     def _refuse_read(self) -> None:
         raise refused(
             "the value of a tensor is read (item(), float(), bool(), torch.equal, an if or while on a tensor), and "
-            "what follows from it would be fixed",
+            "a decision by it would be fixed",
             "compute with the tensor, or return it and read it outside of the captured function",
         )
 

@@ -1,4 +1,4 @@
-"""What Python does while a step is recorded: which code runs, which graphs are used up, what cannot be repeated."""
+"""Python while a step is recorded: which code runs, which graphs are used up, and what cannot be repeated."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _NAMES = _VALUE_READS | _OUTPUT | _STATES | _CLOCKS
 
 
 class Watch:
-    """Notes what runs between `start` and `stop`.
+    """Notes the code that runs between `start` and `stop`.
 
     Args:
-        is_paused: whether what runs now is repeated as Python each time, so that it may do anything.
+        is_paused: whether the current code runs as Python each time, so that it may do anything.
     """
 
     def __init__(self, is_paused: Callable[[], bool]) -> None:
         self.codes: dict[types.CodeType, None] = {}
         self.spent: set[Any] = set()  # nodes of autograd
-        self.problem: tuple[str, str, str] | None = None  # what, the line, a hint
+        self.problem: tuple[str, str, str] | None = None  # the problem, the line, a hint
         self.sets_state = False  # checkpointing puts random states back
         self._is_paused = is_paused
         self._previous: Any = None
@@ -53,7 +53,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._collects = gc.isenabled()
-        gc.disable()  # a collection calls functions of others, which are no part of the step
+        gc.disable()  # a collection may call functions that are not part of the step
         self._previous = sys.getprofile()
         sys.setprofile(self._event)
         return self
@@ -84,7 +84,7 @@ class Watch:
             self._refuse(
                 frame,
                 "a learning rate schedule advances inside the captured function",
-                "call scheduler.step() after it: learning rates are read anew on each call",
+                "call scheduler.step() after it: learning rates are read again on each call",
             )
         elif filename.endswith("torch/_dynamo/eval_frame.py") and code.co_name == "compile_wrapper":
             self._refuse(frame, "compiled code runs", "capture the function without torch.compile inside")
@@ -100,13 +100,16 @@ class Watch:
             if not frame.f_code.co_filename.endswith(_COMPARING):
                 self._refuse(
                     frame,
-                    f"the values of a tensor are read ({name}()), and what follows from them would be fixed",
+                    f"the values of a tensor are read ({name}()), and decisions by them would be fixed",
                     "compute with the tensor, or return it and read it outside of the captured function",
                 )
         elif name in _STATES and isinstance(owner, torch.Generator):
             if name == "set_state" and _puts_back(frame):
                 self.sets_state = True
-            elif frame.f_code.co_filename in (_LISTENED, _CALIBRATED):  # it tells the recorder itself, or has its own
+            elif frame.f_code.co_filename in (
+                _LISTENED,
+                _CALIBRATED,
+            ):  # it notifies the recorder itself, or has its own
                 pass
             elif not self._is_paused():
                 self._refuse(frame, f"the state of a random generator is set ({name})", "do that outside")

@@ -49,7 +49,7 @@ aten = torch.ops.aten
 VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
 REGROUPING = {aten.view.default, *VIEWS_OF_COPIES}
 # Functions that give arguments for each rank, of rules that treat the indices of a factor alike, but for so many of the
-# last dims: a triangle knows rows and columns.
+# last dims: a triangle depends on rows and columns.
 UNIFORM: dict[Any, int] = {
     None: 0,
     local_share: 0,
@@ -60,12 +60,12 @@ UNIFORM: dict[Any, int] = {
     where_triangle: 2,
     where_replaced: 0,
 }
-# Look-ups are told which indices of a dim a rank holds, but no result has that dim.
+# Look-ups get the indices of a dim that a rank has, but no result has that dim.
 LOOKING_UP = {aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor}
 
 
 # Operators beside the pointwise ones that read operands of stride 0 as any others. Some of torch's do not: the median
-# of an expanded tensor is not computed. They are given what one device gives them.
+# of an expanded tensor is not computed. They get the operands of one device.
 ANY_STRIDES = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default, aten.amin.default,
     aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.mm.default,
@@ -87,8 +87,8 @@ class BroadcastCall(NamedTuple):
 
     Args:
         sharding: the call, with broadcast dims of its results marked.
-        op: what runs on the locals.
-        runs_as: the call as it runs: along what is computed once, sizes are one.
+        op: the operator that runs on locals.
+        runs_as: the call as it runs: dims that are computed once have size one.
     """
 
     sharding: OutputSharding
@@ -97,7 +97,7 @@ class BroadcastCall(NamedTuple):
 
 
 def keeping_broadcast(signature: Signature, sharding: OutputSharding, op: Callable[..., Any]) -> BroadcastCall:
-    """The call with broadcast dims of its results marked, and what to run on the locals in place of `op`."""
+    """The call with broadcast dims of its results marked, and the operator to run on locals in place of `op`."""
     info = signature.info
     if info.is_view or info.op in VIEWS_OF_COPIES:
         dims = _broadcast_in_views(signature, sharding.inputs[0])
@@ -178,7 +178,7 @@ def _constant_factors(factors: Factors, sharding: OutputSharding, last: int) -> 
 def _permutes(factors: Factors, sharding: OutputSharding, name: str) -> bool:
     """Whether all rows of one operand, and no others, are the rows of a result: constant rows stay constant."""
     call, rows = sharding.call, sharding.rule.rows
-    if rows is None or sharding.rule.localize is not None:  # which tells a rank's operator its rows
+    if rows is None or sharding.rule.localize is not None:  # the local operator gets the rows of its rank
         return False
     if (len(call.operands), len(call.results)) != (1, 1) or call.results[0].is_symbolic:
         return False
@@ -230,7 +230,7 @@ def _run_once(
 
 
 def _run_once_alone(op: Callable[..., Any], dims: Sequence[int], shape: list[int]) -> Callable[..., Any]:
-    """The same for one operand and one result: what gradients of means need."""
+    """The same for one operand and one result, as in gradients of means."""
 
     def run_once_alone(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return op(compacted(local, dims), *args, **kwargs).expand(shape)
@@ -244,9 +244,9 @@ def _run_once_in_front(
     sources: Sequence[tuple[int, Slot, int]],
     shape: list[int] | None,
 ) -> Callable[..., Any]:
-    """The same for operands that stand in front of a call with one result: what gradients of reductions need.
+    """The same for leading operands of a call with one result, as in gradients of reductions.
 
-    `shape`: what the result is expanded to; None where sizes are symbolic.
+    `shape`: the shape that the result is expanded to; None if sizes are symbolic.
     """
     compact: list[tuple[Any, Sequence[int]]] = [(slot.index, dims) for slot, dims in given]
 
@@ -291,7 +291,7 @@ def _expanded(made: Any, dims: Sequence[tuple[int, Slot, int]], args: Sequence[A
 def _broadcast_in_views(signature: Signature, base: DTensorSpec) -> list[list[int]] | None:
     """The dims that have stride 0 in views of a tensor that is stored once along its broadcast dims.
 
-    None where there is no such view: broadcast dims and others would be one dim.
+    None if there is no such view: broadcast dims and others would be merged.
     """
     stored = [1 if dim in base.broadcast else size for dim, size in enumerate(base.shape)]
     strides = dense_strides(stored, like=base.tensor_meta.stride)
@@ -311,7 +311,7 @@ def _broadcast_in_views(signature: Signature, base: DTensorSpec) -> list[list[in
 
 
 def _broadcast_in_copies(sharding: OutputSharding) -> tuple[list[list[int]], Callable[..., Any]]:
-    """Of a view that must be copied, the dims that stay broadcast, and what copies the others.
+    """For a view that must be copied: the dims that stay broadcast, and the function that copies the others.
 
     Dims that are regrouped hold the same elements. Where so many values of the leading dims before are constant, the
     leading dims after are, as long as their sizes divide it.
@@ -344,7 +344,7 @@ def _broadcast_in_copies(sharding: OutputSharding) -> tuple[list[list[int]], Cal
 
 
 def _broadcast_as_complex(sharding: OutputSharding) -> tuple[list[list[int]], Callable[..., Any]]:
-    """Of real numbers seen as complex ones, the dims that stay broadcast, and what stores the pairs of numbers."""
+    """For real numbers viewed as complex: the dims that stay broadcast, and the function that stores the pairs."""
     base = sharding.inputs[0]
     kept = [dim for dim in base.broadcast if dim < base.ndim - 1]
 
@@ -366,7 +366,7 @@ def _physical_once(op: Callable[..., Any], dims: Sequence[int]) -> Callable[...,
 
 
 def _apart(op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """A view of what is stored once in place of several times: a write to it must not go to all of these.
+    """A view of values that are stored once for several indices: a write must not reach all of these.
 
     A view that is itself stored so is given another local when it is written to. Any other gets memory of its own.
     """
@@ -395,10 +395,10 @@ FILLED = {
 
 
 def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Executor:
-    """`run`, but what autograd's formulas make of one number is stored once: they add something to it.
+    """`run`, but constants of autograd's formulas are stored once: the formulas add something to them.
 
-    Where it is known how the tensor lies whose gradient it becomes, it lies so; beside an operand of its own size that
-    every rank has in full, it is replicated as that one is. Outside of autograd such a tensor is most often a buffer,
+    If the layout of the tensor whose gradient it becomes is known, it gets that; next to an operand of its size that
+    is replicated, it is replicated too. Outside of autograd such a tensor is most often a buffer,
     about to be written to.
     """
     info, spec = signature.info, signature.specs[0]
@@ -422,7 +422,7 @@ def filled_once(signature: Signature, result: DTensorSpec, run: Executor) -> Exe
 
         return wrapping.wrapper(goal)(fabric_of(mesh).map(mesh, fill, args[0]._local_tensor))
 
-    # a sharded one costs a rank what its tensor costs
+    # a sharded one needs as much memory on a rank as its tensor
     return run_or_fill if made.is_lazy and not any(made.dim_axes) and spec.mesh is mesh else run
 
 
@@ -431,7 +431,7 @@ def _numel(spec: DTensorSpec) -> int:
 
 
 def _as_origin(made: DTensorSpec, origin: DTensorSpec | None) -> DTensorSpec:
-    """A replicated constant as the tensor lies whose gradient it becomes, if that one is sharded."""
+    """A replicated constant in the layout of the tensor whose gradient it becomes, if that one is sharded."""
     if origin is None or origin.mesh is not made.mesh or origin.shape != made.shape or not any(origin.dim_axes):
         return made
     return origin.reduced().with_meta(made.tensor_meta)
@@ -486,7 +486,7 @@ SPREADING: dict[Any, Callable[[Signature], list[int]]] = {
     **{getattr(aten, f"{name}_backward").default: _along_images for name in INTERPOLATIONS},
 }
 JOINED = {aten.cat.default, aten.slice_scatter.default}  # of these all operands are laid out alike, else the first
-SMALL = 4  # times that a rank's part of a tensor must be larger than what is called small beside it
+SMALL = 4  # a tensor is small if the local part of the other is this many times larger
 
 
 @functools.cache
@@ -496,13 +496,13 @@ def _gathering_nodes() -> frozenset[str]:
 
 
 def _laid_out_as(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec:
-    """A tensor laid out as another along its first dims, and whole along further ones."""
+    """The layout of another tensor on its first dims; further dims are not sharded."""
     axes = (*spec.dim_axes, *((),) * (len(meta.shape) - spec.ndim))
     return DTensorSpec.from_dim_axes(spec.mesh, spec.placements, meta, axes)
 
 
 def spread_as_origin(signature: Signature, run: Executor) -> Executor:
-    """`run`, but what becomes the gradient of a sharded tensor is sharded as that tensor is, not made of constants.
+    """`run`, but a gradient of a sharded tensor is sharded as that tensor is, not made of constants.
 
     The gradient of `x.cumsum(0).mean()` is the scan of a constant, that of `x.chunk(2)` joins two. On every rank it
     would have the global size of the dim. It stays so while that is small, because then nothing is moved.
@@ -569,14 +569,14 @@ def spread_regrouped(signature: Signature, run: Executor) -> Executor:
 
 
 INTO_LEAVES = {aten.detach.default, aten.new_empty_strided.default}
-WRITES_TO_VIEWS = "CopySlices"  # what autograd calls the node of a tensor to a view of which something was written
+WRITES_TO_VIEWS = "CopySlices"  # autograd's node of a tensor after a write to one of its views
 
 
 def into_leaf(signature: Signature, run: Executor) -> Executor:
     """`run`, but a gradient that autograd is putting into the `.grad` of a leaf gets the layout of the leaf.
 
     Only where that needs no communication: a sum over ranks stays `Partial`, so that those of several backward passes
-    are reduced once. Autograd detaches a gradient that nobody else holds; of any other it makes an empty tensor and
+    are reduced once. Autograd detaches a gradient without other references; of any other it makes an empty tensor and
     copies. It does the same with the gradient of a tensor to a view of which something was written: that one gets the
     layout of the tensor.
     """
@@ -606,7 +606,7 @@ def into_leaf(signature: Signature, run: Executor) -> Executor:
 
 
 def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor | None:
-    """What detaches a gradient, or makes an empty one, in the layout of a leaf; None where that would communicate."""
+    """Detach a gradient, or make an empty one, in the layout of a leaf; None if that would communicate."""
     spec, mesh = signature.specs[0], leaf.mesh
     target = leaf.reduced().materialized().with_dtype(spec.tensor_meta.dtype)
     route = bound_route(spec, target)

@@ -1,7 +1,7 @@
-"""Operands on different meshes: seen on one of them, where that can mean only one thing; lists, mesh by mesh.
+"""Operands on different meshes: remapped to one of them if that is unambiguous; lists, mesh by mesh.
 
 A tensor on a slice of a mesh may differ from slice to slice. One on a larger mesh that is replicated along the other
-axes is the same in every slice, so it can be seen there. The other way round it cannot, but for a single replicated
+axes is the same in every slice, so it can be remapped. The reverse is not possible, except for a single replicated
 number, which is a constant. Nothing is moved.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["on_one_mesh"]
 
 
 def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
-    """How a tensor lies on another mesh of the same grid, if it surely is one tensor there."""
+    """The layout of a tensor on another mesh of the same grid, if it is one tensor there."""
     if spec.mesh.root is not mesh.root:
         return None
     own, there = spec.mesh.axes, mesh.axes
@@ -36,7 +36,7 @@ def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
 
 
 def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, Any]]) -> Executor:
-    """The executor of a call whose operands lie on several meshes."""
+    """The executor of a call whose operands are on several meshes."""
     laid_out = [(slot, tensor._spec) for slot, tensor in found if isinstance(tensor, wrapping.tensor_class)]
     meshes = list(dict.fromkeys(spec.mesh for _, spec in laid_out))
     by_item = info.op._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
@@ -53,12 +53,12 @@ def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, An
         return reduced_first(info, wrapping, waiting)
     sliced = any(mesh.size() != mesh.grid_size for mesh in meshes)
     raise MeshError(
-        f"{info.op}: the operands lie on different meshes: {', '.join(str(spec) for _, spec in laid_out)}, "
+        f"{info.op}: the operands are on different meshes: {', '.join(str(spec) for _, spec in laid_out)}, "
         f"on {', '.join(map(str, meshes))}",
-        hint="what lies on a slice of a mesh may differ from slice to slice; it goes together with what is Replicate() "
+        hint="tensors on a slice of a mesh may differ between slices; they can be combined with what is Replicate() "
         "along the other axes, or build both on one mesh"
         if sliced
-        else "bring them to one mesh first, with redistribute(mesh, placements)",
+        else "redistribute them to one mesh first, with redistribute(mesh, placements)",
     )
 
 
@@ -71,9 +71,9 @@ def _seen(wrapping: Wrapping, info: OpInfo, seen: Sequence[tuple[Slot, DTensorSp
             tensor = slot.get(args, kwargs)
             if tensor.requires_grad:
                 raise MeshError(
-                    f"{info.op}: argument {slot.name!r} needs a gradient, and lies on {tensor._spec.mesh}, unlike the "
+                    f"{info.op}: argument {slot.name!r} needs a gradient, and is on {tensor._spec.mesh}, unlike the "
                     "others: whether gradients of the slices belong together is not known",
-                    hint="bring the operands to one mesh first, by to_local() and from_local() with grad_placements",
+                    hint="move the operands to one mesh first, by to_local() and from_local() with grad_placements",
                 )
             slot.put(new_args, new_kwargs, wrap(tensor._local_tensor))
         return info.op(*new_args, **new_kwargs)

@@ -1,4 +1,4 @@
-"""How a signature is run: the way that was chosen, and what the rule says. An event of the dispatcher."""
+"""How a signature is run: the chosen way, and the layouts of the rule. An event of the dispatcher."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def decided(
     why: str = "",
     by_values: bool = False,
 ) -> None:
-    """Tell those who observe decisions."""
+    """Notify listeners of decisions."""
     if decision_made:
         decision_made.notify(Decision(way, signature, sharding, why, by_values))

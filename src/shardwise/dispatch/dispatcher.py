@@ -79,7 +79,7 @@ from shardwise.torch_private import OpOverload
 __all__ = ["CacheInfo", "OpDispatcher"]
 
 MAX_ENTRIES = 16384
-COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of what process groups do
+COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of operators of process groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ AROUND = (
     | dict.fromkeys(SPREADING.keys() & TAKING, _spread_and_noted)
     | dict.fromkeys(REGROUPING, _spread_and_noted_view)
 )
-# What decides, at each call, in which layout an operator of backward runs.
+# Operators of backward whose layout is chosen at each call.
 LAID_OUT_BY = dict.fromkeys(PUTTING_BACK, putting_back) | {TABLE_BACKWARD: sent_to_owners}
 
 
@@ -131,8 +131,8 @@ class OpDispatcher:
         self._metas = ResultMetas()
         self._known_calls = KnownCalls()
         on_new_world.append(self.forget)  # executors know which ranks are here
-        on_found.append(self.cache.clear)  # a known call would not raise what was found
-        on_new_model.append(self.forget)  # and move what it is cheapest to move
+        on_found.append(self.cache.clear)  # a warm call would not raise the error that was found
+        on_new_model.append(self.forget)  # and move the cheapest operand
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
@@ -192,7 +192,7 @@ class OpDispatcher:
         if func.namespace in COLLECTIVES:
             raise UnsupportedError(
                 f"{func} is a collective of a process group, and was called with a DTensor",
-                hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives what a collective can take",
+                hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives a tensor for collectives",
             )
         info = infos.get(id(func)) or op_info(func)
         found = tensor_slots(info, args, kwargs)
@@ -234,8 +234,8 @@ class OpDispatcher:
     ) -> Executor:
         """An operator that gives new tensors or views."""
         info = signature.info
-        if info.is_view and is_norm(signature.specs[0]):  # which becomes whole when it is written to; so must its views
-            decided("of what is reduced first", signature)
+        if info.is_view and is_norm(signature.specs[0]):  # a write reduces it, and must reach its views
+            decided("reduced first", signature)
             return copied_view(info, reduced_first(info, self.wrapping, signature.slots[:1]))
         metas = self._metas.find(signature, key, args, kwargs)
         sharding = _sharding(signature, metas)
@@ -327,7 +327,7 @@ class OpDispatcher:
         return watched(self.wrapping, info, run)
 
     def forget(self) -> None:
-        """Drop every executor and what was read from schemas and rules."""
+        """Drop every executor, and the facts read from schemas and rules."""
         self.cache.clear()
         self._known_calls.forget()
         forget_infos()
@@ -338,19 +338,19 @@ class OpDispatcher:
 
 
 def _is_elsewhere(device: Any, mesh: DeviceMesh) -> bool:
-    """Whether a call asks for a device that is not of the mesh's kind."""
+    """Whether a call names a device of another kind than the mesh."""
     return device is not None and torch.device(device).type not in (mesh.device_type, "meta")
 
 
 def _other_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> UnsupportedError:
     return UnsupportedError(
-        f"{info.op} was asked for the device {device}, but the operands lie on {mesh}",
+        f"{info.op} was called with the device {device}, but the operands are on {mesh}",
         hint="a DTensor stays on the devices of its mesh; take full_tensor() or to_local() elsewhere",
     )
 
 
 def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> OutputSharding | None:
-    """Where everything lies, if a rule speaks for the call."""
+    """The layouts of the call by its rule, if the rule applies."""
     op = signature.info.op
     # of random operators only a rule of their own may speak, where nothing is drawn; torch's tags do not
     if metas is None or (signature.info.draws and op not in RULES):
@@ -360,7 +360,7 @@ def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Out
 
 
 def _worth_decomposing(signature: Signature, sharding: OutputSharding) -> bool:
-    """Whether operands would have to be moved by a rule, for longer than what the operator is computed from takes."""
+    """Whether a rule would move operands, and that would take longer than a decomposition."""
     if sharding.rule.layouts is not None:
         return False
     bound = routes_between(signature.specs, sharding.inputs)

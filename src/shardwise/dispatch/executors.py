@@ -35,7 +35,7 @@ from shardwise.torch_private import is_alias_of
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
 EXPAND = torch.ops.aten.expand.default
-SHARING = torch.ops.aten.view.default  # of the views that rules take apart, the one that must share memory
+SHARING = torch.ops.aten.view.default  # of the views that rules patch, the one that must share memory
 # Views that share memory where that of the local allows for it, and else are copied.
 MAY_COPY = {SHARING, torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype}
 REFUSING_EMPTY = {"cuda"}  # devices whose kernels are not called to compute an empty result of a shard
@@ -43,7 +43,7 @@ Patches = Mapping[Coordinate, Mapping[str, Any]]
 
 
 def executor(signature: Signature, sharding: OutputSharding) -> Executor:
-    """What runs a call as its rule has laid it out."""
+    """The executor of a call in the layouts of its rule."""
     info, specs = signature.info, signature.specs
     if isinstance(sharding.exchange, RowExchange):
         return watched(signature.wrapping, info, exchanging_rows(signature, sharding, sharding.exchange))
@@ -67,7 +67,7 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     rank_by_rank = lockstep and is_nondeterministic(info.op)  # so that equal operands share a result
     if _may_be_refused_when_empty(signature, sharding):
         local_op, rank_by_rank = sparing_empty(info, local_op or info.op), lockstep
-    # zeros on the ranks that hold nothing of a slice are no part of its base
+    # zeros on ranks that have nothing of a slice are not part of its base
     copies = info.is_view and (
         any(routes)
         or specs[0].is_lazy  # a write replaces its local
@@ -89,7 +89,7 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
 
 
 def _by_owner(signature: Signature, sharding: OutputSharding, step: OwnerExchange) -> Executor:
-    """What runs a call by an exchange by owner. In a graph, which knows no values, it runs as the rule says."""
+    """The executor of a call by an exchange by owner. In a graph, which has no values, it runs by the other rows."""
     run, info = exchanging_by_owner(signature, sharding, step), signature.info
     traced: list[Executor] = []
 
@@ -109,7 +109,7 @@ def _by_owner(signature: Signature, sharding: OutputSharding, step: OwnerExchang
 def _may_be_refused_when_empty(signature: Signature, sharding: OutputSharding) -> bool:
     """Whether a kernel that was not tested with empty operands would get one on a rank here.
 
-    Kernels of CUDA may refuse to start on nothing, or read what is not there. Pointwise ones are known to be right, and
+    Kernels of CUDA may refuse to start without elements, or read out of bounds. Pointwise ones are correct, and
     views run none.
     """
     info, mesh = signature.info, signature.mesh
@@ -136,7 +136,7 @@ def _patches(sharding: OutputSharding, mesh: DeviceMesh) -> Patches | None:
 def _simple_executor(
     signature: Signature, spec: DTensorSpec, patches: Patches | None, local_op: Callable[..., Any] | None
 ) -> Executor | None:
-    """A short function for a short call: the operands stand in front. None where the call is not that short."""
+    """A short function for calls with leading operands and nothing to move. None for other calls."""
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
     here = coordinates_here(mesh)
@@ -165,7 +165,7 @@ def _form(signature: Signature) -> Callable[[Callable[..., Any], Wrap], Executor
 
 
 def for_any_size(signature: Signature, sharding: OutputSharding) -> Callable[[DTensorSpec], Executor] | None:
-    """What makes the executor of a pointwise call from how its result lies; None where it is not that short."""
+    """A function that makes the executor of a pointwise call from the spec of its result; None for other calls."""
     info, mesh, rule = signature.info, signature.mesh, sharding.rule
     short = all(slot.item is None and slot.index == i for i, slot in enumerate(signature.slots))
     if not short or info.is_view or info.writes or not info.pointwise or rule.localize is not None:
@@ -222,7 +222,7 @@ def _several(tensor_class: Any, op: Callable[..., Any], wrap: Wrap) -> Executor:
 
 
 def _writing(wrapping: Wrapping, info: OpInfo, op: Callable[..., Any], alone: bool) -> Executor:
-    """A write to the first operand; `alone`: there is no other one."""
+    """A write to the first operand; `alone`: it is the only one."""
     tensor_class = wrapping.tensor_class
 
     def writing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -302,7 +302,7 @@ def _takes_lists(signature: Signature) -> bool:
 
 
 def _lists(signature: Signature, outputs: tuple[DTensorSpec, ...], op: Callable[..., Any]) -> Executor:
-    """The same call on the lists of locals: what an optimizer does to all parameters at once."""
+    """The same call on lists of locals, as optimizers do for all parameters at once."""
     wrapping = signature.wrapping
     tensor_class, wraps = wrapping.tensor_class, [wrapping.wrapper(spec) for spec in outputs]
     at_items = sorted({slot.index for slot in signature.slots if slot.index is not None and slot.item is not None})
@@ -373,7 +373,7 @@ def general_executor(
     copies: bool = False,
     draws: bool = False,
 ) -> Executor:
-    """Move the operands, run on locals, wrap; `outputs` is None where only the results tell their shapes."""
+    """Move the operands, run on locals, wrap; `outputs` is None if shapes are known only from the results."""
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     op, writes = info.op, bool(signature.pinned)
     bring, run_local = bringing(signature, routes), local_runner(info, slots, patches, mesh, draws)

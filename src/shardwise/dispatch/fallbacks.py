@@ -1,4 +1,4 @@
-"""Operators whose rule has nothing to say, or would communicate: computed from others, or run on whole tensors."""
+"""Operators without an applicable rule, or whose rule would communicate: decomposed, or run on replicated operands."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardwise.torch_private import OpOverload, decomposition_of
 
 __all__ = ["LIKE", "decomposed", "made_elsewhere", "on_whole_tensors", "torch_decomposition"]
 
-# Operators that take elements by where they lie in memory, or refuse them. By name: torch loads `prims` when it needs
+# Operators that access elements by their memory order, or refuse them. By name: torch loads `prims` when it needs
 # them.
 BY_MEMORY = {
     "aten::resize", "aten::resize_as", "prims::as_strided_scatter", "aten::_pdist_forward", "aten::_pdist_backward",
 }  # fmt: skip
 
 aten = torch.ops.aten
-# Operators that read of a tensor what it is like, and no value.
+# Operators that read the metadata of a tensor, and no value.
 LIKE = set(
     overloads(
         [
@@ -41,10 +41,10 @@ LIKE = set(
 
 @functools.cache
 def torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
-    """What torch itself offers for an operator without a rule."""
+    """The decomposition that torch has for an operator without a rule."""
     if op._can_decompose():
         return op.decompose
-    if OpInfo.of(op).is_view:  # these go by storage offsets, which a wrapper has none of
+    if OpInfo.of(op).is_view:  # these need storage offsets, which wrapper tensors lack
         return None
     return decomposition_of(op)
 
@@ -57,8 +57,8 @@ def decomposed(
 ) -> Executor:
     """Computed from other operators; plain tensors that come out were made on the way, alike on every rank.
 
-    A decomposition that comes back to its own operator gets it `directly`, and so does one that is not implemented.
-    Results lie in memory as `metas` say, if they are given: what is drawn into a tensor follows the order of memory.
+    A decomposition that calls its own operator gets it `directly`, and so does one that is not implemented.
+    Results have the strides of `metas`, if given: random numbers are drawn in the order of memory.
     """
     info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
 
@@ -90,7 +90,7 @@ def made_elsewhere(wrapping: Wrapping, info: OpInfo) -> Executor:
 
 
 def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Executor:
-    """Every operand is made whole and the operator run on every rank, with a word about it."""
+    """Replicate all operands, run the operator on every rank, and warn."""
     info, specs, mesh = signature.info, signature.specs, signature.mesh
     routes = routes_between(specs, signature.with_whole_operands())
     outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
@@ -100,7 +100,7 @@ def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None)
     copies = info.is_view and (any(routes) or info.op in COPYING_VIEWS)
     run = general_executor(signature, routes, outputs, local_op=local_op, copies=copies, draws=signature.info.draws)
     moving = [route.route for route in routes if route is not None and route.communicates]
-    if not moving or not any("Tensor" in kind for kind in info.returns):  # item() asks for the value itself
+    if not moving or not any("Tensor" in kind for kind in info.returns):  # item() is a request for the value
         return run
 
     def run_and_warn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -116,7 +116,7 @@ def _goes_by_memory(op: OpOverload) -> bool:
 
 
 def _in_memory_order(signature: Signature) -> Callable[..., Any]:
-    """The operator on operands that lie in memory as on one device; what was moved may lie otherwise."""
+    """The operator on operands with the strides of one device; moved operands may have others."""
     op, slots, specs = signature.info.op, signature.slots, signature.specs
 
     def run_in_memory_order(*args: Any, **kwargs: Any) -> Any:

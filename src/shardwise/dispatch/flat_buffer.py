@@ -18,7 +18,7 @@ __all__ = ["FlatBuffer", "alike"]
 
 
 class FlatBuffer(NamedTuple):
-    """The shapes of some tensors, and how the buffer that holds them all lies."""
+    """The shapes of some tensors, and the spec of the buffer that has them all."""
 
     shapes: list[torch.Size]
     spec: DTensorSpec

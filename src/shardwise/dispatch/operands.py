@@ -1,6 +1,6 @@
 """Operands on their way to where an operator runs: each by its route, and reductions of a list in one collective.
 
-What was Partial and has been reduced is remembered with its tensor: the next operator that reads it moves nothing.
+The reduction of a Partial is remembered with its tensor: the next operator that reads it moves nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Versions = tuple[int, int] | None
 
 
 class Settled(NamedTuple):
-    """What a Partial tensor came to when it was reduced, and how often it had been written to then."""
+    """The reduction of a Partial tensor, and the version of the tensor at that time."""
 
     versions: Versions
     target: DTensorSpec
@@ -34,7 +34,7 @@ class Settled(NamedTuple):
 def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring:
     """The function that gives the locals of a call's operands where the operator wants them."""
     slots, mesh, wrapping = signature.slots, signature.mesh, signature.wrapping
-    # what a view shares memory with may be written to
+    # the base of a view may be written to
     remembers = [not signature.info.is_view and reduces(route) for route in routes]
     moves = [None if route is None else route.run if signature.info.is_view else route.read for route in routes]
     flat = _flat_reductions(signature, routes) if any(remembers) else []
@@ -89,7 +89,7 @@ def _versions(tensor: Any) -> Versions:
 
 
 class _FlatReduction(NamedTuple):
-    """Operands of lists that wait for one reduction and are wanted whole: gradients of what every rank has, norms."""
+    """Operands of lists that are Partial and needed reduced: gradients of replicated tensors, norms."""
 
     positions: list[int]
     targets: list[DTensorSpec]
@@ -116,7 +116,7 @@ def _flat_reductions(signature: Signature, routes: Sequence[BoundRoute | None]) 
 
 
 def _several(waiting: Mapping[int, DTensorSpec]) -> list[_FlatReduction]:
-    """Those at least two of which lie alike, sharded on no axis."""
+    """Those of which at least two have the same layout, sharded on no axis."""
     fit = {
         i: spec
         for i, spec in waiting.items()
@@ -133,7 +133,7 @@ def _flat_reduction(positions: list[int], specs: Sequence[DTensorSpec]) -> _Flat
 
 
 def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Executor:
-    """The same call with these operands reduced, those that lie alike in one collective."""
+    """The same call with these operands reduced, those of one layout in one collective."""
 
     def run_on_reduced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)

@@ -1,8 +1,8 @@
 """Gradients whose operator would be as cheap in every layout take the layout of the forward's operand.
 
 The gradient of `x[0]` is zeros but for one row, and the gradient of experts is a product of replicated rows for each
-of them. The operator is told the shape of `x`, not its layout: each rank can make its own part. So the forward notes
-the layout with the node of autograd that made `x`, and the backward asks the node that it leads to. What is not noted
+of them. The operator gets the shape of `x`, not its layout: each rank can make its own part. So the forward notes
+the layout with the node of autograd that made `x`, and the backward looks it up at the next node. What is not noted
 is replicated.
 """
 
@@ -92,7 +92,7 @@ def noting_split_dims(signature: Signature, run: Executor) -> Executor:
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
-    """The node of autograd that made a tensor; None where there is none, or torch does not say."""
+    """The node of autograd that made a tensor; None if there is none, or torch does not report it."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # a view that was made in inference mode, and whose base has been written to since
@@ -149,8 +149,8 @@ def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
 def with_constants_stored_once(tensor_class: Any, info: OpInfo, slots: Sequence[Slot], run: Executor) -> Executor:
     """`run`, which joins gradients: plain zeros or ones that autograd makes beside them are stored once.
 
-    Zeros stand for parts that were not used, or that were replaced. A user's hook runs in the same node and may join
-    what it likes, so the values are looked at.
+    Zeros replace parts that were not used, or that were overwritten. A user's hook runs in the same node and may join
+    other tensors, so the values are checked.
     """
 
     def run_or_replace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -171,7 +171,7 @@ def with_constants_stored_once(tensor_class: Any, info: OpInfo, slots: Sequence[
 
 
 def _is_filled(plain: torch.Tensor, value: int) -> bool:
-    """Whether a plain tensor is one number everywhere; one without values is taken for what autograd makes."""
+    """Whether a plain tensor has one value everywhere; one without values is assumed to be autograd's."""
     if plain.is_meta or is_tracing():
         return True
     return plain.__class__ is torch.Tensor and bool((plain == value).all().item())
@@ -180,7 +180,7 @@ def _is_filled(plain: torch.Tensor, value: int) -> bool:
 def putting_back(
     signature: Signature, sharding: OutputSharding, make: Callable[[OutputSharding], Executor]
 ) -> Executor:
-    """What runs a call that makes a gradient: in the layout that was noted for it, if any."""
+    """The executor of a call that makes a gradient: in the layout that was noted for it, if any."""
     tensor_class, spec = signature.wrapping.tensor_class, sharding.outputs[0]
     runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
     grouped = sharding.rule.by_groups
@@ -209,10 +209,10 @@ def putting_back(
 def sent_to_owners(
     signature: Signature, sharding: OutputSharding, make: Callable[[OutputSharding], Executor]
 ) -> Executor:
-    """What runs the gradient of a table whose rows are sharded: each rank makes the rows that it owns.
+    """The executor of the gradient of a table with sharded rows: each rank makes the rows that it owns.
 
-    What is known to every rank is added to these rows alone. Where indices are sharded as the rows are, each rank gets
-    those it owns; otherwise it would have a sum of the size of the whole table, to be reduced later. It stays so where
+    Replicated gradients are added to these rows alone. If indices are sharded like the rows, each rank gets
+    those it owns; otherwise it would have a sum of the size of the global table, to be reduced later. It stays so if
     that takes less time, and where the table is replicated.
     """
     tensor_class, out, mesh = signature.wrapping.tensor_class, sharding.outputs[0], signature.mesh
@@ -256,9 +256,9 @@ def _experts_of(tensor_class: Any) -> DTensorSpec | None:
 
 
 def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int) -> OutputSharding:
-    """`sharding`, with what would be whole along `dim` split as the origin is.
+    """`sharding`, with operands that would be replicated along `dim` split as the origin is.
 
-    What is put back is small, the result is not. So a Partial operand is reduced before, and each rank puts it back
+    The operand is small, the result is large. So a Partial operand is reduced before, and each rank puts it back
     into its part.
     """
     out, split = sharding.outputs[0], Shard(dim)
@@ -277,7 +277,7 @@ def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int) -> O
 
 
 def _reduced_on(axes: Sequence[int], spec: DTensorSpec) -> DTensorSpec:
-    """The spec, Partial on none of these axes."""
+    """The spec without Partial on these axes."""
     if not any(isinstance(spec.placements[axis], Partial) for axis in axes):
         return spec
     placements = [Replicate() if a in axes and isinstance(p, Partial) else p for a, p in enumerate(spec.placements)]

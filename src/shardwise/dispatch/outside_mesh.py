@@ -21,7 +21,7 @@ __all__ = ["holding_nothing"]
 def holding_nothing(
     signature: Signature, outputs: Sequence[DTensorSpec] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Executor:
-    """What runs a call on such a rank. `outputs`: where results lie, None where that depends on values."""
+    """The executor of a call on such a rank. `outputs`: the specs of results, None if they depend on values."""
     info, wrapping = signature.info, signature.wrapping
     values: Any = None
     if outputs is None:
@@ -45,7 +45,7 @@ def holding_nothing(
 
 
 def _of_zeros(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the operator gives for zeros of these shapes, which take no memory."""
+    """The results of the operator for zeros of these shapes, which take no memory."""
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot, spec in zip(signature.slots, signature.specs, strict=True):
         slot.put(new_args, new_kwargs, torch.zeros((), dtype=spec.tensor_meta.dtype).expand(spec.shape))

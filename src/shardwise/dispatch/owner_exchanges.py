@@ -29,9 +29,9 @@ __all__ = ["exchanging_by_owner"]
 
 
 def exchanging_by_owner(signature: Signature, sharding: OutputSharding, step: OwnerExchange) -> Executor:
-    """What runs a call by an exchange by owner."""
+    """The executor of a call by an exchange by owner."""
     info, mesh, program = signature.info, signature.mesh, sharding.rule.program
-    assert program is not None, f"the rule of {info.op} exchanges by owner and does not say how"
+    assert program is not None, f"the rule of {info.op} exchanges by owner and has no program"
     fabric, places = fabric_of(mesh), {at: _place(step, at) for at in coordinates_here(mesh)}
     routes = routes_between(signature.specs, sharding.inputs)
     bring = bringing(signature, routes)

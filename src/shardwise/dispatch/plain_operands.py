@@ -1,6 +1,6 @@
 """Plain tensors among DTensors: taken as replicated. Their gradients are plain; processes compare their values.
 
-What is the user's and what an operator made on its way is not told apart: both are the same on every rank, or an error.
+Tensors of the user and those that an operator made inside are treated alike: the same on every rank, or an error.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _with_stored_zeros(
 
 
 def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class: Any) -> None:
-    """Of code that is traced the calls of the program are not seen, so that torch's own tensors are refused as well."""
+    """In traced code the calls of the program are not visible, so torch's own tensors are refused as well."""
     for slot, tensor in found:
         if not isinstance(tensor, tensor_class) and tensor.numel() != 1:
             raise PlainTensorError(
@@ -95,7 +95,7 @@ def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class
 
 
 def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
-    """Locals of virtual ranks are what processes would have as plain tensors."""
+    """Locals of virtual ranks correspond to plain tensors of processes."""
     for name, operand in zip(names, operands, strict=True):
         first, *others = parts_of(operand)
         differs = [rank for rank, other in enumerate(others, start=1) if not agree(first, other)]

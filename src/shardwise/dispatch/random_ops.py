@@ -1,7 +1,7 @@
 """Random operators: every rank gets its own part of the numbers that one device would have drawn.
 
-Which generator gives them is told in `shardwise.rng`. Operators that draw by the values of their operands in a way that
-no part can repeat are run on whole tensors.
+`shardwise.rng` chooses the generator. Operators that draw by the values of their operands in a way that
+no part can repeat run on replicated operands.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Parts:
         return Block(shape, offset, runs)  # pyright: ignore[reportArgumentType]
 
     def wanted(self, op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype) -> Draw:
-        """The fill of the whole tensor."""
+        """The fill of the global tensor."""
         shape = tuple(self.spec.shape[dim] for dim in self.order)
         return Draw(op, numbers, shape, dtype, device_of(self.spec.mesh), self.contiguous)
 
@@ -113,7 +113,7 @@ class _Parts:
                 tensor.copy_(first[self.of_rank[coordinate]])
 
     def _parts_in_place(self, local: torch.Tensor, wanted: Draw) -> list[tuple[Coordinate, torch.Tensor]] | None:
-        """The tensors of the ranks here, if they can be drawn into as they lie; else None."""
+        """The tensors of the ranks here, if numbers can be drawn directly into them; else None."""
         mesh = self.spec.mesh
         if (
             not fabric_of(mesh).has_values
@@ -141,7 +141,7 @@ class _Parts:
 
 
 def _note_state(mesh: DeviceMesh, op: OpOverload, generator: torch.Generator | None) -> None:
-    """What is about to be drawn must be drawn from one random state on all ranks; compared where ranks are checked."""
+    """All ranks must draw from one random state; compared if ranks are checked."""
 
     def text() -> str:
         state = (generator or default_generator(device_of(mesh))).get_state()
@@ -232,7 +232,7 @@ def agree_on_state(mesh: DeviceMesh) -> None:
 
 
 def filling(signature: Signature) -> Executor:
-    """An in-place fill. What a Partial tensor adds up to is what one device draws."""
+    """An in-place fill. The sum of a Partial tensor is the draw of one device."""
     info, spec = signature.info, signature.specs[0]
     if spec.partial_axes:
         return _filling_partial(signature)
@@ -289,7 +289,7 @@ def _filling_new(signature: Signature, meta: TensorMeta) -> Executor:
 
 
 def _dropout(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
-    """`native_dropout`: the mask is drawn, and what it does to a sum it may do to its summands."""
+    """`native_dropout`: the mask is drawn, and may be applied to the addends of a sum."""
     info, spec, mesh, wrapping = signature.info, signature.specs[0], signature.mesh, signature.wrapping
     linear = all(p.reduce_op in ("sum", "avg") for p in spec.placements if isinstance(p, Partial))
     operand = spec if linear else spec.reduced()
@@ -339,7 +339,7 @@ def _cuda_mask(spec: DTensorSpec) -> Callable[[float], torch.Tensor] | None:
 
 
 def _kept(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
-    """What dropout leaves of a tensor, with the roundings of the device's own kernel."""
+    """The result of dropout, with the roundings of the device's own kernel."""
     if x.device.type != "cuda":
         return x * (keep.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p)))
     share = 1 - p if x.dtype is torch.float64 else torch.tensor(1 - p, dtype=torch.float32).item()
@@ -347,7 +347,7 @@ def _kept(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _on_whole(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
-    """Draws by the values of whole operands, as one device would; every rank keeps its part."""
+    """Draws by the values of gathered operands, as on one device; every rank keeps its part."""
     info, slots, specs, mesh, wrapping = (
         signature.info, signature.slots, signature.specs, signature.mesh, signature.wrapping,
     )  # fmt: skip
@@ -381,7 +381,7 @@ def _on_whole(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
 
 
 def _ways_back(operand: DTensorSpec, wholes: list[DTensorSpec]) -> Iterator[tuple[DTensorSpec, Any]]:
-    """For each result of an operator on wholes how it comes to lie: as the operand does, if it has the same shape."""
+    """The layout of each result of an operator on gathered operands: that of the operand, if it has the same shape."""
     for whole in wholes:
         if whole.shape == operand.shape and not operand.partial_axes and not operand.is_replicated:
             target = operand.with_meta(whole.tensor_meta)

@@ -1,4 +1,4 @@
-"""What an operator gives on one device: shape, strides and dtype of its results, by running it on meta tensors."""
+"""Shape, strides and dtype of an operator's results on one device, by running it on meta tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_DTYPES = 16384
 
 
 class ResultMetas:
-    """Finds results' metadata, and remembers what a new shape does not change: the dtype."""
+    """Computes the metadata of results, and remembers the dtype, which does not depend on the shape."""
 
     def __init__(self) -> None:
         self._dtypes: BoundedCache[Key, torch.dtype] = BoundedCache(MAX_DTYPES)
@@ -103,13 +103,13 @@ def _by_running(
 
 
 def _on_meta(info: OpInfo) -> Callable[..., Any]:
-    """What to run on meta tensors for the results of an operator: the operator, or what its rule has in its place."""
+    """The operator to run on meta tensors: the operator itself, or the one that its rule names."""
     own = RULES.get(info.op)
     return info.op if own is None or own.meta_op is None else own.meta_op
 
 
 def _without_shapes(key: Key) -> Key:
-    """A key with only what the dtype of a result depends on."""
+    """A key with everything that the dtype of a result depends on."""
     return tuple(
         [
             (part.tensor_meta.dtype, part.ndim == 0)

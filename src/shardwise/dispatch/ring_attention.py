@@ -1,7 +1,7 @@
 """Runs attention over a sharded sequence in the way that `plan/sequence_attention.py` has chosen.
 
 Where keys and values go round, a rank sends its own block to the rank that is next to see it, while it computes on the
-block that has arrived. In the backward what it has computed for a block goes straight to the rank that holds the block.
+block that has arrived. In the backward its results for a block go straight to the rank of the block.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def attending(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Executor | None:
-    """What runs a call of attention over a sharded sequence, as the user prefers; None where the rule should.
+    """The executor of attention over a sharded sequence, as the user prefers; None if the rule should run.
 
     Args:
         signature: the call.
-        sharding: where everything lies by the operator's own rule.
+        sharding: the layouts of the operator's own rule.
         metas: shape, stride and dtype of each result.
         args: the arguments of the call at hand; only a mask is read, one that all ranks have.
         kwargs: those given by name.
@@ -122,7 +122,7 @@ def _executor(signature: Signature, choice: AttentionChoice) -> Executor:
 
 
 def _returning(signature: Signature, choice: AttentionChoice, run: Executor) -> Executor:
-    """`run` with its results brought to where they belong."""
+    """`run` with its results redistributed to their layouts."""
     back = routes_between(choice.sharding.outputs, choice.returns)
     wraps = [signature.wrapping.wrapper(spec) for spec in choice.returns]
     moves: list[tuple[int, BoundRoute]] = [(i, route) for i, route in enumerate(back) if route is not None]
@@ -142,7 +142,7 @@ def _returning(signature: Signature, choice: AttentionChoice, run: Executor) -> 
 
 
 class _Plan:
-    """What is worked out once for a call that is run block by block."""
+    """The facts that are computed once for a call that runs block by block."""
 
     def __init__(self, signature: Signature, choice: AttentionChoice, pairs: Pairs) -> None:
         self.mesh, self.pairs = signature.mesh, pairs
@@ -152,7 +152,7 @@ class _Plan:
         self.kernel, self.is_backward = KERNELS[signature.info.op]
 
     def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
-        """What a rank computes of a block. In a dry run all of it: one rank stands for the one that computes most."""
+        """The part of a block that a rank computes. In a dry run all of it: one rank represents the slowest."""
         if not fabric_of(self.mesh).has_values:
             rows, columns = (self.inputs[name].local_shape(coordinate)[SEQUENCE] for name in ("query", "key"))
             return [tile.within(0, 0, self.pairs.key_runs[block][0].start) for tile in tiles(rows, columns, None)]
@@ -285,7 +285,7 @@ Ranks = Sequence[tuple[Coordinate, Mapping[str, Any]]]
 def _circulate(plan: _Plan, ranks: Ranks, see: Callable[[int, list[list[torch.Tensor]]], None]) -> list[torch.Tensor]:
     """Call `see` with each turn and the keys and values that the ranks here have in it; None where they need none.
 
-    Returns what arrived on this rank and was not needed, which a compiler would leave out.
+    Returns blocks that arrived on this rank and were not needed, which a compiler would remove.
     """
     announce, rotations = plan.rounds
     unused: list[torch.Tensor] = []
@@ -314,7 +314,7 @@ def _circulate(plan: _Plan, ranks: Ranks, see: Callable[[int, list[list[torch.Te
 
 
 def _forward(plan: _Plan, ranks: Ranks) -> list[Any]:
-    """The output, the logarithms of the sums, and what else the operator gives."""
+    """The output, the logarithms of the sums, and the other results of the operator."""
     states = [ForwardBlocks(plan.kernel, given) for _, given in ranks]
 
     def see(turn: int, blocks: Sequence[Any]) -> None:
@@ -338,7 +338,7 @@ def _backward(plan: _Plan, ranks: Ranks) -> list[Any]:
         announce()
     sums: list[list[torch.Tensor]] = []
     unused: list[torch.Tensor] = []
-    sent: list[Callable[[], torch.Tensor]] = []  # what waits for gradients that come back
+    sent: list[Callable[[], torch.Tensor]] = []  # waits for gradients in flight
 
     def add_up() -> None:
         for arriving in sent:
@@ -381,7 +381,7 @@ def _backward(plan: _Plan, ranks: Ranks) -> list[Any]:
 
 
 def _tied(result: torch.Tensor, unused: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A result that depends on what arrived and was not needed: a compiler leaves out what nothing depends on.
+    """A result that depends on blocks that were not needed: a compiler removes values without uses.
 
     Other ranks would wait for the collectives that this one left out.
     """

@@ -32,7 +32,7 @@ OnLocal = Callable[[torch.Tensor, Any], torch.Tensor]  # of a local and the fill
 
 
 def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: RowExchange) -> Executor:
-    """What runs a call by a row exchange."""
+    """The executor of a call by a row exchange."""
     info = signature.info
     assert sharding.rule.rows is not None
     rows = sharding.rule.rows(sharding.call, exchange.dim)
@@ -65,7 +65,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
 def exchanging_halos(
     signature: Signature, sharding: OutputSharding, exchange: HaloExchange, local_op: Callable[..., Any]
 ) -> Executor:
-    """What runs a call whose windows slide over sharded dims: halos, the operator on locals, windows added up."""
+    """The executor of a call whose windows slide over sharded dims: halos, the operator on locals, windows added up."""
     info, mesh, halo = signature.info, signature.mesh, exchange.halo
     routes = routes_between(signature.specs, sharding.inputs)
     bring, fabric = bringing(signature, routes), fabric_of(mesh)
@@ -104,7 +104,7 @@ def exchanging_halos(
 
 
 def _patches(sharding: OutputSharding, exchange: HaloExchange, mesh: DeviceMesh) -> dict[Coordinate, dict[str, Any]]:
-    """For each rank here the arguments that the rule replaces, where it works, and what it gives of no rows."""
+    """For each rank here the arguments that the rule replaces, whether it has rows, and its result without rows."""
     localize, mask = sharding.rule.localize, sharding.call.get("output_mask")
     found: dict[Coordinate, dict[str, Any]] = {}
     for coordinate in coordinates_here(mesh):
@@ -135,7 +135,7 @@ def _sparing_no_rows(info: OpInfo, local_op: Callable[..., Any], outputs: Sequen
 
 
 def _mapped(signature: Signature, first: OnLocal) -> OnLocal:
-    """What runs on the local of every rank here."""
+    """The function that runs on the local of every rank here."""
     mesh, fabric, op = signature.mesh, fabric_of(signature.mesh), signature.info.op
     fn = seeing_conjugates(first) if any_complex(signature.specs) else first
     return lambda local, fill: fabric.map_operator(mesh, op, lambda part: fn(part, fill), local)

@@ -1,6 +1,6 @@
-"""What is known of a call apart from its values: its key, its operands and their specs; how locals become DTensors.
+"""A call without its values: its key, its operands and their specs; and how locals become DTensors.
 
-The tensor class is known only as what is unwrapped and wrapped.
+The tensor class is a parameter: only unwrapping and wrapping are used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONSTANTS = {type(None), bool, int, torch.dtype, torch.device, torch.layout, tor
 
 
 def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
-    """The signature of a call: specs of DTensors; type and value of the rest, type alone of what no rule reads."""
+    """The signature of a call: specs of DTensors; type and value of the rest, the type of what no rule reads."""
     parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
     info = infos.get(id(func)) or op_info(func)
     reads = info.reads
@@ -86,14 +86,14 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
     if isinstance(value, torch.Tensor):
         return _plain_key(value)
     if looked_at is not None:
-        # a number that shapes nothing: its type, and what the rule looks at, if it looks
+        # a number that shapes nothing: its type, and the part that the rule reads, if any
         return kind if looked_at is UNREAD else (kind, looked_at(value))
     # 1 == 1.0 == True to a dictionary, but not to an operator
     return (kind, value)
 
 
 def _plain_key(tensor: torch.Tensor) -> Key:
-    """The key of a plain tensor, with what it is taken for."""
+    """The key of a plain tensor, with its interpretation."""
     return (modes.plain_policy(), TensorMeta.of(tensor))
 
 
@@ -113,7 +113,7 @@ def is_symbolic(key: Key) -> bool:
 
 
 class GradientHooks(NamedTuple):
-    """What gradients of operands that are no DTensors pass through: they come as DTensors."""
+    """Hooks for gradients of operands that are not DTensors: these gradients are DTensors."""
 
     of_plain: Hook
     of_ranks: Hook  # of a `RankTensor`
@@ -134,7 +134,7 @@ class Wrapping:
         if isinstance(tensor, self.tensor_class):
             return tensor._spec
         spec = replicated_spec(mesh, TensorMeta.of(tensor))
-        # what torch makes for a gradient that is not there is expanded
+        # torch makes an expanded tensor for a missing gradient
         repeated = [dim for dim, stride in enumerate(spec.tensor_meta.stride) if stride.__class__ is int and not stride]
         return DTensorSpec(mesh, spec.placements, spec.tensor_meta, broadcast=repeated) if repeated else spec
 
@@ -169,7 +169,7 @@ class Wrapping:
         return self.wrapper(spec.with_meta(meta))(laid_out_like(tensor._local_tensor, meta.stride))
 
     def wrap_replicated(self, info: OpInfo, results: Any, mesh: DeviceMesh) -> Any:
-        """Results of an operator that ran on whole tensors everywhere, whose shapes are known only now."""
+        """Results of an operator that ran on replicated operands, whose shapes are known only now."""
         if isinstance(results, tuple | list):
             return like(results, (self.wrap_replicated(info, result, mesh) for result in results))
         if not isinstance(results, torch.Tensor):
@@ -201,12 +201,12 @@ def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """One call apart from its values: the operator, where its tensors stand, how they lie."""
+    """One call without its values: the operator, the positions of its tensors, their specs."""
 
     info: OpInfo
     slots: tuple[Slot, ...]
     specs: tuple[DTensorSpec, ...]
-    arguments: Mapping[str, Any]  # all of them by name, with specs in the place of tensors
+    arguments: Mapping[str, Any]  # all of them by name, with specs in place of tensors
     wrapping: Wrapping
     mesh: DeviceMesh  # the one mesh of all operands
     pinned: tuple[int, ...]  # the operands that are written to: they keep their layout
@@ -221,7 +221,7 @@ class Signature:
         mesh: DeviceMesh,
         wrapping: Wrapping,
     ) -> Signature:
-        """The signature of a call whose tensors stand at `found`."""
+        """The signature of a call with the tensors `found`."""
         tensor_class = wrapping.tensor_class
         arguments = {**info.defaults, **dict(zip(info.names, args, strict=False)), **kwargs}
         lists: dict[str, list[Any]] = {}
@@ -239,12 +239,12 @@ class Signature:
         return cls(info, tuple([slot for slot, _ in found]), tuple(specs), arguments, wrapping, mesh, pinned)
 
     def with_whole_operands(self) -> tuple[DTensorSpec, ...]:
-        """The operands' specs, were they all made whole."""
+        """The operands' specs after replication."""
         return tuple(map(replicated, self.specs))
 
 
 def fixed_sizes(wrapping: Wrapping, func: OpOverload) -> Executor:
-    """Runs an operator with the sizes of a compiler fixed to what they are now; it traces anew for others."""
+    """Runs an operator with the sizes of a compiler fixed to their current values; other sizes are traced again."""
 
     def fixed(value: Any) -> Any:
         if isinstance(value, wrapping.tensor_class):
@@ -260,7 +260,7 @@ def fixed_sizes(wrapping: Wrapping, func: OpOverload) -> Executor:
 
 
 def whole_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """A local made whole on every rank."""
+    """A local gathered on every rank."""
     whole = replicated(spec)
     return local if whole is spec else bound_route(spec, whole).run(local)
 

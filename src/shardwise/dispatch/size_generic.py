@@ -1,4 +1,4 @@
-"""Calls that differ from a known one in their sizes alone: what was decided for that one holds for them.
+"""Calls that differ from a known one in their sizes alone: its decisions are valid for them.
 
 Of pointwise operators, on contiguous operands of one shape, without dims of size one, which would broadcast. Then
 neither the layouts that are chosen nor the dtype of the result depend on the sizes.
@@ -16,11 +16,11 @@ from shardwise.dispatch.signature import Executor, Key
 __all__ = ["KnownCalls"]
 
 MAX_CALLS = 4096
-Make = Callable[[DTensorSpec], Executor]  # the executor whose result lies so
+Make = Callable[[DTensorSpec], Executor]  # makes the executor for this spec of the result
 
 
 class KnownCall(NamedTuple):
-    """How a call was run: its result, where in the key an operand lies just as that does, what made the executor."""
+    """How a call was run: its result, the position of an operand with the same spec in the key, and its `Make`."""
 
     result: DTensorSpec
     like: int | None
@@ -46,7 +46,7 @@ class KnownCalls:
         return known.make(known.spec(key, shape)) if shape and known is not None else None
 
     def keep(self, key: Key, result: DTensorSpec, make: Make) -> None:
-        """Remember how a call was run whose result lies like `result`."""
+        """Remember how a call with this result was run."""
         shape, pattern = _pattern(key)
         if shape and shape == result.shape and result.tensor_meta.is_contiguous:
             like = next((i for i, part in enumerate(key) if part is result), None)

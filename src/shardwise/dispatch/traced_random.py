@@ -1,7 +1,7 @@
-"""Random numbers in a graph: the whole tensor is drawn as one device would draw it, and each rank keeps its part.
+"""Random numbers in a graph: the global tensor is drawn as on one device, and each rank keeps its part.
 
-A graph cannot carry what eager draws do (a generator read and moved on by our own code), but it can carry torch's own
-random operators. All ranks draw the same whole tensor, so replicas agree and shards are parts of one device's numbers.
+A graph cannot contain eager draws (a generator that our own code reads and advances), but it can contain torch's own
+random operators. All ranks draw the same global tensor, so replicas agree and shards are parts of one device's numbers.
 A compiler that fuses (inductor) computes only the part that is kept.
 """
 

@@ -1,7 +1,7 @@
 """Views that share no memory with their base, because something had to be moved; and how writes get across.
 
 A copied view remembers how it came about. A write to it is repeated on the base; after a write to the base it is made
-anew when it is next used.
+again at its next use.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PUTTING_ROWS = {
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
 }
 STALE = -1  # a version that no tensor has
-# Views whose local is made anew even where nothing is moved.
+# Views whose local is computed again even if nothing is moved.
 COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
 
 
@@ -77,7 +77,7 @@ class CopiedView:
         return version is None or version != self.version
 
     def again(self) -> Any:
-        """The view, made anew from its base."""
+        """The view, computed again from its base."""
         self.version = version_of(self.args[0])
         with torch.no_grad():
             views = self.op(*self.args, **self.kwargs)
@@ -94,7 +94,7 @@ OUTSIDE = _Outside()
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor, or what it shares memory with, has been written to; None where torch does not count."""
+    """The version of a tensor and its storage; None if torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -167,7 +167,7 @@ def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
 
 
 def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
-    """Count up the versions of what an operator on lists has written to, which torch does for plain tensors alone."""
+    """Increase the versions of tensors that an operator on lists has written; torch does so only for plain ones."""
     ours = [t for t in written if isinstance(t, wrapping.tensor_class) and not t.is_inference()]
     torch.autograd.graph.increment_version(ours)
 
@@ -179,10 +179,10 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     while made is not None:
         if made is OUTSIDE:
             raise UnsupportedError(
-                f"{info.op} in a compiled program writes to {view._spec}, or to what it is a view of: an input that is "
+                f"{info.op} in a compiled program writes to {view._spec}, or to its base: an input that is "
                 "itself a view and, as its base is sharded, shares no memory with it; or that is stored once along a "
-                "dim, as what `expand` gives",
-                hint="give the program the base and take the view inside, or write outside of what is compiled; "
+                "dim, as `expand` makes",
+                hint="give the program the base and take the view inside, or write outside of compiled code; "
                 "x.redistribute(placements=x.placements) stores every element",
             )
         base = made.args[0]
@@ -235,7 +235,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _copy_changed(target: torch.Tensor, value: torch.Tensor) -> None:
-    """`target.copy_(value)`; where a local shows elements several times, only what differs: the others are old."""
+    """`target.copy_(value)`; if a local repeats elements, only those that differ: the others are old."""
     if not any(map(_overlaps, parts_of(target))):
         target.copy_(value)
         return
@@ -243,7 +243,7 @@ def _copy_changed(target: torch.Tensor, value: torch.Tensor) -> None:
         raise UnsupportedError(
             "a compiled program writes to a part of overlapping windows, of which a sharded dim makes a copy",
             hint="write to the tensor that `unfold` was called on, to all indices of the sharded dim, or outside of "
-            "what is compiled",
+            "compiled code",
         )
     for rank, own in enumerate(parts_of(target)):
         if own.numel():
@@ -259,7 +259,7 @@ def _put_changed(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def is_norm(spec: DTensorSpec) -> bool:
-    """Whether a tensor is a norm that waits. Not every value can lie so: one that is written to becomes whole."""
+    """Whether a tensor is a Partial norm. Not every value can have this layout: a write reduces it first."""
     return any(norm_order(spec.placements[axis].reduce_op) is not None for axis in spec.partial_axes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -271,17 +271,17 @@ def materialize(tensor: Any) -> None:
 
 
 def replace_local(target: Any, value: Any) -> None:
-    """Let a tensor have the value and the layout of another of its shape, which nobody else holds."""
+    """Give a tensor the value and the layout of another of its shape, which has no other references."""
     if value.shape != target.shape:
         raise LayoutError(
             f"a tensor of shape {tuple(target.shape)} cannot be given values of shape {tuple(value.shape)}",
-            hint="an operator that writes does not change the shape of what it writes to",
+            hint="an operator that writes does not change the shape of its target",
         )
     meta = target._spec.tensor_meta
     if value.dtype is not meta.dtype:
         value = value.to(meta.dtype)
     spec = value._spec
-    if spec.partial_axes:  # what was whole stays whole
+    if spec.partial_axes:  # a replicated tensor stays replicated
         goal = spec.reduced()
         value_local = bound_route(spec, goal).run(value._local_tensor)
         spec = goal
@@ -295,7 +295,7 @@ def replace_local(target: Any, value: Any) -> None:
 
 
 def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any, changed: bool = False) -> None:
-    """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the whole of it.
+    """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the full tensor.
 
     `changed`: the value is old but for some elements, which alone matter where the target shows elements several times.
     """
@@ -321,7 +321,7 @@ def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any, changed: bo
         target._spec = want.reduced()
         return
     if goal is not have:
-        if goal.partial_axes:  # through the whole: nothing but R becomes Partial
+        if goal.partial_axes:  # through Replicate: only R becomes Partial
             local = bound_route(have, replicated(have)).run(local)
             have = replicated(have)
         local = bound_route(have, goal).run(local)

@@ -24,7 +24,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
     wrapper, op = signature.wrapping.wrapper, signature.info.op
 
     def reshape_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # a stand-in for what the tensor was: it may itself be a view that was copied
+        # stands for the tensor before: it may itself be a copied view
         before: Any = wrapper(args[0]._spec)(args[0]._local_tensor)
         before._mark_copied(args[0]._copied_view)
         view = functional(before, *args[1:], **kwargs)
@@ -40,8 +40,8 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
 def replacing_locals(signature: Signature) -> Executor:
     """Write to tensors with broadcast dims that one device would have stored: they get new locals.
 
-    What the operator without the underscore gives becomes the tensor, in the layout that it has: a replicated gradient
-    to which a sharded one is added is sharded. Where there is no such operator, the tensors are materialized first.
+    The result of the operator without the underscore becomes the tensor, in its own layout: a replicated gradient
+    to which a sharded one is added is sharded. If there is no such operator, the tensors are materialized first.
     """
     info, wrapping = signature.info, signature.wrapping
     written = [slot for slot in signature.slots if slot.name in info.writes]
@@ -65,7 +65,7 @@ def replacing_locals(signature: Signature) -> Executor:
 
 
 def through_copies(signature: Signature) -> Executor:
-    """Write to whole copies on every rank, then bring them back to where the tensors lie."""
+    """Write to gathered copies on every rank, then redistribute them to the layouts of the tensors."""
     info, slots, specs, wrapping = signature.info, signature.slots, signature.specs, signature.wrapping
     mesh, pinned, wholes = signature.mesh, signature.pinned, signature.with_whole_operands()
     local_op = seeing_conjugates(info.op) if any_complex(specs, ()) else None
@@ -95,7 +95,7 @@ def through_copies(signature: Signature) -> Executor:
 
 
 def through_functional(signature: Signature, op: OpOverload) -> Executor:
-    """Compute a new tensor and copy it into the one that is written to, in that one's layout."""
+    """Compute a new tensor and copy it into the target, in the layout of the target."""
     info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
     written = [slot for slot in signature.slots if slot.name in info.writes]
 

@@ -1,7 +1,7 @@
 """The protocol of a fabric: bind a step to a callable on locals, and give each rank its own values.
 
-A local is what a DTensor holds here: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Nothing outside
-a fabric may depend on "my rank": it asks for the `coordinates` that are here, and for
+A local is a rank's part of a DTensor: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Code outside
+a fabric may not depend on "my rank": it asks for the `coordinates` of this process, and for
 per-rank values by `build` and `map`.
 """
 
@@ -100,7 +100,7 @@ class Fabric(ABC):
         )
 
     def names_in_graphs(self, mesh: DeviceMesh) -> tuple[Any, ...]:
-        """What this process and its groups on the mesh are called in graphs. All groups are there afterwards."""
+        """The names of this process and its groups on the mesh in graphs. All groups exist afterwards."""
         return ()
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Fabric(ABC):
         return op
 
     def operator_runner(self, operator: LocalOperator, draws: bool) -> OperatorRunner:
-        """What runs a call of an operator on each rank here. `draws`: random numbers, the same on all ranks."""
+        """A function that runs an operator on each rank here. `draws`: random numbers, the same on all ranks."""
 
         def run_here(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
             new_args, new_kwargs = operator.arguments(args, kwargs, locals_, operator.own[0])
@@ -167,9 +167,9 @@ class Fabric(ABC):
 
     @abstractmethod
     def start_rotation(self, step: Rotate) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-        """The callable that sends a flat buffer of blocks off; what it returns waits for the one that arrives.
+        """The callable that sends a flat buffer of blocks; its result waits for the buffer that arrives.
 
-        What arrives is only read. On ranks that want nothing it is empty.
+        The received buffer is only read. On ranks that need nothing it is empty.
         """
 
     @abstractmethod
@@ -186,7 +186,7 @@ class Fabric(ABC):
 
     @abstractmethod
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
-        """What each rank of the mesh says, in the order of the grid; the same list on every rank."""
+        """The facts of each rank of the mesh, in the order of the grid; the same list on every rank."""
 
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:  # noqa: B027  # most compare nothing
         """Something that must be the same on all ranks of a mesh, for the check of ranks, if that is on."""
@@ -195,7 +195,7 @@ class Fabric(ABC):
         """Record the steps of a route that is carried out step by step."""
 
     def plain_check(self, mesh: DeviceMesh) -> Callable[[str, Sequence[tuple[str, torch.Tensor]]], None] | None:
-        """What is told which plain tensors an operator takes as replicated on the mesh: `check(operator, operands)`.
+        """A check of the plain tensors that an operator takes as replicated on the mesh: `check(operator, operands)`.
 
         None where ranks cannot differ.
         """
@@ -206,7 +206,7 @@ class Fabric(ABC):
         raise UnsupportedError(f"the {self.name} fabric has no asynchronous steps")
 
     def bind_route(self, route: Route) -> BoundStep:
-        """The callable that carries a whole route out."""
+        """The callable that executes a route."""
         bound = tuple(self.bind(step) for step in route.steps)
         if len(bound) == 1:
             return bound[0]
@@ -219,7 +219,7 @@ class Fabric(ABC):
         return run_route
 
     def start_route(self, route: Route) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-        """Like `bind_route`, with the last collective left in flight: what comes back waits for it and finishes."""
+        """Like `bind_route`, with the last collective left in flight: the result waits for it and finishes."""
         last = max(i for i, step in enumerate(route.steps) if step.collective is not None)
         before = [self.bind(step) for step in route.steps[:last]]
         begin = self.start(route.steps[last])
@@ -249,7 +249,7 @@ def check_counts(step: OwnerExchange, counts: Sequence[int]) -> None:
 
 
 def advance(program: Exchanging, arrived: Items | None) -> tuple[Items | None, list[torch.Tensor]]:
-    """What a program sends next, given what has arrived for it; at its end None and the results."""
+    """The next items that a program sends, given those that have arrived; at its end None and the results."""
     try:
         return (next(program) if arrived is None else program.send(arrived)), []
     except StopIteration as end:
@@ -257,16 +257,16 @@ def advance(program: Exchanging, arrived: Items | None) -> tuple[Items | None, l
 
 
 def check_source(mesh: DeviceMesh, source: int | None) -> None:
-    """Refuse a source of data that is no rank of the mesh."""
+    """Refuse a source of data that is not a rank of the mesh."""
     if source is not None and not 0 <= source < mesh.size():
         raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
 
 
-# Called where the ranks here are of another world than before: forget what was worked out for those of the former one.
+# Called if this process has joined another world: forget everything that depends on the ranks of the former one.
 on_new_world: list[Callable[[], object]] = []
 
-# What modules keep for the rank of this process. Where ranks are threads of one process, it is exchanged as they take
-# turns: `exchange(state)` puts that of one rank in force, None for one that begins, and returns that of the former.
+# State of modules that depends on the rank of this process. If ranks are threads of one process, it is exchanged
+# as they take turns: `exchange(state)` sets that of one rank, None for a new one, and returns that of the former.
 rank_state: list[Callable[[Any], Any]] = []
 
 Container = TypeVar("Container", bound="dict[Any, Any] | list[Any] | set[Any]")
@@ -295,7 +295,7 @@ def of_one_rank(container: Container) -> Container:
 
 
 def nothing_of(spec: DTensorSpec) -> torch.Tensor:
-    """What a rank outside its mesh holds of a tensor: no elements, or one zero in the place of a single number."""
+    """The local of a rank outside the mesh: no elements, or one zero for a tensor of no dims."""
     make = torch.empty if spec.ndim else torch.zeros
     return make((0,) if spec.ndim else (), dtype=spec.tensor_meta.dtype, device=device_of(spec.mesh))
 
@@ -322,14 +322,14 @@ def report_found(error: ShardwiseError) -> None:
 
 
 def raise_found() -> None:
-    """Raise what was found beside the program. Called where an operator or a route is looked up for the first time."""
+    """Raise errors that were found asynchronously. Called at the first look-up of an operator or a route."""
     if found_errors:
         _raised.append(True)
         raise type(found_errors[0])(found_errors[0].problem, hint=found_errors[0].hint)
 
 
 def was_raised() -> bool:
-    """Whether the program was told what was found."""
+    """Whether the error was raised in the program."""
     return bool(_raised)
 
 

@@ -30,7 +30,7 @@ Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BoxPair(NamedTuple):
-    """The same elements in two blocks: where they lie in the source's and in the target's."""
+    """The same elements in two blocks: their position in the source's and in the target's."""
 
     source: tuple[slice, ...]
     target: tuple[slice, ...]
@@ -43,7 +43,7 @@ class BoxPair(NamedTuple):
 
 
 class ReceivedBoxes(NamedTuple):
-    """What a rank gets from another: the other's grid position (or rank), and the boxes."""
+    """The boxes that a rank gets from another, and the other's grid position (or rank)."""
 
     sender: int
     boxes: tuple[BoxPair, ...]
@@ -63,7 +63,7 @@ def overlap(source: Block, target: Block) -> tuple[BoxPair, ...]:
 
 
 def box_of(chosen: Sequence[tuple[int, int, int]]) -> BoxPair:
-    """The box of what is common in each dim: (position in the source, position in the target, length)."""
+    """The box of the common indices in each dim: (position in the source, position in the target, length)."""
     source = tuple([slice(a, a + n) for a, _, n in chosen])
     target = tuple([slice(b, b + n) for _, b, n in chosen])
     return BoxPair(source, target, tuple([n for _, _, n in chosen]))
@@ -138,7 +138,7 @@ def empty_block(spec: DTensorSpec | Windowed, coordinate: Coordinate, like: torc
 
 
 # ---------------------------------------------------------------- steps without communication
-# Each gives a block of its own: a view would keep the whole old block alive, and a write to one would change the other
+# Each gives a block of its own: a view would keep all of the old block alive, and a write to one would change the other
 # behind autograd's back.
 
 
@@ -207,7 +207,7 @@ def _expander(step: Expand, coordinate: Coordinate) -> Local:
 def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:
     if at.__class__ is int and n.__class__ is int:
         return local.narrow(dim, at, n)
-    with unrecorded():  # narrow adds the two, which a tracer must not see: it knows the sum only by its symbols
+    with unrecorded():  # narrow adds the two, which a tracer must not see: it has only symbols for the sum
         end = known_value(at + n)
     return torch.ops.aten.slice.Tensor(local, dim, at, end)
 
@@ -218,7 +218,7 @@ def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
 
 
 def neutral_element(step: Unreduce, coordinate: Coordinate) -> float | None:
-    """What a rank holds in place of the value; None for one that keeps it."""
+    """The local in place of the value; None for the rank that keeps it."""
     neutral = None
     for axis in step.new_axes:
         op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
@@ -228,7 +228,7 @@ def neutral_element(step: Unreduce, coordinate: Coordinate) -> float | None:
 
 
 def _adds_nothing(op: str) -> float | None:
-    """What a rank holds beside one that has the value; None where every rank may have it."""
+    """The local of the other ranks if one has the value; None if every rank may have it."""
     order = norm_order(op)
     if order is not None:
         return 0 if order > 0 else math.inf
@@ -260,7 +260,7 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def powers_of(norm: torch.Tensor, order: float) -> torch.Tensor:
-    """What adds up where norms are to be reduced, in the precision that one device computes a norm in."""
+    """The terms whose sum is reduced for norms, in the precision of a norm on one device."""
     return (norm.float() if norm.dtype.itemsize < 4 else norm).pow(order)
 
 
@@ -270,13 +270,13 @@ def norm_from_powers(total: torch.Tensor, order: float, dtype: torch.dtype) -> t
 
 
 def divide_average(step: AllReduce | ReduceScatter, total: torch.Tensor) -> torch.Tensor:
-    """A sum made into the average that the step asks for."""
+    """A sum divided to the average of the step."""
     divide = average_divider(step)
     return total if divide is None else divide(total)
 
 
 def average_divider(step: AllReduce | ReduceScatter) -> Local | None:
-    """What makes a sum into the average that the step asks for, in place; None if it asks for none."""
+    """The function that divides a sum to the average of the step, in place; None if the step has no average."""
     count = average_over(step)
     if count == 1:
         return None

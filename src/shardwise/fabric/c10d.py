@@ -1,6 +1,6 @@
 """The fabric of real machines: one rank a process, on torch.distributed (gloo, NCCL, MPI, and torch's fake backend).
 
-Calls the process group's own methods with preallocated outputs. Knows nothing of operators or DTensors.
+Calls the process group's own methods with preallocated outputs.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class C10dFabric(Fabric):
         self._made: Counter[tuple[int, ...]] = Counter()  # how many groups of these ranks
 
     def exchange(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Become the fabric of another rank thread, None: of one that begins. Returns what this was.
+        """Take the state of another rank thread, None: of a new one. Returns the former state.
 
         Each has a name of its own, so that its meshes, and all that is kept for them, are not those of another rank.
         """
@@ -167,9 +167,9 @@ class C10dFabric(Fabric):
         return self.rank() if dist.is_initialized() and dist.group.WORLD is not self._parents else None
 
     def after_fork(self) -> None:
-        """Forget what belongs to the parent of this process, which is no rank until it joins a process group.
+        """Forget the state of the parent of this process, which is not a rank until it joins a process group.
 
-        Its groups stay: a group waits for its threads when it is freed, and a forked process has none of them.
+        Its groups are kept: a group waits for its threads when it is freed, and a forked process has none of them.
         """
         self._kept += self._used
         if dist.is_initialized():
@@ -236,7 +236,7 @@ class C10dFabric(Fabric):
         return found
 
     def check_ranks_while(self, intervals: Sequence[float]) -> bool:
-        """Compare while there are intervals, or the environment says so. Returns whether that is something new."""
+        """Compare while there are intervals, or if the environment requests it. Returns whether that has changed."""
         wanted = bool(intervals) or self._always_checks
         if wanted == self._checks:
             return False
@@ -273,7 +273,7 @@ class C10dFabric(Fabric):
         return check
 
     def settle_checks(self, ranks: Sequence[int] | None = None) -> None:
-        """Finish the comparisons that run beside the program. Raises what they have found.
+        """Finish the asynchronous comparisons. Raises the errors that they have found.
 
         Args:
             ranks: those that call it; all of the job by default.
@@ -285,7 +285,7 @@ class C10dFabric(Fabric):
             raise_found()
 
     def end(self) -> None:
-        """The process ends: compare once more. An error that nothing has raised is printed, and the status says so.
+        """The process ends: compare once more. An error that was not raised is printed, and changes the exit status.
 
         A rank thread raises it.
         """
@@ -305,23 +305,23 @@ class C10dFabric(Fabric):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # so they are never taken down
 
     def _carrier(self, ranks: Sequence[int], step: Step) -> Any:
-        """What carries a step among these ranks out: their group, which tells the others where that is asked for."""
+        """Executes a step among these ranks: their group, which logs its collectives if ranks are checked."""
         if self._check is None:
             return self.group_of(ranks)
         text = f"{step.describe()} of {step.before}"
         return CheckedGroup(self._check, self.group_of(ranks, text), tuple(sorted(ranks)), text)
 
     def _together(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
-        """What ranks do together outside of steps."""
+        """Communication outside of steps."""
         return function() if self._check is None else self._check.run(function, tuple(sorted(ranks)), text)
 
     def checked(self, group: Any, text: str, function: Callable[[], T], compare: bool = True) -> T:
-        """What the ranks of a process group do together. Where ranks are checked, they are compared first.
+        """Communication of the ranks of a process group. If ranks are checked, they are compared first.
 
         Args:
-            group: their process group. One that is not used by meshes has a sequence of its own: it may be used by
+            group: their process group. One that meshes do not use has a sequence of its own: it may be used by
                 another thread, and nothing is compared before.
-            text: what they do, the same on all ranks.
+            text: a description, the same on all ranks.
             function: does it.
             compare: whether to compare before; otherwise they are compared at the next look.
         """
@@ -334,7 +334,7 @@ class C10dFabric(Fabric):
         return self._check.run(function, ranks, text, "" if known else "another group")
 
     def settle_check(self, text: str) -> None:
-        """Compare for the last time what ranks have issued, if they are checked. Raises on all of them."""
+        """Compare for the last time the collectives of the ranks, if they are checked. Raises on all of them."""
         if self._check is not None:
             self._check.settle(text)
 
@@ -392,7 +392,7 @@ class C10dFabric(Fabric):
         if is_tracing():
             raise UnsupportedError(
                 f"a compiled program cannot send the values of rank {source} to the others",
-                hint="pass src_data_rank=None where every rank has the whole tensor, or distribute it beforehand",
+                hint="pass src_data_rank=None if every rank has the full tensor, or distribute it beforehand",
             )
         line = self._line(mesh, tuple(range(mesh.ndim)))
         ranks, coordinates = line.ranks, map(tuple, line.coordinates.tolist())
@@ -419,7 +419,7 @@ class C10dFabric(Fabric):
         if self.coordinate(mesh) is None:
             return []
         group = self.group(mesh, tuple(range(mesh.ndim)))
-        if dist.get_backend(group) == "fake":  # where nobody else is there to answer
+        if dist.get_backend(group) == "fake":  # no other rank exists
             return [facts] * mesh.size()
         said: list[Any] = [None] * mesh.size()
         ranks = self._line(mesh, tuple(range(mesh.ndim))).ranks
@@ -444,7 +444,7 @@ class C10dFabric(Fabric):
         return lambda local: reduce(lambda given, step: step(given), steps, local)
 
     def _bind_recorded(self, step: Step) -> BoundStep:
-        """Like `bind`, but a collective becomes an operator in the graph of whoever traces."""
+        """Like `bind`, but a collective becomes an operator in the graph of the tracer."""
         mesh, shape = step.before.mesh, step.before.shape
         coordinate = self.coordinate(mesh)
         if isinstance(step, Unreduce) and coordinate is not None:
@@ -569,7 +569,7 @@ class C10dFabric(Fabric):
         return results
 
     def _nothing_to_send(self, step: Step) -> Start:
-        """A tensor without elements: every rank knows, so none is called."""
+        """A tensor without elements: all ranks know that, so there is no communication."""
         coordinate = self.coordinate(step.after.mesh)
         if coordinate is None:
             return lambda local: lambda: local
@@ -583,7 +583,7 @@ class C10dFabric(Fabric):
         return exchange(step, self._carrier(ranks, step), have, goods)
 
     def _exchange_recorded(self, step: Exchange) -> BoundStep:
-        fixed = step.before.tensor_meta.specialized()  # who lacks what is worked out in numbers
+        fixed = step.before.tensor_meta.specialized()  # missing boxes are computed in numbers
         found = self._parcels(Exchange(step.before.with_meta(fixed), step.after.with_meta(fixed), step.over))
         if found is None:
             return lambda local: local
@@ -591,7 +591,7 @@ class C10dFabric(Fabric):
         return recorded_exchange(goods, self.group_of(ranks), have, fixed.dtype)
 
     def _parcels(self, step: Exchange) -> tuple[list[int], Coordinate | None, Parcels] | None:
-        """Between whom an exchange goes on, and what this rank sends and gets; None where it takes no part."""
+        """The ranks of an exchange, and what this rank sends and receives; None if it takes no part."""
         before, after = step.before, step.after
         if before.mesh is not after.mesh:
             ranks = sorted({*before.mesh.grid_ranks, *after.mesh.grid_ranks})
@@ -668,7 +668,7 @@ def _settle_before_destroying(fabric: C10dFabric) -> None:
 def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     """A process group made by its members alone, whatever groups each of them has made before.
 
-    torch names such a group after its ranks and the number of groups that this process knows. Where members have made
+    torch names such a group after its ranks and the number of groups in this process. If members have made
     different numbers of groups they would wait for each other under different names (pytorch/pytorch#173608). So it
     is named here, after its ranks and how many groups of just these have been made, which is the same on all of them.
     """
@@ -686,9 +686,9 @@ def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
 def _of_this_world(
     make: Callable[[], Callable[[torch.Tensor], T]], record: Callable[[], Callable[[torch.Tensor], T]] | None = None
 ) -> Callable[[torch.Tensor], T]:
-    """What `make` makes, and makes anew in another world: ranks and groups are those of a world.
+    """The result of `make`, made again in another world: ranks and groups belong to a world.
 
-    What is traced goes the way that `record` makes, if it is given.
+    Traced calls use the result of `record`, if it is given.
     """
     world, made = dist.group.WORLD, make()
 

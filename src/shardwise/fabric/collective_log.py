@@ -1,6 +1,6 @@
 """The sequence of collectives that a rank has issued in each group, and where those of two ranks part.
 
-Pure data; knows nothing of process groups or of how the ranks tell each other.
+Pure data, without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT = 4096  # entries of a group
 
 
 class LogEntry(NamedTuple):
-    """One collective: what it is, the same on all ranks, the line that issued it, and a digest of all so far."""
+    """One collective: its description, the same on all ranks, the line that issued it, and a digest of all so far."""
 
     text: str
     line: str
@@ -29,7 +29,7 @@ class LogEntry(NamedTuple):
 
 
 class GroupLog:
-    """What one rank has issued in one group. The last entries are kept; their digests stand for all before them.
+    """The collectives of one rank in one group. The last entries are kept; their digests include all before them.
 
     Example:
         >>> log = GroupLog()
@@ -50,12 +50,12 @@ class GroupLog:
         self.count += 1
 
     def summary(self) -> dict[str, Any]:
-        """How many there were, and the digest of the last one, which stands for all."""
+        """The number of entries, and the digest of the last one, which includes all."""
         entries = list(self.entries)
         return {"count": self.count, "digest": entries[-1].digest if entries else ""}
 
     def differs_from(self, summary: Mapping[str, Any]) -> bool:
-        """Whether another rank's sequence, or what is its beginning here, is another one; False if it is longer.
+        """Whether another rank's sequence differs from ours, up to our length; False if it is longer.
 
         Example:
             >>> log, other = GroupLog(), GroupLog()
@@ -84,7 +84,7 @@ def difference_text(group: Ranks, evidence: Mapping[int, Mapping[str, Any]], aro
     logs = {rank: [LogEntry(*entry) for entry in said["entries"]] for rank, said in evidence.items()}
     (a, of_a), (b, of_b) = ((rank, _by_index(evidence[rank]["count"], [e.digest for e in logs[rank]])) for rank in logs)
     common = sorted(of_a.keys() & of_b.keys())
-    ends = min(evidence[a]["count"], evidence[b]["count"])  # one may have issued what the other has and then more
+    ends = min(evidence[a]["count"], evidence[b]["count"])  # one may have issued more collectives than the other
     at = next((index for index in common if of_a[index] != of_b[index]), ends)
     where = f"in the group of {ranks_name(group)}, from number {at + 1} on"
     lines = [f"ranks {a} and {b} issue different collectives {where}:"]

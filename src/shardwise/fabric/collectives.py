@@ -1,7 +1,7 @@
-"""One step as a collective on a process group: what is packed, called and unpacked by one rank.
+"""One step as a collective on a process group: how one rank packs, calls and unpacks.
 
-Each function is given the ranks that take part and binds the step to them; what comes back starts the collective and
-gives the function that waits for it. Knows nothing of where groups come from.
+Each function gets the ranks that take part and binds the step to them; its result starts the collective and
+returns the function that waits for it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -
 def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels) -> Start:
     """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
     sent, got = sum(goods.sent_sizes), sum(goods.got_sizes)
-    splits: list[list[int]] = []  # of what comes and what goes, in elements of what the group carries
+    splits: list[list[int]] = []  # received and sent, in elements that the group carries
 
     def start(local: torch.Tensor) -> Wait:
         if have is None:  # a rank outside held nothing, of no dtype in particular
@@ -194,7 +194,7 @@ def exchange_rows(group: Any, goods: RowParcels) -> BoundRows:
 
 
 class Rotation(NamedTuple):
-    """What one rank sends and gets in a rotation: how many elements, to and from which ranks of the group."""
+    """A rotation on one rank: numbers of elements, to and from which ranks of the group."""
 
     ranks: int
     me: int
@@ -204,7 +204,7 @@ class Rotation(NamedTuple):
     got: int
 
     def splits(self, scale: int, extra: int = 0) -> tuple[list[int], list[int]]:
-        """What comes from each rank and what goes to each; `extra` elements to itself besides."""
+        """Received and sent elements by rank; `extra` elements to itself besides."""
         got, sent = [0] * self.ranks, [0] * self.ranks
         got[self.me] = sent[self.me] = extra * scale
         got[self.source], sent[self.target] = self.got * scale, self.sent * scale
@@ -224,7 +224,7 @@ def rotate(group: Any, goods: Rotation) -> Start:
 
 
 def exchange_items(step: OwnerExchange, group: Any, line: Line, items: Items) -> Items:
-    """What arrives of items that go to their owners. Sizes go first, unless they are known: the host waits for them.
+    """The items that arrive at their owner. Sizes are sent first, unless they are known: the host waits for them.
 
     Items are in the order of the coordinates; the group may number its ranks in another.
     """

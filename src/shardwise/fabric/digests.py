@@ -53,7 +53,7 @@ def is_sampled(use: int) -> bool:
 
 
 class Digest(NamedTuple):
-    """What is compared of a tensor: its dtype and shape, and a number made of its bytes, maybe still on its device."""
+    """A digest of a tensor: its dtype and shape, and a number computed from its bytes, possibly still on its device."""
 
     meta: str
     value: Any
@@ -112,7 +112,7 @@ def _mixed(data: torch.Tensor) -> torch.Tensor:
     return total
 
 
-# ---------------------------------------------------------------- what ranks tell each other
+# ---------------------------------------------------------------- messages between ranks
 
 
 class Use(NamedTuple):
@@ -147,7 +147,7 @@ class PlainCheck:
     Args:
         store: where ranks post; used by the thread of this object alone.
         rank: of this process.
-        report: who is told of a disagreement, by the thread of this object.
+        report: called with a disagreement, by the thread of this object.
         let_others_run: where ranks are threads that take turns, gives the others theirs. Then this object has no
             thread: it compares where a tensor is used.
     """
@@ -211,7 +211,7 @@ class PlainCheck:
         return "backward" if name.startswith("Dummy") else name
 
     def settle(self, ranks: Ranks, number: int, patience: float = PATIENCE) -> None:
-        """Compare what has been posted so far: waits until the neighbours among `ranks` have posted as much.
+        """Compare everything posted so far: waits until the neighbours among `ranks` have posted as much.
 
         Args:
             ranks: those that call it, this one among them.
@@ -267,7 +267,7 @@ class PlainCheck:
                 busy = self._look() or bool(self._to_settle())
                 pause = BUSY if busy else min(2 * pause, IDLE)
             self._finish()
-        except dist.DistError:  # the store is gone, and with it whoever could be compared with
+        except dist.DistError:  # the store is gone, and with it the other ranks
             pass
         finally:
             self._show_unless_raised()
@@ -281,7 +281,7 @@ class PlainCheck:
         for ranks, asked in to_settle.items():
             if self._neighbours_reach(ranks, asked):
                 self._receive()
-                self._hear()  # before `settle` returns: who asked raises what was found
+                self._hear()  # before `settle` returns, which raises disagreements
                 with self._turn:
                     self._settled[ranks] = asked
                     self._turn.notify_all()
@@ -315,7 +315,7 @@ class PlainCheck:
         return happened
 
     def _neighbours_reach(self, ranks: Ranks, asked: int) -> bool:
-        """Whether the neighbours among `ranks` have posted what they had when they were asked for the n-th time."""
+        """Whether the neighbours among `ranks` have posted everything up to the n-th request."""
         name = f"asked/{_name_of(ranks)}/"
         self._store.set(f"{name}{self.rank}", str(asked))
         neighbours = {stream.before for stream in self._streams.values()}
@@ -377,7 +377,7 @@ def _name_of(ranks: Ranks) -> str:
 
 
 class _Stream:
-    """What this rank and the one before it in a group have posted, and where they differ.
+    """The posts of this rank and of the one before it in a group, and their differences.
 
     A rank's posts are numbered keys of the store. The rank after it alone reads them, and deletes them.
     """

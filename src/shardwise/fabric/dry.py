@@ -1,7 +1,7 @@
 """The fabric of planning: shapes and costs only, for any number of ranks.
 
 A local is a meta tensor of the largest block. Each step is recorded with its bytes and modelled seconds. The bytes of
-locals, and of what plain operators compute from them, are followed to their peak, with the kernels of the target device
+locals, and of tensors computed from them by plain operators, are tracked, with the kernels of the target device
 (`target_kernels`).
 """
 
@@ -67,7 +67,7 @@ NO_VALUES = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step of a dry run: what it was, and what the model says it cost a rank."""
+    """One step of a dry run, and its modelled cost for a rank."""
 
     step: Step
     cost: StepCost
@@ -75,7 +75,7 @@ class RecordedStep:
 
 @dataclass(eq=False)
 class DryRun:
-    """What a dry run would have moved and held, on the rank that holds the most.
+    """The bytes that a dry run would have moved, and its memory on the rank that holds the most.
 
     Example:
         >>> with dry_run() as run:
@@ -87,7 +87,7 @@ class DryRun:
     steps: list[RecordedStep] = field(default_factory=list)
     live_bytes: int = 0
     peak_bytes: int = 0
-    device_type: str = "cpu"  # of the meshes whose ranks it stands for
+    device_type: str = "cpu"  # of the simulated ranks
     _storages: dict[int, int] = field(default_factory=dict, repr=False)
     _workspaces: set[Any] = field(default_factory=set, repr=False)
 
@@ -140,7 +140,7 @@ class DryRun:
 
 
 class _Following(TorchDispatchMode):
-    """Counts what operators on plain meta tensors compute from memory that is counted.
+    """Counts the memory of tensors that operators on plain meta tensors compute from counted memory.
 
     A plain meta tensor that no counted one went into is not counted: a model that is initialised on the meta device
     takes no memory for real either.
@@ -152,7 +152,7 @@ class _Following(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for kind in types):  # pyright: ignore[reportAttributeAccessIssue]
-            return NotImplemented  # what it computes on its locals comes here again
+            return NotImplemented  # the operators on its locals are dispatched here again
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
@@ -209,7 +209,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 class DryFabric(Fabric):
-    """No rank runs; the one at coordinate zero, which holds the most, stands for all."""
+    """No rank runs; coordinate zero, which holds the most, represents all."""
 
     name = "dry"
     has_values = False
@@ -374,9 +374,9 @@ _FUNCTION_MODES = (function_mode_count, push_function_mode, pop_function_mode)
 
 @mode_context
 def dry_run() -> Iterator[DryRun]:
-    """Meshes made inside, by this thread, are dry: nothing is computed or sent; what would be is recorded.
+    """Meshes made inside, by this thread, are dry: nothing is computed or sent, but everything is recorded.
 
-    `peak_bytes` is what the rank that holds the most needs at once: locals, what is computed from them, and what
+    `peak_bytes` is the peak memory of the rank that holds the most: locals, tensors computed from them, and those that
     autograd saves. On a mesh of "cuda" ranks fused kernels are taken as a GPU would take them, allocations are rounded
     as its allocator rounds them, and the workspace of its matrix products is counted.
 

@@ -1,4 +1,4 @@
-"""What process groups can carry and reduce: a tensor as it is, as its bytes, wider, as powers, or as ordered integers.
+"""How tensors are encoded for process groups: unchanged, as bytes, wider, as powers, or as ordered integers.
 
 Pure functions on plain tensors. Communicates nothing.
 """
@@ -12,7 +12,7 @@ from shardwise.fabric.block_copies import norm_from_powers, powers_of
 
 __all__ = ["as_carried", "as_reducible", "from_reducible"]
 
-# What process groups carry as it is. Anything else travels as bytes (copies) or is widened (reductions).
+# Dtypes that process groups carry. Others are sent as bytes (copies) or widened (reductions).
 _CARRIED = {
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 }  # fmt: skip

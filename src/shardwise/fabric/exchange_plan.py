@@ -1,4 +1,4 @@
-"""Who sends what to whom in an exchange, as one rank sees it: only its own sends and receives are computed.
+"""Which boxes one rank sends and receives in an exchange. Only its own are computed.
 
 Pure functions on specs, in arrays over the ranks. Communicates nothing.
 """
@@ -44,7 +44,7 @@ class Boxes(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a rank sends to each rank and receives from each; and what it keeps, in the old and in the new block."""
+    """The boxes that a rank sends to and receives from each rank; and those it keeps, in the old and new block."""
 
     sends: Boxes
     receives: Boxes
@@ -64,13 +64,13 @@ def traffic(
     window: IndexRange | None = None,
     distances: Distances | None = None,
 ) -> Traffic:
-    """What the rank `ranks[me]` sends and receives when the layout `before` becomes `after`.
+    """The boxes that the rank `ranks[me]` sends and receives when the layout `before` becomes `after`.
 
     Args:
         before: the layout now.
         after: the layout to come.
         ranks: who takes part.
-        me: which of them asks.
+        me: the index of this rank.
         having: the coordinate of each on the mesh of `before`, a row each; -1 outside the mesh.
         wanting: the same on the mesh of `after`.
         turn: with which of several replicas receivers begin to go round.

@@ -1,6 +1,6 @@
 """Operators that give other bits on the same operands: virtual ranks with equal operands share one result.
 
-Replicas are one value. Where kernels add in no fixed order, or read memory that nobody wrote to, every rank would have
+Replicas are one value. If kernels add in no fixed order, or read uninitialized memory, every rank would have
 a value of its own. Ranks whose operands differ compute their own results.
 """
 
@@ -31,7 +31,7 @@ def own_results() -> Iterator[None]:
         _shares = previous
 
 
-# What torch.use_deterministic_algorithms names, by operator, and least squares, whose driver gelsy is given pivots from
+# Operators of torch.use_deterministic_algorithms, and least squares, whose driver gelsy gets pivots from
 # uninitialized memory.
 _NAMES = frozenset({
     "linalg_lstsq", "index_put", "_index_put_impl", "_unsafe_index_put", "put", "index_add", "index_copy",
@@ -114,7 +114,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _repeat(row: Sequence[Any], first: Sequence[Any], result: Any, written: Sequence[tuple[int, str]]) -> Any:
-    """What another rank with an equal row has written and returned, for this row."""
+    """The results of another rank with an equal row, for this row."""
     for position, _ in written:
         if row[position] is not first[position]:
             row[position].copy_(first[position])

@@ -1,4 +1,4 @@
-"""What is done around a collective on process groups: how a local is packed for it, and what comes back unpacked.
+"""Packing and unpacking around a collective on process groups.
 
 Pure functions on plain tensors and specs: the same whether the collective is issued now or recorded in a graph. Sizes
 may be symbolic where ranks hold equally much. Communicates nothing.
@@ -180,7 +180,7 @@ class Strip(NamedTuple):
     """Boxes of one shape that follow each other in a block, and are dense one after the other in a flat buffer."""
 
     offset: int  # of the first in the buffer
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count, which nobody needs here
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count is not used
     start: tuple[int, ...]  # of the first in the block
     shape: tuple[int, ...]  # of each
     dim: int  # along which they follow each other
@@ -242,10 +242,10 @@ def pack(parts: Sequence[tuple[int, torch.Tensor]], buffer: torch.Tensor) -> tor
 def pack_traced(
     parts: Sequence[tuple[int, torch.Tensor]], local: torch.Tensor, size: int, tag: int = 0
 ) -> torch.Tensor:
-    """The same as one cat, with `tag` in elements that nobody wants.
+    """The same as one cat, with `tag` in elements that are not used.
 
-    What a rank sends must be seen to come from its local even where it sends nothing of it: a compiler splits a graph
-    into forward and backward by what depends on what, and the split must be the same on all ranks.
+    The buffer that a rank sends must depend on its local even if it sends nothing of it: a compiler splits a graph
+    into forward and backward by dependencies, and the split must be the same on all ranks.
     """
     found, filled = [local.reshape(-1)[:0]], 0
     for offset, part in (*parts, (size, None)):
@@ -270,15 +270,15 @@ class Parcels(NamedTuple):
     stride: tuple[int, ...] | None
 
     def splits(self, scale: int) -> tuple[list[int], list[int]]:
-        """What comes from each rank and what goes to each, where an element is carried as `scale`."""
+        """Received and sent elements by rank, if an element is carried as `scale`."""
         return [n * scale for n in self.got_sizes], [n * scale for n in self.sent_sizes]
 
     def packed(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """What is sent: parts of the local, each with its offset in the buffer."""
+        """The sent parts of the local, each with its offset in the buffer."""
         return [(strip.offset, strip.in_block(local)) for strip in self.sends]
 
     def unpack(self, local: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """The result, of what this rank keeps and what it got.
+        """The result, from the boxes that this rank keeps and those it received.
 
         It is made of the buffer even where nothing was got, so that a compiler sees that it comes from this collective.
         """
@@ -295,7 +295,7 @@ class Parcels(NamedTuple):
 
 
 def parcels(step: Exchange, ranks: int, me: int, moved: Traffic, want: Coordinate | None) -> Parcels:
-    """What the rank that is the `me`-th of the `ranks` that take part sends and gets."""
+    """The sent and received boxes of the `me`-th of the `ranks` that take part."""
     sent_sizes, got_sizes = (sizes_by_rank([boxes], ranks) for boxes in (moved.sends, moved.receives))
     if got_sizes.any() != sent_sizes.any():
         # torch's fake backend takes no empty input, and its compiler leaves a call out on a rank where the result is

@@ -1,4 +1,4 @@
-"""Rank agreement: every rank tells the others, beside the process groups, which collectives it issues.
+"""Rank agreement: ranks exchange the list of collectives they issue, beside the process groups.
 
 A thread in each rank publishes the rank's state in the store and reads those of others: a rank whose sequence parts
 from another's, that waits for one that has ended, or in a circle, is an error on all ranks instead of a hang.
@@ -30,9 +30,9 @@ from shardwise.fabric.collective_log import GroupLog, Ranks, difference_text, ra
 __all__ = ["CheckedGroup", "RankCheck", "exit_with"]
 
 T = TypeVar("T")
-# seconds without a word after which a rank is taken to be dead; one that holds Python's lock for long is silent, too
+# seconds of silence after which a rank is considered dead; one that holds Python's lock for long is silent, too
 SILENCE = float(os.environ.get("SHARDWISE_CHECK_SILENCE", "20"))
-SETTLED = 3  # looks at which ranks must be seen waiting for the same before a circle is believed
+SETTLED = 3  # times that ranks must be found waiting for the same before a circle is reported
 SETTLED_THREADS = 10  # the same where several threads issue collectives: another may be about to
 HINT = "every rank must issue the same collectives in the same order"
 ENDED = "has ended its program"
@@ -54,7 +54,7 @@ def _end_with_status() -> None:
         os._exit(_exit_status[0])
 
 
-atexit.register(_end_with_status)  # registered early, so it runs after what programs register
+atexit.register(_end_with_status)  # registered early, so it runs after the programs' own functions
 
 
 class RankCheck:
@@ -73,7 +73,7 @@ class RankCheck:
     ) -> None:
         self.rank, self.world, self.interval = rank, world, interval
         self.verdict: str | None = None
-        self.raised = False  # whether the program was told the verdict
+        self.raised = False  # whether the program got the verdict
         self.issuing = threading.RLock()  # held while a collective is noted and issued, so that both have one order
         self._store, self._give_up = store, give_up
         self._logs: dict[str, GroupLog] = {}
@@ -103,7 +103,7 @@ class RankCheck:
 
         Args:
             ranks: those that issue it.
-            text: what it is, the same on all of them.
+            text: a description, the same on all of them.
             channel: the name of another sequence of these ranks, for a group of their own in another thread.
         """
         self._raise_if_parted()
@@ -137,7 +137,7 @@ class RankCheck:
             self._waits.pop(thread, None)
 
     def run(self, function: Callable[[], T], ranks: Ranks, text: str, channel: str = "") -> T:
-        """Run what blocks where nothing can be raised, in another thread, and wait for it here."""
+        """Run a blocking call where nothing can be raised, in another thread, and wait for it here."""
         key = self.enter(ranks, text, channel)
         result: list[Any] = []
         device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
@@ -171,7 +171,7 @@ class RankCheck:
 
         Args:
             ranks: those that must come.
-            text: what they come for.
+            text: the reason of the meeting.
             final: whether nothing comes after it, so that sequences must be equal in length, too.
         """
         key = self.enter(ranks, text)
@@ -183,7 +183,7 @@ class RankCheck:
             self._compare(mine, final)
         self._gather(f"{place} compared", wanted, key)
         if self._store.check(["suspects"]):
-            self._gather(f"{place} parted", wanted + 1, key)  # nobody comes; the verdict is raised
+            self._gather(f"{place} parted", wanted + 1, key)  # no rank joins; the verdict is raised
 
     def _gather(self, place: str, wanted: int, key: str) -> None:
         """Wait until as many ranks have come to a place; look meanwhile, and more often than otherwise."""
@@ -205,7 +205,7 @@ class RankCheck:
         self.until(arrived, key)
 
     def explain_failure(self, key: str) -> None:
-        """A collective has failed, as it does when another rank's process ends: raise what is known about that."""
+        """A collective has failed, as it does when another rank's process ends: raise the reason, if known."""
         deadline = time.monotonic() + SILENCE + 5 * self.interval
         self._failures.append(key)
         try:
@@ -289,7 +289,7 @@ class RankCheck:
             self._store.compare_set("suspects", "", suspects)
 
     def _testify(self, key: str, suspects: list[int]) -> None:
-        """The two ranks whose sequences differ say all they know; the first of them tells everyone."""
+        """The two ranks whose sequences differ send all they know; the first of them informs everyone."""
         if self.rank in suspects:
             self._store.set(f"evidence{self.rank}", json.dumps(self._logs.get(key, GroupLog()).evidence()))
         if self.rank == suspects[0]:
@@ -300,7 +300,7 @@ class RankCheck:
     # ---------------------------------------------------------------- waiting for nothing
 
     def _look_at_waits(self) -> None:
-        """Whether what I wait for cannot come: its rank has ended, or waits for me."""
+        """Whether this wait cannot end: the other rank has ended, or waits for me."""
         for key in list(self._failures):  # a rank that ended inside the collective had come to it
             for rank in _ranks(key):
                 if rank != self.rank and (gone := self._gone(rank, self._state(rank))):
@@ -319,7 +319,7 @@ class RankCheck:
             self._tell(f"the ranks wait for each other in different collectives, and none can go on:\n{circle[-1]}")
 
     def _circle(self, trail: list[int], key: str, number: int) -> list[Any] | None:
-        """Ranks that wait for each other, found by asking whom each waits for; the last item tells what for."""
+        """Ranks that wait for each other, found by following their waits; the last item is the reason."""
         for rank in _ranks(key):
             if rank == self.rank and len(trail) == 1:
                 continue
@@ -340,7 +340,7 @@ class RankCheck:
         return None
 
     def _gone(self, rank: int, state: Mapping[str, Any] | None) -> str | None:
-        """How a rank ended, if it did; one that never said anything has not begun."""
+        """How a rank ended, if it did; one without any message has not begun."""
         if state is None:
             return None
         if state["status"] != "running":
@@ -370,12 +370,12 @@ class RankCheck:
     # ---------------------------------------------------------------- the end
 
     def _failed(self, kind: Any, error: Any, trace: Any) -> None:
-        """An exception that nobody caught: the others are told what it was."""
+        """An uncaught exception: the others are informed."""
         self.fail(error)
         self._hook(kind, error, trace)
 
     def fail(self, error: BaseException) -> None:
-        """The program ends with this error: the others are told. Nothing is compared then; sys.exit(0) is none."""
+        """The program ends with this error: the others are informed. Nothing is compared then; sys.exit(0) is none."""
         if not isinstance(error, AgreementError) and not (isinstance(error, SystemExit) and not error.code):
             said = str(error).partition("\n")[0]
             self._status = f"ended with {type(error).__name__}{': ' if said else ''}{said}"
@@ -386,7 +386,7 @@ class RankCheck:
             self.meet(tuple(range(self.world)), text, final=True)
 
     def close(self) -> None:
-        """The program ends: the others are told, and whoever holds the store stays until they have heard."""
+        """The program ends: the others are informed, and the owner of the store stays until they have read it."""
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._failed:
             sys.excepthook = self._hook
@@ -395,7 +395,7 @@ class RankCheck:
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * self.interval)
-        with contextlib.suppress(Exception):  # the store may be gone already, and nobody is left to tell
+        with contextlib.suppress(Exception):  # the store may be gone already, and the other ranks too
             self._publish()
             key, wanted = ("heard", self.world) if self.verdict is not None else ("left", self._store.add("started", 0))
             self._store.add("left", 1)
@@ -419,7 +419,7 @@ class RankCheck:
                 _exit_status[:] = [1]
 
     def _at_exit_of_child(self) -> None:
-        """At the end of a process of multiprocessing, whose status is what SystemExit says."""
+        """At the end of a process of multiprocessing, whose status is that of SystemExit."""
         if self._status == ENDED:
             return
         error = sys.exc_info()[1]
@@ -445,7 +445,7 @@ class _CheckedWork:
             raise
 
     def _is_done(self) -> Callable[[], bool]:
-        """Whether it is done. gloo's reduce-scatters do not say so until they are waited for: a thread does that."""
+        """Whether it is done. gloo's reduce-scatters report that only to waiters: a thread waits."""
         if not self._silent:
             return self._work.is_completed
 
@@ -458,7 +458,7 @@ class _CheckedWork:
 
 
 class CheckedGroup:
-    """A process group whose collectives are told to a check before they are issued; one for each bound step."""
+    """A process group whose collectives are logged before they are issued; one for each bound step."""
 
     def __init__(self, check: RankCheck, group: Any, ranks: Ranks, text: str) -> None:
         self._check, self._group, self._ranks, self._text = check, group, ranks, text

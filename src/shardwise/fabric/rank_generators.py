@@ -22,7 +22,7 @@ __all__ = ["StateListener", "draws", "draws_alike", "listen_to_states"]
 
 
 class StateListener(Protocol):
-    """Who is told that random states are kept and put back: a recorder that does the same later."""
+    """A listener for saving and restoring random states: a recorder that repeats it later."""
 
     def kept(self, generators: Sequence[torch.Generator]) -> None:
         """Their states are kept."""
@@ -42,7 +42,7 @@ _listener: StateListener | None = None
 
 @contextlib.contextmanager
 def listen_to_states(listener: StateListener) -> Iterator[None]:
-    """Inside, `listener` is told."""
+    """Inside, `listener` is notified."""
     global _listener
     previous, _listener = _listener, listener
     try:
@@ -66,7 +66,7 @@ def draws_alike(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[S
 
     Args:
         op: the operator.
-        rows: what each rank calls it with: the generators among it are drawn from, or else those of the devices.
+        rows: the arguments of each rank: the generators among them are drawn from, or else those of the devices.
         call: runs the operator on a row.
     """
     if any(is_traced(leaf) for leaf in rows[0] if isinstance(leaf, torch.Tensor)):
@@ -93,7 +93,7 @@ def draws_alike(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[S
                 f"{op} draws more random numbers on virtual rank {rank} than on rank 0, or fewer: one generator is in "
                 "place of every rank's own, and cannot hold states that differ",
                 hint="draw as many numbers on every rank: from tensors of the same shape, or on the DTensor itself, "
-                "which draws what one device would",
+                "which draws the numbers of one device",
             )
     return results
 
@@ -112,7 +112,7 @@ def _drawn_in_graph(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callabl
         raise UnsupportedError(
             f"{op} on the locals of virtual ranks, inside a compiled program: only fills and dropout of locals of one "
             "shape draw the same numbers on every rank there",
-            hint="call it outside of what is compiled, or on the DTensor itself",
+            hint="call it outside of compiled code, or on the DTensor itself",
         )
     first = call(rows[0])
     if fills(op):

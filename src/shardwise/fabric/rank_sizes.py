@@ -1,4 +1,4 @@
-"""Numbers that virtual ranks have each their own: the sizes of uneven locals, and what is computed from them.
+"""Numbers that differ between virtual ranks: the sizes of uneven locals, and numbers computed from them.
 
 They are torch's symbolic integers with a node of ours, so that autograd's formulas compute with every rank's own. One
 that is needed as a plain number is that of all ranks, or an error.
@@ -30,7 +30,7 @@ class RankNumber:
     def __init__(self, values: Sequence[Any], general: bool | None = None, is_stride: bool = False) -> None:
         self.values = tuple(values)
         self.is_stride = is_stride
-        self.general = general  # what torch's own code takes a condition for if ranks differ: a size is not 0 or 1
+        self.general = general  # the answer for torch's own code if ranks differ: a size is not 0 or 1
 
     def agreed(self) -> Any:
         """The number, where it is one plain number for all ranks."""
@@ -128,11 +128,11 @@ class RankNumber:
         return RankNumber([_is_dense(*row) for row in rows])
 
     def _general(self, compute: Callable[[Any, Any], Any], other: Any, others: Sequence[Any]) -> bool | None:
-        """What torch's own code takes a comparison, or a combination of them, for where the ranks differ.
+        """The answer for torch's own code to a comparison, or a combination of them, if the ranks differ.
 
-        It asks whether a size is 1 to broadcast, whether it is 0 to save work, and compares strides to choose an order
+        It tests whether a size is 1 to broadcast, whether it is 0 to save work, and compares strides to choose an order
         of memory. A number that differs is taken as any other, as torch does with sizes that it does not know. Not so
-        where a user's program asks: that is `bool_`.
+        in a user's program: that is `bool_`.
         """
         if compute in (operator.eq, operator.ne):
             strides = self.is_stride or (isinstance(other, RankNumber) and other.is_stride)
@@ -245,7 +245,7 @@ def _symbol(values: Sequence[int], is_stride: bool) -> Any:
 
 
 def of_rank(value: Any, rank: int) -> Any:
-    """What a number is on one rank."""
+    """The value of a number on one rank."""
     node = _node(value)
     return node.values[rank] if isinstance(node, RankNumber) else value
 

@@ -1,8 +1,8 @@
 """Ranks as threads of one process, of which one runs at a time. They take turns where one waits for others.
 
-What a process of its own would keep for each rank (its environment, random states, modules of the program, torch's
+The state of a process that belongs to a rank (its environment, random states, modules of the program, torch's
 process groups) is exchanged with the turn, so a script written for N processes runs as it is. The order of turns is
-that of the ranks, so a run can be repeated. Knows nothing of what ranks say to each other.
+that of the ranks, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardwise.fabric.base import rank_state
 
 __all__ = ["RankThreads", "rank_threads", "torchrun_environment"]
 
-# `exchange(state)` puts the state of one rank in force, None for one that begins, and returns that of the former.
+# `exchange(state)` sets the state of one rank, None for a new one, and returns that of the former.
 Exchange = Callable[[Any], Any]
 
-POLL = 1e-3  # seconds between two looks of a thread that is no rank, or of ranks that all look again
+POLL = 1e-3  # seconds between two polls of a thread that is not a rank, or of ranks that all poll
 
 
 class _Stopped(BaseException):
@@ -42,7 +42,7 @@ class _Stopped(BaseException):
 
 
 class _Wait(NamedTuple):
-    """What a rank waits for, in words and where."""
+    """The wait of a rank: a description and the line."""
 
     ready: Callable[[], bool]
     text: str
@@ -55,12 +55,12 @@ class RankThreads:
     Args:
         size: how many ranks.
         roots: directories of the program. Its modules are imported by each rank for itself; other modules are shared.
-        environment: what each rank finds in `os.environ` beside what is there.
+        environment: variables of each rank in addition to `os.environ`.
     """
 
     def __init__(self, size: int, roots: Sequence[str] = (), environment: Sequence[Mapping[str, str]] = ()) -> None:
         self.size = size
-        self.shared: dict[Any, Any] = {}  # what ranks say to each other, kept by those who carry it
+        self.shared: dict[Any, Any] = {}  # data that ranks exchange, by its owner
         self.failure: tuple[int, BaseException] | None = None  # of the rank that failed first
         self._modules = _RankModules(roots)
         self._exchanges = [*_of_processes(self._modules), *rank_state]
@@ -81,7 +81,7 @@ class RankThreads:
     def run(self, program: Callable[[int], object]) -> tuple[int, BaseException] | None:
         """Run `program(rank)` on every rank; returns the first failure, if there is one.
 
-        When a rank fails, the others end where they wait. A `SystemExit` with no status, or 0, is no failure.
+        When a rank fails, the others end at their next wait. A `SystemExit` with no status, or 0, is not a failure.
         """
         threads = [
             threading.Thread(target=self._work, args=(rank, program), name="shardwise-rank", daemon=True)
@@ -155,7 +155,7 @@ class RankThreads:
         self._states[rank] = [exchange(own) for exchange, own in zip(self._exchanges, state, strict=True)]
 
     def _acquire(self, turn: threading.Semaphore) -> None:
-        """Wait for a turn. Ctrl-C comes to the first thread, whoever runs."""
+        """Wait for a turn. Ctrl-C reaches the first thread, whichever runs."""
         try:
             turn.acquire()
         except KeyboardInterrupt as error:
@@ -174,7 +174,7 @@ class RankThreads:
 
         Args:
             ready: whether to go on. Called by other ranks too.
-            text: what is waited for.
+            text: the reason of the wait.
         """
         rank = self._ranks.get(threading.get_ident())
         if rank is None:  # a thread that a rank has started
@@ -271,11 +271,11 @@ def torchrun_environment(size: int) -> list[dict[str, str]]:
     return [{**alike, **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))} for rank in range(size)]
 
 
-# ---------------------------------------------------------------- what a process keeps
+# ---------------------------------------------------------------- the state of a process
 
 
 def _of_processes(modules: _RankModules) -> list[Exchange]:
-    """What is exchanged of Python and torch. A rank begins with what is in force now."""
+    """The exchanged state of Python and torch. A rank begins with the current one."""
     made = distributed_c10d
     fresh: dict[str, Callable[[], Any]] = {
         "_world": made._World,
@@ -337,7 +337,7 @@ def _logging_of(root: logging.Logger) -> Exchange:
         level, handlers, filters, root.disabled = state or first
         root.handlers, root.filters = (handlers, filters) if state else (list(handlers), list(filters))
         if level != root.level:
-            root.setLevel(level)  # which forgets what loggers have worked out
+            root.setLevel(level)  # clears the caches of loggers
         return former
 
     return exchange
@@ -374,7 +374,7 @@ def _random_states(dtype: torch.dtype) -> Exchange:
 
 
 class _RankModules(importlib.abc.MetaPathFinder):
-    """The modules of the program, one of each for every rank: at their top they may ask for it."""
+    """The modules of the program, one copy for every rank: their top level may depend on the rank."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = [Path(root).resolve() for root in roots]

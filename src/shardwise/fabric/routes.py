@@ -40,12 +40,12 @@ class BoundRoute:
     route: Route
     run: BoundStep
     communicates: bool
-    read: BoundStep  # the same for what is only read: broadcast dims stay so
+    read: BoundStep  # the same for tensors that are only read: broadcast dims stay so
     reorder: bool = False  # whether the local is to be put in the order of the global strides: it may be row-major
     _begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
     def start(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin, leaving the last collective in flight; what comes back waits and finishes."""
+        """Start, leaving the last collective in flight; the result waits and finishes."""
         route_started.notify(self.route)
         if self._begin is None:
             self._begin = fabric_of(self.route.source.mesh).start_route(self.route)
@@ -134,7 +134,7 @@ Rotation = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def bound_rotations(route: Route) -> tuple[Callable[[], None], dict[int, Rotation]]:
-    """Rotations bound, by their distances, and what announces all of them before the first. Kept by the caller."""
+    """Rotations bound, by their distances, and the function that announces all before the first. Kept by the caller."""
     fabric = fabric_of(route.source.mesh)
     steps = [step for step in route.steps if isinstance(step, Rotate)]
 
@@ -147,7 +147,7 @@ def bound_rotations(route: Route) -> tuple[Callable[[], None], dict[int, Rotatio
 
 
 def announced(route: Route) -> None:
-    """Tell whoever listens that a route is about to run."""
+    """Notify listeners that a route is about to run."""
     if route_started:
         route_started.notify(route)
 

@@ -29,7 +29,7 @@ class RowView(NamedTuple):
     tensor: int  # which operand or result
     dim: int
     row: int
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count, which nobody needs here
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count is not used
     step: int
 
     def of(self, locals_: Locals) -> torch.Tensor:
@@ -40,7 +40,7 @@ class RowView(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a rank sends, or gets, of a segment: boxes of the view of a local, and their places in the buffer."""
+    """The parts of a segment that a rank sends or receives: boxes of a view of a local, and their offsets."""
 
     view: RowView
     strips: list[Strip]
@@ -73,7 +73,7 @@ class RowParcels(NamedTuple):
     tag: int  # of the step
 
     def splits(self, scale: int) -> tuple[list[int], list[int]]:
-        """What comes from each rank and what goes to each, where an element is carried as `scale`."""
+        """Received and sent elements by rank, if an element is carried as `scale`."""
         return self._sizes(self.got, scale), self._sizes(self.sent, scale)
 
     def _sizes(self, pairs: Sequence[tuple[int, int]], scale: int) -> list[int]:
@@ -83,7 +83,7 @@ class RowParcels(NamedTuple):
         return sizes
 
     def packed(self, locals_: Locals) -> list[tuple[int, torch.Tensor]]:
-        """What is sent: parts of the locals, each with its offset in the buffer."""
+        """The sent parts of the locals, each with its offset in the buffer."""
         parts = []
         for view, strips in self.sends:
             rows = view.of(locals_)
@@ -91,7 +91,7 @@ class RowParcels(NamedTuple):
         return sorted(parts, key=lambda part: part[0])
 
     def unpack(self, locals_: Locals, buffer: torch.Tensor, fill: Any = 0) -> list[torch.Tensor]:
-        """The results, of what this rank keeps and what it got."""
+        """The results, from the rows that this rank keeps and those it received."""
         results = []
         put = torch.Tensor.add_ if self.adds else torch.Tensor.copy_
         for (shape, stride), filled in zip(self.shapes, self.filled, strict=True):
@@ -106,7 +106,7 @@ class RowParcels(NamedTuple):
         return results
 
     def unpack_traced(self, locals_: Locals, buffer: torch.Tensor, fill: Any = 0) -> list[torch.Tensor]:
-        """The same, where each result is seen to come from the buffer: a compiler leaves out what nothing depends on.
+        """The same, with each result depending on the buffer: a compiler removes values without uses.
 
         On a rank that gets nothing that would be the collective, for which the others wait.
         """
@@ -122,7 +122,7 @@ class RowParcels(NamedTuple):
 
 
 def row_parcels(step: RowExchange, me: int, coordinates: np.ndarray) -> RowParcels:
-    """What the rank that is the `me`-th of those at these coordinates sends, gets and keeps."""
+    """The rows that the `me`-th of the ranks at these coordinates sends, receives and keeps."""
     ranks, here = len(coordinates), tuple(coordinates[me].tolist())
     sends: list[tuple[RowView, Boxes]] = []
     receives: list[tuple[RowView, Boxes]] = []
@@ -167,7 +167,7 @@ def _part(view: RowView, first: int, low: int, high: int) -> RowView:
 
 
 def _shared(mine: Places, theirs: Places, me: int, dim: int, block: Sequence[int]) -> Boxes:
-    """The places that others have of what is mine: boxes of my view of the segment."""
+    """The parts of other ranks' segments that are mine: boxes of my view of the segment."""
     low, high = np.maximum(theirs.low, mine.low[me]), np.minimum(theirs.high, mine.high[me])
     shared = high > low
     shared[me] = False
@@ -197,12 +197,12 @@ def _nonzero(sizes: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def _described(specs: Sequence[DTensorSpec | Windowed]) -> list[Any]:
-    """What tells tensors of exchanges apart: shapes and windows."""
+    """A key that distinguishes tensors of exchanges: shapes and windows."""
     return [(spec.shape, [w[:2] for w in spec.windows] if isinstance(spec, Windowed) else ()) for spec in specs]
 
 
 def _lacks_rows(step: RowExchange, result: int, here: np.ndarray) -> bool:
-    """Whether segments leave some rows of a result out; of a result with halos, of what a rank holds of it."""
+    """Whether segments leave some rows of a result out; of a result with halos, of its local rows."""
     spec, found = step.results[result], [segment for segment in step.segments if segment.result == result]
     if not isinstance(spec, Windowed):
         return sum(segment.length for segment in found) < spec.shape[step.dim]

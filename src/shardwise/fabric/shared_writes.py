@@ -26,7 +26,7 @@ __all__ = [
     "written_arguments",
 ]
 
-# Running statistics, which these operators update though their schemas do not say so.
+# Running statistics, which these operators update though their schemas do not declare it.
 STATISTICS = ("running_mean", "running_var")
 _UNDECLARED = frozenset({
     "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats",
@@ -92,7 +92,7 @@ def check_agreement(tensors: Sequence[torch.Tensor], error: Callable[[int], Shar
 
     Args:
         tensors: one for each rank.
-        error: what to raise if this rank's tensor is not that of rank 0.
+        error: makes the error if this rank's tensor differs from that of rank 0.
     """
     first = tensors[0]
     for rank, tensor in enumerate(tensors):
@@ -128,7 +128,7 @@ class SharedWrite:
         self.trials = [_on_copies(row, [position for position, _ in written]) for row in rows]
 
     def commit(self) -> None:
-        """Compare what the ranks wrote to shared memory; then all that was written takes effect."""
+        """Compare the ranks' writes to shared memory; then all of them take effect."""
         for position, name in self.written:
             if position in self.shared:
                 written = [trial[position] for trial in self.trials]
@@ -166,7 +166,7 @@ def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _on_copies(row: Sequence[Any], written: Iterable[int]) -> list[Any]:
-    """A row whose written tensors are copies, and what shares memory with these is a view of the copy."""
+    """A row whose written tensors are copies, and whose aliases of these are views of the copy."""
     tensors = {i: value for i, value in enumerate(row) if isinstance(value, torch.Tensor)}
     groups = {_memory(tensors[i]): [] for i in written}
     for i, tensor in tensors.items():
@@ -180,12 +180,12 @@ def _on_copies(row: Sequence[Any], written: Iterable[int]) -> list[Any]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What two tensors have in common that may overlap."""
+    """The memory that two tensors may have in common."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors on one memory, that lie in theirs as the tensors do in it."""
+    """Copies of tensors on one memory, with the same offsets and strides."""
     first = tensors[0]
     if all(tensor is first for tensor in tensors) and first.is_contiguous():
         return [first.clone()] * len(tensors)
@@ -193,7 +193,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if any(tensor is not first for tensor in tensors):
             raise UnsupportedError(
                 "values of virtual ranks are written to plain tensors that share memory, inside a compiled program",
-                hint="write outside of what is compiled, or to one of the tensors at a time",
+                hint="write outside of compiled code, or to one of the tensors at a time",
             )
         return [first.clone()] * len(tensors)
     begin = min(int(t.storage_offset()) * t.itemsize for t in tensors) // _ALIGNED * _ALIGNED
@@ -210,7 +210,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """How many elements lie between the first and the last in memory, both counted."""
+    """The number of elements from the first to the last in memory, inclusive."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

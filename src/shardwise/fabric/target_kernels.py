@@ -1,8 +1,8 @@
 """The kernels that the target device of a dry run would choose, in place of those that torch chooses for meta tensors.
 
 For meta tensors torch takes the mathematical path of attention, which holds every score matrix, and composes norms of
-several operators. A GPU runs fused kernels. Here their operators are called on the meta tensors, so that what they save
-for backward is what the GPU saves. Knows nothing of layouts.
+several operators. A GPU runs fused kernels. Here their operators are called on the meta tensors, so that tensors saved
+for backward are those of the GPU.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def rms_norm(
     return FusedRMSNorm.apply(x, list(normalized_shape), weight, eps)
 
 
-# by the functions that programs call; each gives NotImplemented where torch's own choice stands
+# by the functions that programs call; each returns NotImplemented if torch's own choice is used
 FUSED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
     F.rms_norm: rms_norm,  # which calls torch.rms_norm, where modes no longer see it

@@ -26,13 +26,13 @@ from shardwise.torch_private import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = ["ThreadGroup", "forget_groups", "thread_groups"]
 
-BACKEND = "shardwise_threads"  # what torch calls these groups; a script sees the backend that it asked for
+BACKEND = "shardwise_threads"  # torch's name of these groups; a script sees the backend that it requested
 
 Tensors = Sequence[torch.Tensor]
 
 _c10d: Any = distributed_c10d  # with names that are not public
 _cpp: Any = getattr(torch._C, "_distributed_c10d")  # noqa: B009
-_AnyWork: Any = dist.Work  # classes of C++: what they declare differs from version to version
+_AnyWork: Any = dist.Work  # classes of C++, whose declarations differ between versions
 _AnyGroup: Any = dist.ProcessGroup
 _AnyStore: Any = dist.Store
 
@@ -49,14 +49,14 @@ _IN_PLACE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 class _Meeting:
-    """One collective of a group: what each rank has given, and whether it is done."""
+    """One collective of a group: the tensors of each rank, and whether it is done."""
 
     __slots__ = ("calls", "done")
 
     def __init__(self) -> None:
         self.calls: dict[
             int, tuple[Any, str, Any]
-        ] = {}  # by rank of the group: what must agree, the line, what is given
+        ] = {}  # by rank of the group: the facts that must agree, the line, the tensors
         self.done = False
 
 
@@ -76,7 +76,7 @@ class _Work(_AnyWork):
 
     def is_completed(self) -> bool:
         if not self._is_done():
-            self._threads.let_others_run()  # a program that asks again and again waits, too
+            self._threads.let_others_run()  # a program that polls waits, too
         return self._is_done()
 
     def is_success(self) -> bool:
@@ -137,10 +137,10 @@ class ThreadGroup(_AnyGroup):
 
         Args:
             name: of the collective.
-            agree: what must be the same on all ranks.
-            given: what this rank gives, tensors to read and to write among it.
-            carry_out: called with what each rank gives, in order.
-            result: what the future of the work has.
+            agree: facts that must be the same on all ranks.
+            given: the arguments of this rank, with tensors to read and to write.
+            carry_out: called with the arguments of each rank, in order.
+            result: the result of the future of the work.
         """
         self._count += 1
         meeting, number, me = self._meetings[self._count], self._count, self._me
@@ -202,7 +202,7 @@ class ThreadGroup(_AnyGroup):
         return self._meet("reduce", (f"to {root}", op.name, _metas(tensors)), tensors, carry_out, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> _Work:
-        """Rank i gets the reduction of what all ranks give for it."""
+        """Rank i gets the reduction of all ranks' i-th tensors."""
         op = _reduce_op(opts)
 
         def carry_out(given: list[tuple[Tensors, Sequence[Tensors]]]) -> None:
@@ -235,7 +235,7 @@ class ThreadGroup(_AnyGroup):
         return self._meet("broadcast", (f"from {root}", _metas(tensors)), tensors, carry_out, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
-        """Each rank gets what all ranks give."""
+        """Each rank gets the tensors of all ranks."""
         inputs = [tensor.data for tensor in inputs]
 
         def carry_out(given: list[tuple[Sequence[Tensors], Tensors]]) -> None:
@@ -258,7 +258,7 @@ class ThreadGroup(_AnyGroup):
         return self.allgather_into_tensor_coalesced([output], [source], opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
-        """The root gets what all ranks give."""
+        """The root gets the tensors of all ranks."""
         root = opts.rootRank
 
         def carry_out(given: list[tuple[Sequence[Tensors], Tensors]]) -> None:
@@ -269,7 +269,7 @@ class ThreadGroup(_AnyGroup):
         return self._meet("gather", (f"to {root}", _metas(inputs)), (outputs, inputs), carry_out, outputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
-        """Each rank gets its part of what the root gives."""
+        """Each rank gets its part of the root's tensors."""
         root = opts.rootRank
 
         def carry_out(given: list[tuple[Tensors, Sequence[Tensors]]]) -> None:
@@ -335,11 +335,11 @@ class ThreadGroup(_AnyGroup):
         return self._issued(_Work(self._threads, lambda: True, "send", tensors))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> _Work:
-        """Take what a rank has sent, when it has."""
+        """Receive from a rank."""
         return self._receive(tensors, lambda: [(src, self._me, tag)], f"recv from rank {self._ranks[src]}")
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> _Work:
-        """Take what any rank has sent."""
+        """Receive from any rank."""
         keys = [(src, self._me, tag) for src in range(len(self._ranks))]
         return self._receive(tensors, lambda: keys, "recv from any rank")
 
@@ -376,7 +376,7 @@ def _metas(tensors: Tensors) -> str:
         if kind.__torch_dispatch__ is not plain.__torch_dispatch__:
             raise UnsupportedError(
                 f"a collective of a process group was called with a {kind.__name__}",
-                hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives what a collective can take",
+                hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives a tensor for collectives",
             )
     return ", ".join(f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.") for tensor in tensors)
 
@@ -409,7 +409,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise AgreementError(
             f"a rank sends {_metas([source])} where another one expects {_metas([target])}",
-            hint="all ranks must expect what the others send",
+            hint="all ranks must expect the shapes that the others send",
         )
     target.data.copy_(source.reshape(target.shape))
 
@@ -418,7 +418,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class _Store(_AnyStore):
-    """What torch's stores do, for threads: where a key is not there yet, other ranks run."""
+    """torch's stores for threads: while a key is missing, other ranks run."""
 
     def __init__(self, threads: RankThreads) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ class _Store(_AnyStore):
         return len(self._values)
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nothing to limit: where a rank can wait for ever, it is told so at once."""
+        """There is no timeout: a rank that would wait for ever gets an error at once."""
 
     def has_extended_api(self) -> bool:
         return True
@@ -478,7 +478,7 @@ class _Store(_AnyStore):
 
 
 def _make_group(options: Any, _: Any) -> ThreadGroup:
-    """What torch calls for a group of ours: the n-th of its name, on every rank alike."""
+    """Called by torch for a group of ours: the n-th of its name, on every rank alike."""
     threads = rank_threads()
     assert threads is not None
     ranks = options.global_ranks_in_group or range(options.group_size)
@@ -489,13 +489,13 @@ def _make_group(options: Any, _: Any) -> ThreadGroup:
 
 
 def forget_groups() -> None:
-    """The rank of this thread ends: its groups are no longer looked up by name."""
+    """The rank of this thread ends: its groups can no longer be looked up by name."""
     _cpp._unregister_all_process_groups()
 
 
 @contextlib.contextmanager
 def thread_groups() -> Iterator[None]:
-    """Inside, the process groups that rank threads make are of these threads, whatever backend they ask for."""
+    """Inside, process groups of rank threads are of this kind, for any requested backend."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
     helper, rendezvous = _c10d._new_process_group_helper, _c10d.rendezvous
@@ -510,7 +510,7 @@ def thread_groups() -> Iterator[None]:
         given.arguments.update(backend=dist.Backend(BACKEND), backend_options=None, device_id=None)
         group, store = helper(*given.args, **given.kwargs)
         if isinstance(group, ThreadGroup):
-            # torch asks NCCL for its version where a group is of it
+            # torch reads the version of NCCL for its groups
             shown = "gloo" if str(asked) == "nccl" and not dist.is_nccl_available() else asked
             _c10d._world.pg_map[group] = shown, store
         return group, store
@@ -524,7 +524,7 @@ def thread_groups() -> Iterator[None]:
                 f"a process group of {size} ranks in a world of {threads.size}, at {user_line()}",
                 hint=f"shardwise run -n {size} gives the script {size} ranks",
             )
-        # one for all, which is kept: C++ does not hold what Python has of it
+        # one for all, which is kept: C++ does not keep a reference to the Python object
         yield threads.shared.get("store") or threads.shared.setdefault("store", _Store(threads)), rank, size
 
     isolate = _cpp._set_thread_isolation_mode

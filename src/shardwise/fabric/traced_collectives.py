@@ -1,7 +1,7 @@
-"""Collectives as operators of a graph: what c10d does while a compiler or make_fx traces.
+"""Collectives as operators of a graph: the c10d fabric while a compiler or make_fx traces.
 
 The same collectives with the same bytes as issued ones (`packing` works on both), as `_c10d_functional` operators,
-which compilers know how to order and overlap. Which process group and which ranks is told by whoever asks.
+which compilers can order and overlap. The caller gives the process group and its ranks.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ _TAG = "partitioner_tag"  # of a node in a graph: whether it is of forward or of
 
 
 def is_recorded(local: torch.Tensor) -> bool:
-    """Whether what is done with this tensor goes into a graph, so that a collective must be an operator of it."""
+    """Whether operators on this tensor are traced, so that a collective must be an operator of the graph."""
     return isinstance(local, FakeTensor | FunctionalTensor) or dispatch_mode_of(_PROXY) is not None
 
 
 def recording(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, what is done with this tensor goes into the graph it belongs to, also where its tracer has just left.
+    """Inside, operators on this tensor go into its graph, also if its tracer has just left.
 
-    The compiler takes results apart after the program has run, and a view may have to be made anew then.
+    The compiler flattens results after the program has run, and a view may have to be computed again then.
     """
     return FunctionalTensorMode() if isinstance(parts_of(local)[0], FunctionalTensor) else contextlib.nullcontext()
 
 
 @cache
 def functional_collectives() -> Any:
-    """torch's collectives as operators: declared, also under their older names, with what they give on fake tensors."""
+    """torch's collectives as operators: declared, also under their older names, with their results on fake tensors."""
     importlib.import_module("torch.distributed._functional_collectives")
     return torch.ops._c10d_functional
 
 
 def _arrived(collective: str, *args: Any) -> torch.Tensor:
-    """What a collective brings. One that backward asks for stays there.
+    """The result of a collective. One that backward needs stays there.
 
-    Compilers would put it into forward where it depends on no gradient, and leave in backward a copy that nobody needs.
+    Compilers would move it into forward if it depends on no gradient, and leave in backward a copy without uses.
     """
     operators, meta = functional_collectives(), fx_traceback.current_meta
     tag = meta.get(_TAG)
@@ -169,57 +169,57 @@ def _all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) 
 
 
 def recorded_unreduce(step: Unreduce, coordinate: Coordinate) -> BoundStep:
-    """R -> P. The neutral element, too, is seen to come from the local: graphs must be alike on all ranks."""
+    """R -> P. The neutral element also depends on the local: graphs must be the same on all ranks."""
     neutral = neutral_element(step, coordinate)
     if neutral is None:
         return torch.clone
     return lambda local: local.masked_fill(torch.ones_like(local, dtype=torch.bool), neutral)
 
 
-def recorded_exchange(goods: Parcels, group: Any, have: Coordinate | None, dtype: torch.dtype) -> BoundStep:
+def recorded_exchange(parcels: Parcels, group: Any, have: Coordinate | None, dtype: torch.dtype) -> BoundStep:
     """One all-to-all with uneven splits."""
-    sent = sum(goods.sent_sizes)
+    sent = sum(parcels.sent_sizes)
 
     def trace_exchange(local: torch.Tensor) -> torch.Tensor:
         if have is None:  # a rank outside held nothing, of no dtype in particular
             local = local.new_empty(0, dtype=dtype)
-        packed = pack_traced(goods.packed(local), local, sent)
+        packed = pack_traced(parcels.packed(local), local, sent)
         carried = as_carried(packed)
         scale = packed.element_size() // carried.element_size()
-        buffer = _arrived("all_to_all_single", carried, *goods.splits(scale), group.group_name)
-        return goods.unpack(local, buffer.view(packed.dtype))
+        buffer = _arrived("all_to_all_single", carried, *parcels.splits(scale), group.group_name)
+        return parcels.unpack(local, buffer.view(packed.dtype))
 
     return trace_exchange
 
 
-def recorded_rotation(goods: Rotation, group: Any, tag: int) -> Start:
+def recorded_rotation(parcels: Rotation, group: Any, tag: int) -> Start:
     """One all-to-all of one block. It is waited for at once; compilers move the wait.
 
     An element that a rank sends to itself is a tag: two rotations in which a rank sends nothing are different.
     """
-    at = 1 if goods.target > goods.me else 0  # where the block begins, beside the tag
-    from_ = 1 if goods.source > goods.me else 0
+    at = 1 if parcels.target > parcels.me else 0  # where the block begins, beside the tag
+    from_ = 1 if parcels.source > parcels.me else 0
 
     def start(flat: torch.Tensor) -> Wait:
-        packed = pack_traced([(at, flat[: goods.sent])], flat, goods.sent + 1, tag)
+        packed = pack_traced([(at, flat[: parcels.sent])], flat, parcels.sent + 1, tag)
         carried = as_carried(packed)
-        splits = goods.splits(packed.element_size() // carried.element_size(), extra=1)
+        splits = parcels.splits(packed.element_size() // carried.element_size(), extra=1)
         buffer = _arrived("all_to_all_single", carried, *splits, group.group_name).view(packed.dtype)
-        arrived = buffer.narrow(0, from_ if goods.got else 0, goods.got)
+        arrived = buffer.narrow(0, from_ if parcels.got else 0, parcels.got)
         return lambda: arrived
 
     return start
 
 
-def recorded_rows(goods: RowParcels, group: Any) -> BoundRows:
+def recorded_rows(parcels: RowParcels, group: Any) -> BoundRows:
     """One all-to-all of the rows of several tensors."""
-    sent = sum(size for _, size in goods.sent)
+    sent = sum(size for _, size in parcels.sent)
 
     def trace_row_exchange(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
-        packed = pack_traced(goods.packed(locals_), locals_[0], sent, goods.tag)
+        packed = pack_traced(parcels.packed(locals_), locals_[0], sent, parcels.tag)
         carried = as_carried(packed)
-        splits = goods.splits(packed.element_size() // carried.element_size())
+        splits = parcels.splits(packed.element_size() // carried.element_size())
         buffer = _arrived("all_to_all_single", carried, *splits, group.group_name)
-        return goods.unpack_traced(locals_, buffer.view(packed.dtype), fill)
+        return parcels.unpack_traced(locals_, buffer.view(packed.dtype), fill)
 
     return trace_row_exchange

@@ -84,7 +84,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 class RankTensor(torch.Tensor):
     """One tensor for each virtual rank. An operator on it runs on each rank's tensor.
 
-    Sizes that differ between ranks are symbolic: what is computed from them is each rank's own. `tensors` holds all.
+    Sizes that differ between ranks are symbolic: numbers computed from them differ too. `tensors` has all.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -162,7 +162,7 @@ class RankTensor(torch.Tensor):
         return RankTensor([inner[f"_t{i}"] for i in range(count)])
 
     def __coerce_tangent_metadata__(self) -> RankTensor:
-        """What a compiler should expect as the gradient of this output: one for each rank."""
+        """The gradient that a compiler should expect for this output: one for each rank."""
         accept_plain_tangents()
         return self
 
@@ -238,7 +238,7 @@ def parts_of(local: Any) -> Sequence[torch.Tensor]:
 
 
 def part_at(local: Any, position: int) -> torch.Tensor:
-    """The tensor of the rank at a position among those here; one that is not by rank is every rank's."""
+    """The tensor of the rank at a position among those here; a plain tensor is every rank's."""
     return local.tensors[position] if isinstance(local, RankTensor) else local
 
 
@@ -297,7 +297,7 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _resize_metas(rows: Sequence[list[Any]], leaves: Sequence[Any], at: Sequence[int]) -> None:
     """Beside locals of different shapes, each rank's own shape of a meta tensor that torch gave that of the first.
 
-    Forward mode asks so for the sizes of a product with zero.
+    Forward mode uses it for the sizes of a product with zero.
     """
     local = leaves[at[0]]
     for i, leaf in enumerate(leaves):
@@ -432,7 +432,7 @@ class VirtualFabric(Fabric):
     def rank(self) -> int:
         raise UnsupportedError(
             "on the virtual fabric all ranks run in lockstep inside this process, so there is no 'my rank'",
-            hint="what one rank does (printing, saving) goes under `if shardwise.is_main():`; data that differs "
+            hint="code for one rank (printing, saving) goes under `if shardwise.is_main():`; data that differs "
             "by rank is a RankTensor or a DTensor; coordinate_of(rank) is where a rank is; "
             "`shardwise run -n N` gives each rank a thread",
         )
@@ -564,7 +564,7 @@ class VirtualFabric(Fabric):
         return run_transfer, sum(own.sent + own.received for own in goods.values())
 
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
-        """As processes do it: each rank packs what it sends, gets its part of what the others have packed, unpacks."""
+        """As on processes: each rank packs its boxes, receives its part of the others' buffers, and unpacks."""
         mesh = step.before.mesh
         lines = mesh.groups(step.over).tolist()
         goods = [[row_parcels(step, me, mesh.coordinates[line]) for me in range(len(line))] for line in lines]
@@ -693,7 +693,7 @@ def _drawing_once(operator: LocalOperator) -> OperatorRunner:
 
 
 def _swapped(parcels: Sequence[RowParcels], given: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """What each rank of a line gets of what all of them send."""
+    """The boxes that each rank of a line receives."""
     sent: dict[tuple[int, int], torch.Tensor] = {}
     for sender, (own, locals_) in enumerate(zip(parcels, given, strict=True)):
         buffer, at = pack_traced(own.packed(locals_), locals_[0], sum(size for _, size in own.sent)), 0
@@ -705,7 +705,7 @@ def _swapped(parcels: Sequence[RowParcels], given: Sequence[Sequence[torch.Tenso
 
 
 def _swapped_items(step: OwnerExchange, sent: Sequence[Items]) -> list[Items]:
-    """What each rank of a line gets of the items that all of them send."""
+    """The items that each rank of a line receives."""
     counts = [
         tuple(items.counts.tolist()) if isinstance(items.counts, torch.Tensor) else items.counts for items in sent
     ]
@@ -726,7 +726,7 @@ def _tensors(local: torch.Tensor, mesh: DeviceMesh) -> Sequence[torch.Tensor]:
         have = f"{len(local.tensors)} tensors" if isinstance(local, RankTensor) else "one plain tensor"
         raise LayoutError(
             f"{mesh} needs a local with one tensor for each of its {mesh.grid_size} ranks, got {have}",
-            hint="make it with shardwise.RankTensor([...]) or distribute a whole tensor with distribute_tensor",
+            hint="make it with shardwise.RankTensor([...]) or distribute a global tensor with distribute_tensor",
         )
     return local.tensors
 

@@ -34,7 +34,7 @@ def _surrounding_fabric() -> str:
 mesh_module.choose_fabric.append(_surrounding_fabric)
 
 
-PRESET = "SHARDWISE_MESH"  # the environment variable that says which mesh a program gets that names no shape
+PRESET = "SHARDWISE_MESH"  # the environment variable with the mesh of programs that give no shape
 
 
 def init_device_mesh(
@@ -45,7 +45,7 @@ def init_device_mesh(
     Where a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual
     ones inside this process. Inside `virtual()` or `dry_run()` these choose.
 
-    Without a shape, it is what the environment variable SHARDWISE_MESH says (`dp=2,tp=4`, or `2x4` without names),
+    Without a shape, the environment variable SHARDWISE_MESH gives it (`dp=2,tp=4`, or `2x4` without names),
     which `shardwise run --mesh` sets; and without that, on processes, all of them along one axis.
 
     Args:
@@ -66,7 +66,7 @@ def init_device_mesh(
     size = math.prod(shape)
     if fabric == c10d.name:
         _ensure_process_group(device_type)
-        c10d.rank()  # in a new world, what was worked out for the former one is forgotten now
+        c10d.rank()  # in a new world, forgets the state of the former one
         world = dist.get_world_size()
         if size != world:
             raise MeshError(
@@ -123,7 +123,7 @@ def virtual() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """Whether this process is the one that prints, logs and writes: rank 0 of the processes, or all virtual ranks.
+    """Whether this process prints, logs and writes: rank 0 of the processes, or all virtual ranks.
 
     Example:
         >>> if is_main():
@@ -141,7 +141,7 @@ _adopted: dict[int, tuple[TorchMesh, DeviceMesh]] = {}
 def as_mesh(mesh: Any) -> DeviceMesh:
     """Our mesh for `mesh`: itself, or a torch DeviceMesh adopted once, whose process groups are reused.
 
-    None stands for the mesh of the innermost `with mesh:`.
+    None means the mesh of the innermost `with mesh:`.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,))

@@ -1,4 +1,4 @@
-"""Functions of whole matrices that lie over a mesh: each matrix is computed once, by a rank that owns it meanwhile.
+"""Functions of full matrices that are distributed over a mesh: each matrix is computed once, by a rank that owns it.
 
 Ranks send their parts of all matrices to the owners in one exchange, and get their parts of the results in another. An
 exchange is a redistribution of one flat tensor between two layouts of given sizes (`Ragged`).
@@ -36,7 +36,7 @@ def by_matrix(
     dtype: torch.dtype | None = None,
     cost: Callable[[torch.Size], float] | None = None,
 ) -> list[torch.Tensor]:
-    """`function` of each of some matrices, in the layouts of these. It is given whole matrices, as on one device.
+    """`function` of each of some matrices, in their layouts. It gets full matrices, as on one device.
 
     Each matrix is computed once in the mesh. The work is balanced: matrices go to ranks by what they cost, the most
     expensive first. All parts are sent in one exchange and come back in another. No derivatives.
@@ -136,7 +136,7 @@ def matrix_owners(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-# ---------------------------------------------------------------- what is sent
+# ---------------------------------------------------------------- buffers
 
 
 class Transfer(NamedTuple):
@@ -195,7 +195,7 @@ _plans: BoundedCache[tuple[Any, ...], Transfers] = BoundedCache(MAX_PLANS)
 
 
 def _indices(block: Block) -> tuple[Any, ...]:
-    """What takes a block out of its tensor."""
+    """The function that takes a block out of its tensor."""
     if all(len(runs) == 1 for runs in block.runs):
         return tuple([slice(runs[0].start, runs[0].start + runs[0].length) for runs in block.runs])
     each = [torch.cat([torch.arange(run.start, run.start + run.length) for run in runs]) for runs in block.runs]

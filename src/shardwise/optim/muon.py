@@ -1,4 +1,4 @@
-"""Muon for parameters that lie over a mesh: momentum in shards, Newton-Schulz of each matrix once, by its owner."""
+"""Muon for distributed parameters: momentum in shards, Newton-Schulz of each matrix once, by its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules over a mesh: how a model that knows nothing of DTensors is sharded. The public names, nothing else."""
+"""Modules over a mesh: sharding of models that do not use DTensors. Only the public names."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ __all__ = [
     "writable_local",
 ]
 
-# A DTensor, or inside a function that torch.func transforms a tensor that stands for one.
+# A DTensor, or a wrapper around one inside a function that torch.func transforms.
 AnyDTensor = Any
 
 
@@ -72,14 +72,14 @@ def moved(
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:
-    """The DTensor of a local, with derivatives; the gradient of the local is what lies here of `gradient`."""
+    """The DTensor of a local, with derivatives; the gradient of the local is the local of `gradient`."""
     if wants_derivatives(local):
         return apply_function(FromLocal, local, spec, gradient)
     return dtensor_of(spec, local)
 
 
 def as_local(tensor: AnyDTensor, gradient: DTensorSpec) -> torch.Tensor:
-    """The local of a DTensor, with derivatives; the ranks' gradients of it lie together as `gradient`."""
+    """The local of a DTensor, with derivatives; the ranks' gradients of it have the layout `gradient`."""
     if wants_derivatives(tensor):
         return apply_function(ToLocal, tensor, tensor._spec, gradient)
     return tensor._local_tensor
@@ -114,7 +114,7 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def _reduced_local(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What the parts of the ranks are reduced to, on each of them, with derivatives."""
+    """The reduction of the ranks' addends, on each rank, with derivatives."""
     whole = moved(as_dtensor(part, spec, gradient_spec(spec)), spec.reduced())
     return as_local(whole, addends_spec(spec))
 
@@ -228,7 +228,7 @@ class Redistribute(torch.autograd.Function):
         max_bytes: int | None,
     ) -> AnyDTensor:
         found = moved_to(tensor, target, async_op, max_bytes)
-        if target.tensor_meta.is_symbolic:  # sizes of the way back are fixed now: a compiler counts symbolic ones here
+        if target.tensor_meta.is_symbolic:  # sizes of backward are fixed now: a compiler counts symbolic ones here
             bound_route(gradient_spec(target), gradient_spec(source), max_bytes)
         return tensor.view_as(tensor) if found is tensor else found
 

@@ -1,4 +1,4 @@
-"""What compilers ask of a DTensor: how it is taken apart and put together, and what compiled code depends on."""
+"""The protocol of compilers for a DTensor: flattening, unflattening, and guards of compiled code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardwise.torch_private import DispatchModeKey, FakeTensor, TracingContext,
 __all__ = ["CompileProtocol", "plain_tangent_of"]
 
 MAX_SPECS = 4096
-_unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what compiled code gives back
+_unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # results of compiled code
 
 
 class UnderModes(tuple[Any, ...]):
@@ -54,14 +54,14 @@ class UnderModes(tuple[Any, ...]):
 
 
 def _guarded(context: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What compiled code was made for besides a layout: the modes, and how the tensor is taken apart."""
+    """What compiled code depends on besides the layout: the modes, and how the tensor is flattened."""
     if isinstance(context, UnderModes):
         return context.modes, context.by_rank
     return None, context.__class__ is ByRank
 
 
 class CompileProtocol(LaidOutTensor):
-    """The methods that compilers call. Sizes are no part of the context: they are guarded, and given back, apart."""
+    """The methods that compilers call. Sizes are not part of the context: they are guarded and passed separately."""
 
     __slots__ = ()
 
@@ -87,7 +87,7 @@ class CompileProtocol(LaidOutTensor):
         inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> Any:
         local = inner.get("_local_tensor")
-        if local is None:  # what is uneven on virtual ranks has no symbolic sizes
+        if local is None:  # uneven tensors of virtual ranks have no symbolic sizes
             outer_size, outer_stride = specialized(outer_size), specialized(outer_stride)
             local = RankTensor(list(inner.values()))
         try:
@@ -109,14 +109,14 @@ class CompileProtocol(LaidOutTensor):
         return made
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """What compilers ask for to know which inputs share memory; a DTensor's own has no values."""
+        """The storage by which compilers detect inputs that share memory; that of a DTensor has no values."""
         is_fake = dispatch_mode_count() and isinstance(parts_of(self._held)[0], FakeTensor)
         return torch.Tensor.untyped_storage(first_sharing(self, LaidOutTensor) if is_fake else self)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code for this tensor depends on, for caches on disk. Graphs differ from rank to rank.
+        """What compiled code for this tensor depends on, for caches on disk. Graphs differ between ranks.
 
-        Code that comes from disk was not traced here, so nobody has met the groups of its backward: they are made now,
+        Code from disk was not traced here, so the groups of its backward may not exist yet: they are made now,
         on every rank, whether it finds code or not.
         """
         spec = self._spec
@@ -125,7 +125,7 @@ class CompileProtocol(LaidOutTensor):
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> Any:
-        """What a compiler should expect as the gradient of this output: laid out as gradients of it are."""
+        """The layout that a compiler should expect for the gradient of this output."""
         accept_plain_tangents()
         expected = redistributed(self, gradient_spec(self._spec))
         return (
@@ -135,7 +135,7 @@ class CompileProtocol(LaidOutTensor):
     def __coerce_same_metadata_as_tangent__(
         self, expected: tuple[Any, ...], expected_type: type | None = None
     ) -> torch.Tensor | None:
-        """A gradient that came in another layout than the compiled code expects, brought there."""
+        """A gradient in another layout than compiled code expects, redistributed."""
         if expected_type not in (None, classes.ordinary):
             return None
         return redistributed(self, DTensorSpec.from_context(expected, self._spec.tensor_meta))
@@ -150,7 +150,7 @@ def _stride_as_local(context: tuple[Any, ...], size: Any, stride: Any, local: to
 
 
 def _name_ranks(count: int) -> None:
-    """Give the class an attribute for each virtual rank's tensor: compilers ask for them by these names."""
+    """Add an attribute for each virtual rank's tensor to the class: compilers use these names."""
     for rank in range(count - 1, -1, -1):
         if hasattr(CompileProtocol, f"_t{rank}"):
             return
@@ -194,7 +194,7 @@ _fixed_by_backward: BoundedCache[tuple[DeviceMesh, int], None] = BoundedCache(MA
 
 
 def _trace_again_where_fixed(spec: DTensorSpec) -> None:
-    """Have Dynamo trace anew if a size has been fixed since a tensor was made: by backward, in the graph of both.
+    """Make Dynamo trace again if a size was fixed after a tensor was made: by backward, in the graph of both.
 
     The compiler has counted the sizes of results by then, and would not find all of them. The second time the size is
     fixed from the start.
@@ -206,12 +206,12 @@ def _trace_again_where_fixed(spec: DTensorSpec) -> None:
     if found - _fixed_by_backward.keys():
         for fixed in sorted(found, key=lambda fixed: fixed[1]):  # in one order on all ranks
             _fixed_by_backward.keep(fixed, None)
-        restart = importlib.import_module("torch._dynamo.exc").TensorifyScalarRestartAnalysis  # what backends may raise
+        restart = importlib.import_module("torch._dynamo.exc").TensorifyScalarRestartAnalysis  # backends may raise it
         raise restart(restart_reason="backward fixes a symbolic size of a DTensor")
 
 
 def plain_tangent_of(tangent: torch.Tensor, expected: tuple[Any, ...]) -> torch.Tensor:
-    """A whole gradient, alike on every rank, as compiled code expects it."""
+    """A replicated plain gradient, as compiled code expects it."""
     meta = TensorMeta.of(tangent)
     local = fabric_of(expected[0]).build(expected[0], lambda coordinate: tangent)
     return redistributed(
@@ -229,7 +229,7 @@ def first_sharing(tensor: Any, kind: type) -> Any:
     """Of the inputs of this kind the first whose memory reaches, input by input, into that of `tensor`; else itself.
 
     The compiler sees by the storage which inputs share memory. Where one of those is written to it has no code for
-    tensors like ours, and says so.
+    tensors like ours, and the error says so.
     """
     context: Any = TracingContext.try_get()
     if context is None or context.fake_mode is None:
@@ -245,7 +245,7 @@ def first_sharing(tensor: Any, kind: type) -> Any:
 
 
 def _spans(tensor: Any) -> list[Span]:
-    """Which memory a DTensor, or what it is a copied view of, lies in here."""
+    """The local memory of a DTensor, or of the base of a copied view."""
     while tensor._copied_view not in (None, OUTSIDE):
         tensor = tensor._copied_view.args[0]
     spans = []

@@ -1,6 +1,6 @@
 """Composite operators of torch that cannot run on DTensors: other operators in their place, for DTensors alone.
 
-torch takes a composite operator apart in C++, before a tensor class sees it. One that reads the memory of an operand,
+torch decomposes a composite operator in C++, before a tensor class sees it. One that reads the memory of an operand,
 or makes a sparse tensor, is replaced at the one dispatch key above autograd that only tensor classes have.
 """
 
@@ -47,7 +47,7 @@ def _tensor_split(self: Any, tensor_indices_or_sections: Any, dim: int = 0) -> A
 def _embedding_sparse_backward(
     grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
-    """A DTensor is dense, and so is the gradient of a table that asks for a sparse one."""
+    """A DTensor is dense, so a table with sparse gradients gets a dense one."""
     return aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
@@ -74,7 +74,7 @@ def _ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Any:
-    """torch copies the targets of CUDA to the CPU, to ask whether a library would compute the loss."""
+    """torch copies the targets of CUDA to the CPU, to decide whether a library computes the loss."""
     batched = log_probs.dim() == 3
     log_probs = log_probs if batched else log_probs.unsqueeze(1)
     targets = targets.to(log_probs.device, torch.int64)
@@ -112,7 +112,7 @@ def _pad_packed_sequence(
 
 
 def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
-    """Lay the first states of a recurrent network out as its batch: torch writes in place to what comes of them."""
+    """Lay out the first states of a recurrent network like its batch: torch writes to tensors made from them."""
     run = _below(op)
 
     def compute(input: Any, hx: Any, *options: Any) -> Any:  # noqa: A002  # torch's name
@@ -144,7 +144,7 @@ def _cummaxmin_backward(grad: Any, input: Any, indices: Any, dim: int) -> Any:  
 
 
 def _cumprod_backward(grad: Any, input: Any, dim: int, output: Any) -> Any:  # noqa: A002  as torch has it
-    """torch asks for a value and, if a factor is zero, goes step by step. Only a derivative of this needs that.
+    """torch reads a value and, if a factor is zero, computes step by step. Only a derivative of this needs that.
 
     Before the first zero a product is divided by the factor. At the first zero, products of the other factors count, up
     to the second zero. After it everything is zero.
@@ -165,7 +165,7 @@ def _convolution_double_backward(
     ggI: Any, ggW: Any, ggb: Any, gO: Any, weight: Any, self: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int, output_mask: Any,
 ) -> Any:  # fmt: skip
-    """torch makes a kernel of the gradient, whose space would have to be whole; by convolutions and their gradients."""
+    """torch makes a kernel of the gradient, which cannot be sharded in space; uses convolutions instead."""
     options = (stride, padding, dilation, transposed, output_padding, groups)
     parts = [] if ggI is None else [aten.convolution.default(ggI, weight, None, *options)]
     if ggW is not None:
@@ -183,7 +183,7 @@ def _convolution_double_backward(
 
 def _pad_circular(self: Any, pad: Any) -> Any:
     """torch writes parts into a new tensor; here they are joined, so that ranks exchange rows."""
-    aten._pad_circular.default(torch.empty(self.shape, device="meta"), pad)  # raises what torch raises
+    aten._pad_circular.default(torch.empty(self.shape, device="meta"), pad)  # raises torch's own errors
     made = self
     for i in range(len(pad) // 2):
         dim, before, after = self.dim() - 1 - i, pad[2 * i], pad[2 * i + 1]
@@ -295,7 +295,7 @@ REPLACED: dict[OpOverload, Callable[..., Any]] = {
 def replace_composites(tensor_class: type[torch.Tensor]) -> None:
     """Compute the operators of `REPLACED` by others if a tensor of this class is among the arguments."""
     for op, compute in REPLACED.items():
-        if op is aten.repeat.default and torch.__version__ < "2.13":  # which cannot call what it replaces
+        if op is aten.repeat.default and torch.__version__ < "2.13":  # it cannot call the operator that it replaces
             continue
         _library.impl(op.name().removeprefix("aten::"), _kernel(tensor_class, op, compute), _KEY)
 

@@ -95,7 +95,7 @@ __all__ = [
 
 
 class DTensor(CompileProtocol):
-    """A tensor that lies sharded, replicated or partial over a mesh of devices and behaves like one tensor.
+    """A global tensor over a mesh of devices: sharded, replicated or Partial. It behaves like one tensor.
 
     Made by `distribute_tensor`, `DTensor.from_local` and the factories (`zeros`, ...), not by calling the class.
 
@@ -144,7 +144,7 @@ class DTensor(CompileProtocol):
                     run = _cache.get((id(func), args[0]._spec, args[1]._spec))
                     if run is not None:
                         return run(args, kwargs)
-                elif kind is float or kind is int:  # by type alone: where a rule reads the number, there is no such key
+                elif kind is float or kind is int:  # by type alone: no such key exists if a rule reads it
                     run = _cache.get((id(func), args[0]._spec, kind))
                     if run is not None:
                         return run(args, kwargs)
@@ -178,16 +178,16 @@ class DTensor(CompileProtocol):
                     return run(args, kwargs)
         return dispatcher.dispatch(func, args, kwargs)
 
-    # ---------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- properties
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh it lies on."""
+        """Its mesh."""
         return self._spec.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How it lies along each axis of the mesh."""
+        """Its placement on each axis of the mesh."""
         return self._spec.placements
 
     @property
@@ -207,7 +207,7 @@ class DTensor(CompileProtocol):
         return format(self.item(), format_spec) if self.dim() == 0 and format_spec else super().__format__(format_spec)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Like `repr`, it never communicates."""
+        """The display in a notebook. Like `repr`, it never communicates."""
         return spec_html(self._spec, repr(self))
 
     @property
@@ -250,11 +250,11 @@ class DTensor(CompileProtocol):
         Args:
             local_tensor: this rank's part. On a virtual mesh a `RankTensor`, or a plain tensor that every rank holds.
             device_mesh: the mesh.
-            placements: how the parts make up the whole; replicated by default.
+            placements: the layout of the locals; replicated by default.
             run_check: compare shapes, dtype and placements over the ranks first; a disagreement is an error on all.
             shape: the global shape; needed where shards are uneven, otherwise worked out from the local one.
             stride: the global strides, with `shape`.
-            grad_placements: how the gradient of the parts lies, where it is not what the placements imply.
+            grad_placements: the layout of the gradient of the locals, if it is not implied by the placements.
             shard_order: which axis splits a dim first, where it is not the order of the mesh.
 
         Example:
@@ -298,8 +298,8 @@ class DTensor(CompileProtocol):
         """This rank's part, as autograd sees it.
 
         Args:
-            grad_placements: how the gradient that comes back to the part makes up the whole gradient, where it is not
-                what the placements imply; for instance `Partial()` where replicas are put to different uses.
+            grad_placements: the layout of the gradient of the local, if it is not implied by the placements;
+                for instance `Partial()` if replicas are used differently on the ranks.
 
         Example:
             >>> import shardwise as sw
@@ -373,7 +373,7 @@ class DTensor(CompileProtocol):
         return moved_to(self, target, async_op, max_bytes)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank, in memory of its own. On a virtual mesh, where all ranks are here, one.
+        """The full tensor on every rank, in memory of its own. On a virtual mesh, which has all ranks, one tensor.
 
         Args:
             grad_placements: as in `to_local`.
@@ -421,11 +421,11 @@ class DTensor(CompileProtocol):
     swapaxes_ = swapdims_ = transpose_  # pyright: ignore[reportAssignmentType]
 
     def tolist(self) -> Any:
-        """The whole tensor as nested lists of numbers, on every rank."""
+        """The full tensor as nested lists of numbers, on every rank."""
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array of numpy, on every rank."""
+        """The full tensor as an array of numpy, on every rank."""
         return self.full_tensor().numpy(force=force)
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -472,7 +472,7 @@ class DTensor(CompileProtocol):
         here = fabric_of(self._spec.mesh).held_by()
         if here is not None and not self._spec.is_replicated:
             warnings.warn(
-                f"what is pickled of {self._spec} is the part of rank {here} alone: every rank must save and load "
+                f"the pickle of {self._spec} has only the local tensor of rank {here}: every rank must save and load "
                 "a file of its own; shardwise.checkpoint.save makes one checkpoint of all, and get_model_state_dict of "
                 "shardwise.checkpoint.state_dict plain tensors, with full_state_dict=True",
                 stacklevel=2,
@@ -480,7 +480,7 @@ class DTensor(CompileProtocol):
         return _rebuild, (self._local_tensor, self._spec, self.requires_grad, self._kept_attributes(), here)
 
     def _kept_attributes(self) -> dict[str, Any]:
-        """What users and nn.Parameter have set on it; what was only remembered does not outlive the process."""
+        """Attributes that users and nn.Parameter have set; derived ones are not pickled."""
         return {name: value for name, value in self.__dict__.items() if name not in REMEMBERED}
 
     def __copy__(self) -> DTensor:
@@ -505,7 +505,7 @@ if TYPE_CHECKING:
     def dtensor_of(spec: DTensorSpec, local: torch.Tensor) -> DTensor: ...
     def is_dtensor(value: Any) -> TypeIs[DTensor]: ...
     def redistributed(tensor: DTensor, target: DTensorSpec) -> DTensor: ...
-else:  # inside a function that torch.func transforms, what stands for a DTensor is of this class
+else:  # inside a function that torch.func transforms, wrappers of DTensors have this class
     AnyDTensor = torch.Tensor
     dtensor_of, is_dtensor, redistributed = laid_out.dtensor_of, laid_out.is_dtensor, moves.redistributed
 
@@ -542,14 +542,14 @@ _cache = dispatcher.cache
 plain_refusals.refusable(DTensor)
 replace_composites(DTensor)
 
-# What observers may put functions around: operators, and the methods that redistribute explicitly.
+# Observers may intercept these: operators, and the methods that redistribute explicitly.
 intercepted = {
     name: Interception(DTensor, name)
     for name in ("__torch_dispatch__", "redistribute", "full_tensor", "to_local", "from_local")
 }
 REMEMBERED = ("_copied_view", "_settled", "_flight")  # attributes that copies do not get
 MAX_SPECS = 4096
-_targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of what `redistribute` was asked for
+_targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of calls of `redistribute`
 
 
 def cache_info() -> CacheInfo:
@@ -563,12 +563,12 @@ def cache_info() -> CacheInfo:
 
 
 def forget_operators() -> None:
-    """Drop what is known about operators: a rule has changed."""
+    """Forget the signatures of operators: a rule has changed."""
     dispatcher.forget()
 
 
 def _without_memory(what: str) -> CheckpointError:
-    """The error for those who ask for the memory of a DTensor, as a rule to write or send its values."""
+    """The error for access to the memory of a DTensor, usually to write or send its values."""
     return CheckpointError(
         f"{what}: a DTensor has no memory of its own, its values are in its locals",
         hint="take full_tensor() or to_local(); to write a model use shardwise.checkpoint.save or export_safetensors, "
@@ -583,7 +583,7 @@ def _rebuild(
     attributes: Mapping[str, Any],
     held_by: int | None = None,
 ) -> DTensor:
-    """What pickle calls. `held_by` is the rank whose local it is, where each process has its own."""
+    """Called by pickle. `held_by` is the rank of the local, if each process has its own."""
     if held_by is not None:
         _check_holder(spec, held_by)
     made = DTensor(local, spec, requires_grad=requires_grad)
@@ -595,18 +595,18 @@ def _rebuild(
 def _check_holder(spec: DTensorSpec, held_by: int) -> None:
     """Refuse a local that was pickled by another rank than this one, where that rank holds something else."""
     mesh, here = spec.mesh, fabric_of(spec.mesh).held_by()
-    if here is None or here == held_by:  # a process without a rank may look at what it was given
+    if here is None or here == held_by:  # a process without a rank may read any local
         return
     blocks = [None if at is None else spec.block(at) for at in map(mesh.coordinate_of, (held_by, here))]
     if blocks[0] != blocks[1] or spec.partial_axes:
         raise CheckpointError(
             f"the file or message holds the part of {spec} that rank {held_by} has, and this is rank {here}",
             hint="let every rank save and load a file of its own, or use shardwise.checkpoint.save and load, or save "
-            "what get_model_state_dict of shardwise.checkpoint.state_dict gives with full_state_dict=True",
+            "the result of get_model_state_dict of shardwise.checkpoint.state_dict with full_state_dict=True",
         )
 
 
-# What torch.load(weights_only=True) may call to rebuild a DTensor: data, nothing that runs code of its own.
+# Functions that torch.load(weights_only=True) may call to rebuild a DTensor: they build data and run no other code.
 _PLACEMENTS = [Shard, StridedShard, Zigzag, Ragged, Owned, Replicate, Partial, MaskPartial]
 torch.serialization.add_safe_globals([_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, *_PLACEMENTS])
 
@@ -626,7 +626,7 @@ def _from_local_in_graph(
     if run_check:
         raise UnsupportedError(
             "from_local(run_check=True) compares values over the ranks, which a compiled program cannot",
-            hint="leave run_check out, or call from_local outside of what is compiled",
+            hint="leave run_check out, or call from_local outside of compiled code",
         )
     return DTensor.from_local(
         local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements, shard_order=shard_order
@@ -643,7 +643,7 @@ def _reshape(tensor: DTensor, in_place: Callable[..., Any], functional: Callable
         return in_place(tensor, *dims)
     try:
         base: Any = tensor._base
-        again: Any = tensor._view_func_unsafe(base)  # another object: the new view refers to what it is made from
+        again: Any = tensor._view_func_unsafe(base)  # another object: the new view refers to its base
         torch.utils.swap_tensors(tensor, functional(again, *dims))
     except RuntimeError as error:
         raise UnsupportedError(
@@ -665,7 +665,7 @@ class CopiedDTensor(CopiedState, DTensor):  # pyright: ignore[reportIncompatible
     __slots__ = ()
 
 
-# the state of a DTensor is no part of the type that users see
+# the state of a DTensor is not part of the type that users see
 CopiedDTensor.__name__ = CopiedDTensor.__qualname__ = PendingDTensor.__name__ = PendingDTensor.__qualname__ = "DTensor"
 classes.ordinary, classes.pending, classes.copied = DTensor, PendingDTensor, CopiedDTensor
 

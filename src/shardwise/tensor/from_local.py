@@ -1,6 +1,6 @@
-"""What `from_local` is given: the spec that a local means, worked out, checked, and agreed on by the ranks.
+"""The spec that `from_local` gives to a local: computed, checked, and agreed on by the ranks.
 
-Knows specs and locals, not DTensors.
+Uses specs and locals, not DTensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def spec_given(
     stride: Sequence[int] | None,
     shard_order: Sequence[Any] | None,
 ) -> DTensorSpec:
-    """The spec of the tensor of which each rank holds such a local; with `run_check`, if all of them say so."""
+    """The spec of the tensor with such a local on each rank; with `run_check`, ranks compare it."""
     if run_check:
         if is_wrapped(local):
             raise inside_transform("from_local(run_check=True)")
@@ -105,7 +105,7 @@ def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
 def _agreed_spec(local: torch.Tensor, mesh: DeviceMesh, *description: Any) -> DTensorSpec:
     """The spec that every rank means: same shape, dtype and placements, and equal values where it is replicated.
 
-    A rank whose own arguments are wrong says so to the others, so that all of them raise and none waits.
+    A rank with wrong arguments sends its error to the others, so that all of them raise and none waits.
     """
     spec, error = None, None
     try:

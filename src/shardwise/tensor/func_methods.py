@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class _OfTransformed:
-    """A method or property of DTensor on torch.Tensor, found only on tensors that stand for a DTensor.
+    """A method or property of DTensor on torch.Tensor, visible only on wrappers of a DTensor.
 
     Inside a function that torch.func transforms, tensors are of the class torch.Tensor. On any other tensor the
     attribute does not exist.
@@ -24,7 +24,7 @@ class _OfTransformed:
         self.name = name
 
     def __get__(self, tensor: Any, owner: type) -> Any:
-        if tensor is None:  # torch looks at all that the class has, and passes over what is None
+        if tensor is None:  # torch reads all attributes of the class, and skips None
             return None
         if is_wrapped(tensor) and isinstance(inner := innermost(tensor), DTensor):
             tensor = alive(tensor)
@@ -41,4 +41,4 @@ def _give_to_wrappers() -> None:
         setattr(torch.Tensor, name, _OfTransformed(name))
 
 
-on_first_mesh.append(_give_to_wrappers)  # without a mesh there are no DTensors, and torch is left as it is
+on_first_mesh.append(_give_to_wrappers)  # DTensors need a mesh, so torch is unchanged until the first one

@@ -1,6 +1,6 @@
-"""How gradients lie, and what share of one belongs to a part that was reduced. Knows specs and locals, not DTensors.
+"""Layouts of gradients, and the share of a gradient that belongs to one addend of a reduction.
 
-What a move does to gradients is the table `GRADIENT_OF`.
+The table `GRADIENT_OF` defines how a move transforms gradients. Uses specs and locals, not DTensors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ __all__ = [
     "transposed_spec",
 ]
 
-# How the gradient of a tensor lies, for each way that the tensor itself may lie on an axis. The gradient of a value is
-# one value: where the tensor is a sum of what the ranks hold, each of them gets the same gradient.
+# The placement of a gradient for each placement of the tensor. The gradient of a value is one value: if the tensor
+# is a sum of the ranks' addends, each of them gets the same gradient.
 GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
     Shard: lambda placement: placement,
     StridedShard: lambda placement: placement,
@@ -61,7 +61,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 
 @functools.lru_cache(maxsize=4096)
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
-    """How the gradient of a tensor of this spec lies."""
+    """The layout of the gradient of a tensor of this spec."""
     if not spec.partial_axes:
         return spec.materialized()
     placements = tuple(GRADIENT_OF[type(p)](p) for p in spec.placements)
@@ -69,7 +69,7 @@ def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
 
 
 def gradient_spec_as(spec: DTensorSpec, given: Sequence[Any] | None) -> DTensorSpec:
-    """The spec of a gradient: as the user says, or as the table has it."""
+    """The spec of a gradient: given by the user, or by the table."""
     if given is None:
         return gradient_spec(spec)
     chosen = DTensorSpec(spec.mesh, given, spec.tensor_meta)
@@ -80,7 +80,7 @@ def gradient_spec_as(spec: DTensorSpec, given: Sequence[Any] | None) -> DTensorS
 
 @functools.lru_cache(maxsize=4096)
 def gradient_spec_of_local(spec: DTensorSpec) -> DTensorSpec:
-    """How the ranks' gradients of the locals of a tensor lie together, where the user does not say.
+    """The layout of the ranks' gradients of the locals of a tensor, if the user gives none.
 
     The locals of a sum are its addends, and each has the gradient of the sum. Of an extreme each local is taken to
     change as the value does, so that their gradients add up to its own.
@@ -92,9 +92,9 @@ def gradient_spec_of_local(spec: DTensorSpec) -> DTensorSpec:
 
 @functools.lru_cache(maxsize=4096)
 def addends_spec(spec: DTensorSpec, gradient: DTensorSpec | None = None) -> DTensorSpec:
-    """How a derivative of a reduced value lies in what each part adds to it: as a sum.
+    """The layout of the derivative of a reduced value with respect to its addends: a sum.
 
-    Where the user has said that a gradient is the average of the ranks' gradients, derivatives of it are averages too.
+    If the user declared a gradient to be the average of the ranks' gradients, its derivatives are averages too.
     """
     if gradient is None or (mean := Partial("avg")) not in gradient.placements:
         return _with_partials(spec, lambda p: Partial())
@@ -107,13 +107,13 @@ def addends_spec(spec: DTensorSpec, gradient: DTensorSpec | None = None) -> DTen
 
 @functools.lru_cache(maxsize=4096)
 def tangent_spec(spec: DTensorSpec) -> DTensorSpec:
-    """How the tangents of the locals of a tensor lie: the transpose of `gradient_spec_of_local`."""
+    """The layout of the tangents of the locals of a tensor: the transpose of `gradient_spec_of_local`."""
     return _with_partials(spec, lambda p: p if p.linear else Replicate())
 
 
 @functools.lru_cache(maxsize=4096)
 def transposed_spec(spec: DTensorSpec, gradient: DTensorSpec) -> DTensorSpec:
-    """How the gradient lies of locals that lie as `gradient`, and are gradients of the locals of a tensor of `spec`."""
+    """The layout of gradients of locals in the layout `gradient`, themselves gradients of locals of `spec`."""
     own, mean = addends_spec(tangent_spec(spec)).with_meta(gradient.tensor_meta), Partial("avg")
     placements = [
         (g if g is mean else Replicate()) if isinstance(g, Partial) else p
@@ -133,12 +133,12 @@ def _with_partials(spec: DTensorSpec, other: Callable[[Partial], Placement]) -> 
 
 
 def needs_parts(spec: DTensorSpec) -> bool:
-    """Whether the derivative of the reduction depends on what the ranks hold."""
+    """Whether the derivative of the reduction depends on the ranks' values."""
     return any(not p.linear for p in spec.placements if isinstance(p, Partial))
 
 
 def refuse_parts(spec: DTensorSpec) -> None:
-    """Raise where the local of a tensor is no function of its value that could be differentiated."""
+    """Raise if the local of a tensor is not a differentiable function of its value."""
     for placement in spec.placements:
         if isinstance(placement, Partial) and not placement.linear and placement.reduce_op not in ("min", "max"):
             raise UnsupportedError(
@@ -153,10 +153,10 @@ Reduced = Callable[[torch.Tensor, DTensorSpec], torch.Tensor]
 def share_of_gradient(
     part: torch.Tensor | None, spec: DTensorSpec, addends: DTensorSpec, gradient: torch.Tensor, reduced: Reduced
 ) -> torch.Tensor:
-    """What of the gradient of a reduced value belongs to the part that this rank gave to the reduction.
+    """The share of the gradient of a reduced value that belongs to this rank's addend.
 
     Args:
-        part: what this rank gave; None where the reduction is linear.
+        part: the addend of this rank; None if the reduction is linear.
         spec: how the parts make up the value.
         addends: how the shares make up the gradient.
         gradient: the gradient of the value, on each rank.
@@ -184,7 +184,7 @@ def share_of_gradient(
 
 
 class ProductOfOthers(torch.autograd.Function):
-    """The product of what the other ranks hold; right where some of it is zero. Its own derivatives are refused."""
+    """The product of the other ranks' values; correct if some are zero. Its own derivatives are refused."""
 
     @staticmethod
     def forward(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -19,7 +19,7 @@ __all__ = ["LOCAL", "SPEC", "LaidOutTensor", "classes", "dtensor_of", "is_dtenso
 
 
 class LaidOutTensor(torch.Tensor):
-    """What every DTensor holds. Its methods are those of `DTensor`."""
+    """The state of every DTensor. Its methods are those of `DTensor`."""
 
     __slots__ = ("_local_tensor", "_spec")
     _local_tensor: torch.Tensor
@@ -83,9 +83,9 @@ def wrapper_of(spec: DTensorSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def is_dtensor(value: Any) -> TypeIs[LaidOutTensor]:
-    """Whether a value is a DTensor, or stands for one inside a function that torch.func transforms."""
+    """Whether a value is a DTensor, or a wrapper of one inside a function that torch.func transforms."""
     if isinstance(value, LaidOutTensor):
         return True
-    if value.__class__ is not torch.Tensor or is_dynamo_compiling():  # which does not see what a tensor stands for
+    if value.__class__ is not torch.Tensor or is_dynamo_compiling():  # it does not show wrapped tensors
         return False
     return is_wrapped(value) and isinstance(innermost(value), LaidOutTensor)

@@ -22,7 +22,7 @@ __all__ = ["cast", "moved_to", "redistributed"]
 
 
 def moved_to(tensor: Any, target: DTensorSpec, async_op: bool, max_bytes: int | None) -> Any:
-    """`tensor` laid out as `target`, converted to its dtype first. Knows nothing of gradients."""
+    """`tensor` redistributed to `target`, converted to its dtype first. Without gradients."""
     source = tensor._spec
     if source.tensor_meta is not target.tensor_meta:
         tensor = cast(tensor, target.tensor_meta.dtype)
@@ -37,7 +37,7 @@ def moved_to(tensor: Any, target: DTensorSpec, async_op: bool, max_bytes: int | 
         refuse_named(tensor, source)
     meta = source.tensor_meta
     meta = meta.dense() if meta.is_symbolic else known_dense(meta)
-    if meta is not target.tensor_meta:  # a view with gaps or overlaps: what is moved is a tensor of its own
+    if meta is not target.tensor_meta:  # a view with gaps or overlaps: the result is a tensor of its own
         made = dtensor_of(target.with_meta(meta), laid_out_like(bound.run(tensor._local_tensor), meta.stride))
     elif (
         async_op

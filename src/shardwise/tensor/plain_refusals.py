@@ -1,7 +1,7 @@
 """Plain tensors that are refused: looked for in the call that the program makes, before anything of it runs.
 
-Operators cannot tell a tensor of the program's from one that torch made on its way. The outermost call of a torch
-function can: what it is given is the program's. So the class takes part in torch's function protocol while plain
+Operators cannot distinguish a tensor of the program from one that torch made inside. The outermost call of a torch
+function can: its arguments are the program's. So the class takes part in torch's function protocol while plain
 tensors are refused anywhere, and at no other time. In code that is traced, operators refuse every plain tensor.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["refusable"]
 def refusable(tensor_class: Any) -> None:
     """Let plain tensors among tensors of this class be refused."""
 
-    @no_type_check  # a compiler traces this function, and could not trace what checks types
+    @no_type_check  # a compiler traces this function, and cannot trace type checks
     def refuse(
         cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -53,7 +53,7 @@ def refusable(tensor_class: Any) -> None:
 
 
 def _is_refused(func: Any, tensor: torch.Tensor) -> bool:
-    """One element is a constant; an attribute that is set, as `.grad` is, is no operand."""
+    """Tensors of one element are constants; setting an attribute, like `.grad`, is not an operator."""
     return tensor.numel() != 1 and getattr(func, "__name__", "") != "__set__"
 
 
@@ -62,7 +62,7 @@ def _refusal(func: Any, name: int | str, tensor: torch.Tensor) -> PlainTensorErr
     return PlainTensorError(
         f"{resolve_name(func) or func} at {user_line()}: argument {argument} is a plain torch.Tensor of shape "
         f"{tuple(tensor.shape)} among DTensors, and plain tensors are refused here",
-        hint="distribute_tensor(tensor, mesh, placements) if every rank holds the whole of it, "
+        hint="distribute_tensor(tensor, mesh, placements) if every rank has the full tensor, "
         "DTensor.from_local(tensor, mesh, placements) if each rank holds a part, "
         "or inside plain_tensors('verify') it is taken as replicated",
     )

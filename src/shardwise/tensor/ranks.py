@@ -1,6 +1,6 @@
 """One plain tensor for all virtual ranks, and all of them as one, with derivatives; how our functions are applied.
 
-Knows locals, not DTensors.
+Uses locals, not DTensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def wants_derivatives(tensor: torch.Tensor) -> bool:
-    """Whether what is done to a tensor must be known to autograd: reverse or forward mode, or torch.func."""
+    """Whether autograd must record operations on a tensor: reverse or forward mode, or torch.func."""
     return (torch.is_grad_enabled() and tensor.requires_grad) or forward_ad._current_level >= 0 or transforming()
 
 
@@ -39,7 +39,7 @@ def is_forward_or_transformed() -> bool:
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`. Outside of torch.func without what torch does there, which costs more than a move."""
+    """`function.apply(*args)`, outside of torch.func without torch's set-up for it, which costs more than a move."""
     if transforming():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,7 +114,7 @@ class FirstRank(torch.autograd.Function):
 
 def _differing_gradients(rank: int) -> AgreementError:
     return AgreementError(
-        "a plain tensor stands for the local of every virtual rank, but their gradients differ",
+        "a plain tensor represents the local of every virtual rank, but their gradients differ",
         hint="give from_local a RankTensor with one tensor for each rank",
     )
 

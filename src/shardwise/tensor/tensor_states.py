@@ -23,7 +23,7 @@ __all__ = ["CopiedState", "PendingState", "pending"]
 
 
 class Flight(NamedTuple):
-    """A collective that was started: how to wait for its result, and the strides to bring that into."""
+    """A collective in flight: how to wait for its result, and the strides of the result."""
 
     finish: Callable[[], torch.Tensor]
     stride: tuple[int, ...] | None
@@ -49,7 +49,7 @@ class PendingState(LaidOutTensor):
 
 
 def pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> Any:
-    """A DTensor of this spec whose local the route brings, which is begun."""
+    """A DTensor of this spec whose local is the result of the route, which is started."""
     meta = target.tensor_meta
     made = make_wrapper_subclass(
         classes.pending, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device
@@ -71,7 +71,7 @@ def settle(tensor: Any) -> Any:
 
 
 class CopiedState(LaidOutTensor):
-    """A view that shares no memory with its base. What it holds is made anew where the base was written to since."""
+    """A view that shares no memory with its base. Its values are computed again after a write to the base."""
 
     __slots__ = ()
 
@@ -97,7 +97,7 @@ class CopiedState(LaidOutTensor):
         with recording(self._held):
             again = self._copied_view.again()
             local, spec = again._held, SPEC.__get__(self)
-            if spec.broadcast and again._spec is not spec:  # what was constant need not be so now
+            if spec.broadcast and again._spec is not spec:  # a constant dim may have changed
                 spec = spec.materialized()
                 SPEC.__set__(self, spec)
             LOCAL.__set__(self, local if again._spec is spec else bound_route(again._spec, spec).run(local))

@@ -1,4 +1,4 @@
-"""Version counters: what autograd counts writes by.
+"""Version counters: how autograd counts writes.
 
 A DTensor and its local share memory, but are two tensors to autograd, each with a counter of its own. So autograd would
 not notice that a tensor saved for backward was changed through the other one.
@@ -29,7 +29,7 @@ class _Result(TorchDispatchMode):
 
 
 def with_version_of(source: torch.Tensor, made: AnyTensor) -> AnyTensor:
-    """`made`, which nobody else holds, with the version counter of `source`: a write to either is one to both.
+    """`made`, which has no other references, with the version counter of `source`: a write to either counts for both.
 
     Example:
         >>> one, other = torch.zeros(2), torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Which axes of a mesh are data axes: what `fully_shard` and `replicate` are given, checked."""
+"""The data axes of a mesh: the arguments of `fully_shard` and `replicate`, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules of both kinds of data parallelism can do: leave gradients unreduced. Knows no parameter."""
+"""Methods of modules under both kinds of data parallelism: whether backward reduces gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DataParallelModule"]
 
 
 class DataParallelModule:
-    """What `fully_shard` and `replicate` both add to a module: whether backward reduces gradients.
+    """The methods that `fully_shard` and `replicate` both add to a module: whether backward reduces gradients.
 
     Example:
         >>> import torch, shardwise as sw
@@ -29,10 +29,10 @@ class DataParallelModule:
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of the ranks' gradients of this module's own parameters is divided by.
+        """Set the divisor of the sum of the ranks' gradients of this module's own parameters.
 
         By default that is the number of ranks where inputs are plain tensors, and 1 where they are DTensors, whose loss
-        is that of the whole batch.
+        is that of the global batch.
         """
         getattr(self, STATE).gradient_divide_factor = factor
 

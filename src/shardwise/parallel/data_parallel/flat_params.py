@@ -1,4 +1,4 @@
-"""Many tensors in one flat buffer, so that one collective moves them all: where each lies in it.
+"""Many tensors in one flat buffer, so that one collective moves them all: the offset of each in it.
 
 A buffer has a row for each rank that shards the parameters, and in each row a slot for each parameter, as long as the
 largest block of it that any rank holds. Works on the tensors of single ranks; communicates nothing.
@@ -28,7 +28,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(eq=False)
 class ParamSlot:
-    """How one parameter lies in a row of the buffer.
+    """The slot of one parameter in a row of the buffer.
 
     Args:
         spec: how the parameter is stored.
@@ -76,7 +76,7 @@ class ParamSlot:
         return not self.spec.is_strided and all(n % m == 0 for n, m in zip(self.spec.shape, parts, strict=True))
 
     def cut(self, whole: torch.Tensor, coordinate: Coordinate) -> torch.Tensor:
-        """A copy of the block that the rank at `coordinate` stores, out of what it computes with."""
+        """A copy of the block that the rank at `coordinate` stores, from the local that it computes with."""
         if self.axis is None:
             return whole.detach().clone(memory_format=torch.contiguous_format)
         run = chunk(whole.shape[self.dim], self.ranks, coordinate[self.axis])
@@ -85,7 +85,7 @@ class ParamSlot:
 
 
 class View(NamedTuple):
-    """How a view lies in the memory of a dense tensor."""
+    """Offset and strides of a view in the memory of a dense tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -93,7 +93,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, view: torch.Tensor, base: torch.Tensor) -> View:
-        """How `view` lies in `base`."""
+        """The geometry of `view` in `base`."""
         return cls(view.size(), view.stride(), view.storage_offset() - base.storage_offset())
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class FlatLayout:
         self._views: dict[tuple[Any, ...], list[tuple[int, View, View]]] = {}  # by shapes, where blocks are uneven
 
     def shapes(self, coordinates: Sequence[Coordinate]) -> tuple[list[Any], list[Any]]:
-        """What a rank stores of each parameter, with strides, and the shapes that it computes with.
+        """The stored block of each parameter on a rank, with strides, and the shapes that it computes with.
 
         `coordinates` has one for each slot's own mesh.
         """
@@ -145,7 +145,7 @@ class FlatLayout:
         return [row.as_strided(shape, stride, start + at) for at, (shape, stride) in pairs]
 
     def spread(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
-        """Fill what a rank computes with from the rows of a gathered buffer."""
+        """Fill the locals that a rank computes with from the rows of a gathered buffer."""
         if self.is_simple:
             rows = self.slots[0].ranks
             targets = [whole.view(rows, -1) for whole in wholes]
@@ -154,7 +154,7 @@ class FlatLayout:
             foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
 
     def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
-        """Lay what a rank computed with, or gradients of it, in the rows of a buffer; gaps are left as they are."""
+        """Copy the locals of the computation, or their gradients, into the rows of a buffer; gaps are not written."""
         if self.is_simple and {whole.dtype for whole in wholes} == {buffer.dtype}:
             rows = self.slots[0].ranks
             torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
@@ -178,7 +178,7 @@ class FlatLayout:
     def _matched(
         self, buffer: torch.Tensor, index: int, whole: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the buffer and of `whole` that hold the same elements: a pair for each kind of block, two at most.
+        """Views of the buffer and of `whole` with the same elements: a pair for each kind of block, two at most.
 
         Their number does not depend on the number of ranks.
         """

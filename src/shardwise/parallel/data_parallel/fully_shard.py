@@ -1,6 +1,6 @@
 """fully_shard: parameters, gradients and optimizer state split over the data axes. The public face of the engine.
 
-Says what a call means and checks it; when anything is gathered or reduced is the engine's business.
+Checks a call and its arguments; the engine decides when parameters are gathered and gradients reduced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Any]
 
 
 class UnshardHandle:
-    """What `unshard(async_op=True)` returns.
+    """The result of `unshard(async_op=True)`.
 
     Example:
         >>> UnshardHandle(None).wait()
@@ -38,14 +38,14 @@ class UnshardHandle:
         self._state = state
 
     def wait(self) -> None:
-        """Wait until the module has its whole parameters."""
+        """Wait until the module has its gathered parameters."""
         if self._state is not None:
             self._state.show(None)
             self._state = None
 
 
 class FSDPModule(DataParallelModule):
-    """What `fully_shard` adds to a module: methods to control gathering and reduction.
+    """The methods that `fully_shard` adds to a module: control of gathering and reduction.
 
     Example:
         >>> import shardwise as sw
@@ -100,15 +100,15 @@ class FSDPModule(DataParallelModule):
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Which modules begin to gather when this one's forward begins, instead of the one that comes next."""
+        """Set the modules whose all-gathers start with this one's forward, instead of the next module's."""
         self._state.forward_prefetch = [module._state for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Which modules begin to gather when this one's backward begins, instead of the one that comes next."""
+        """Set the modules whose all-gathers start with this one's backward, instead of the next module's."""
         self._state.backward_prefetch = [module._state for module in modules]
 
     def reset_iter_state(self) -> None:
-        """Drop what a failed forward or backward left behind. The next forward does it too, so it is seldom needed."""
+        """Drop the state of a failed forward or backward. The next forward does it too, so it is seldom needed."""
         abandon_forward()
         for state in self._states():
             state.give_up()
@@ -127,12 +127,12 @@ def fully_shard(
 ) -> Any:
     """Split the parameters of a module over the data axes, and gather them when they are used. Changes it in place.
 
-    Wrap the blocks of a model first and then the model: each wrapped module gathers, with one all-gather, what its
-    wrapped children have not taken. Between steps every parameter is a DTensor parameter, of which a rank holds its
-    shard; so are gradients, and with them the state of an optimizer that is made afterwards.
+    Wrap the blocks of a model first and then the model: each wrapped module gathers, with one all-gather, the
+    parameters that are not in its wrapped children. Between steps every parameter is a DTensor parameter, sharded over
+    the ranks; so are gradients, and with them the state of an optimizer that is made afterwards.
 
     With plain tensors as inputs each rank computes the loss of its own batch, and gradients are averaged. With DTensors
-    over the data axes as inputs the loss is that of the whole batch, and everything is as on one device.
+    over the data axes as inputs the loss is that of the global batch, and everything is as on one device.
 
     Args:
         module: the module, or several that are gathered together.
@@ -186,7 +186,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let another method of a fully sharded module be as its forward: the parameters are there while it runs.
 
     Args:
-        module: the module; one that is not fully sharded is left as it is.
+        module: the module; one that is not fully sharded is not changed.
         method_name: the method.
 
     Example:
@@ -252,7 +252,7 @@ def _check_modules(modules: Sequence[nn.Module], offload_policy: OffloadPolicy |
     for module in modules:
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise UnsupportedError(
-                f"a {type(module).__name__} has no forward, so nothing tells when it is used",
+                f"a {type(module).__name__} has no forward, so its use cannot be observed",
                 hint="wrap the modules in it one by one, or as a list: fully_shard([*modules], mesh)",
             )
         if hasattr(module, STATE):

@@ -1,8 +1,8 @@
-"""Gathered parameters: their memory, the leaves that compute on it, and what autograd saves of them.
+"""Gathered parameters: their memory, the leaves that compute on it, and the handles that autograd saves.
 
 The rule that makes any pattern of calls safe: memory is owned by the tensors on it, and never freed under one. A group
 drops its own references when a module is through. Autograd saves a handle instead of the memory, which gathers again
-when it is unpacked. Whoever else keeps a tensor keeps its memory. Issues no collective itself.
+when it is unpacked. Other references to a tensor keep its memory. Issues no collective itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Take = Callable[[Sequence[torch.Tensor | None]], None]
 
 
 class Source:
-    """The stored parameters that a group gathers, and what a caller has put in the place of others.
+    """The stored parameters that a group gathers, and the tensors that a caller has substituted for others.
 
     Args:
         stored: for each parameter of the group, None where a caller has put a tensor of its own in its place.
@@ -59,7 +59,7 @@ class Source:
 
 @runtime_checkable
 class GatheringGroup(Protocol):
-    """What a gathered copy asks of the group that it belongs to."""
+    """The interface of a group to its gathered copy."""
 
     parameters: tuple[ShardedParameter, ...]
 
@@ -107,7 +107,7 @@ class Gathered:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether an all-gather has been started that nobody has waited for."""
+        """Whether an all-gather is in flight."""
         return self._pending is not None
 
     @property
@@ -147,7 +147,7 @@ class Gathered:
             self._keys.append(key)
 
     def drop(self) -> None:
-        """Give up the memory. It is freed when nobody else has a tensor on it."""
+        """Release the memory. It is freed when no other tensor uses it."""
         if self._pending is not None:
             _ = self._pending._local_tensor  # a collective in flight is finished before its buffer goes
         for key in self._keys:
@@ -169,7 +169,7 @@ class Gathered:
     # ---------------------------------------------------------------- leaves
 
     def leaves(self, compute_mesh: DeviceMesh | None) -> list[Any]:
-        """What the modules compute with, by index of the parameter."""
+        """The tensors that modules compute with, by index of the parameter."""
         flags = [self.source.stored[index].requires_grad for index in self.source.indices]
         found = self._leaves.get(compute_mesh)
         if found is None or found.flags != flags:
@@ -195,10 +195,10 @@ class Gathered:
     def _base(self, tensor: torch.Tensor, index: int) -> int:
         return 0 if isinstance(tensor, DTensor) else self._bases[index]
 
-    # ---------------------------------------------------------------- what autograd saves
+    # ---------------------------------------------------------------- saved tensors
 
     def handle(self, tensor: Any, index: int, spec: DTensorSpec | None, local: torch.Tensor) -> Saved:
-        """What stands for a tensor on this memory until backward."""
+        """The handle of a tensor on this memory until backward."""
         views = [(part.size(), part.stride(), part.storage_offset()) for part in parts_of(local)]
         return Saved(self, index, spec, views, tensor._version - self._base(tensor, index))
 
@@ -269,9 +269,9 @@ never_traced(_pack, _unpack)
 
 
 def save_handles() -> saved_tensors_hooks | None:
-    """From now on operators save handles of gathered memory; what comes back ends it, by `__exit__`.
+    """From now on operators save handles of gathered memory; the result ends it, by `__exit__`.
 
-    None where that is so already, where a user's hooks are in place (checkpointing: they decide what is saved), and
+    None if that is so already, if a user's hooks are in place (checkpointing: they decide what is saved), and
     where torch allows none: memory that is saved then stays.
     """
     if (
@@ -303,7 +303,7 @@ class Completion(torch.autograd.Function):
 
 
 def completion_token(variable: Any, done: Callable[[], None]) -> torch.Tensor:
-    """What leaves are made from, so that `done` is called when a backward has passed all of them.
+    """The node that leaves are made from, so that `done` is called when a backward has passed all of them.
 
     On the device of the leaves, so that it is called by the thread of autograd that runs their operators. Its node has
     an attribute `variable`, a parameter, as the nodes that accumulate gradients have.
@@ -348,7 +348,7 @@ never_traced(Completion.forward, Completion.backward, Leaves.forward, Leaves.bac
 def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
     """Gathered memory and leaves on it are made as always, in whatever mode a module is called; with `grads` or not.
 
-    They are no inference tensors, and constants to transforms of torch.func. The operators that gather are not the
+    They are not inference tensors, and constants to transforms of torch.func. The operators that gather are not the
     program's: selective checkpointing, which counts those that it sees, does not see them.
     """
     transformed, modes = transforms_active(), dispatch_mode_count()

@@ -1,6 +1,6 @@
-"""Gradients as computed, made into what each rank adds to the sum over the data axes, so that nothing counts twice.
+"""Computed gradients as addends of the sum over the data axes, so that nothing counts twice.
 
-What is summed over other axes (a norm's weight that tensor parallelism replicates) is added up here, all of a bucket
+Sums over other axes (of a norm's weight that tensor parallelism replicates) are reduced here, all of a bucket
 in one collective. The data axes are left for the reduction of the bucket.
 """
 
@@ -51,7 +51,7 @@ def _data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
 
 
 def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh) -> list[Any]:
-    """Gradients that wait for a sum over other axes, and are whole on each rank, in one buffer for each kind."""
+    """Gradients that are Partial on other axes, reduced on each rank, in one buffer for each kind."""
     whole = {
         at: grad._spec
         for at, (grad, leaf) in enumerate(zip(grads, specs, strict=True))
@@ -79,7 +79,7 @@ def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _made_whole(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
-    """As the leaf lies, but sums over data axes are left for the reduction of the bucket."""
+    """In the layout of the leaf, but sums over data axes are left for the reduction of the bucket."""
     placements = [
         placement if axis in data and placement.is_partial("sum") else wanted
         for axis, (placement, wanted) in enumerate(zip(have.placements, leaf.placements, strict=True))
@@ -88,7 +88,7 @@ def _made_whole(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensor
 
 
 def _made_partial(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
-    """A sum over every data axis: of what is replicated there, one rank keeps the value and the others zeros."""
+    """A sum over every data axis: of a replicated value, one rank keeps it and the others zeros."""
     placements = [
         Partial() if axis in data and not placement.is_partial("sum") else placement
         for axis, placement in enumerate(have.placements)

@@ -1,6 +1,6 @@
-"""Walking modules and what they are given: states, parameters with their owners, tensors in arguments and results.
+"""Traversal of modules and their arguments: states, parameters with their owners, tensors in arguments and results.
 
-Knows of states only the attribute by which a module holds one.
+Of states, only the attribute of the module is used.
 """
 
 from __future__ import annotations

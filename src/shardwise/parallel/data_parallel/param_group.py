@@ -38,7 +38,7 @@ Key = tuple[DeviceMesh | None, Source]
 
 @runtime_checkable
 class Owner(Protocol):
-    """What a group asks of the state that it belongs to."""
+    """The interface of a state to its group."""
 
     requires_gradient_sync: bool
     gradient_divide_factor: float | None
@@ -66,14 +66,14 @@ class Bucket:
 
 
 class ParameterGroup:
-    """Stored parameters over one data mesh, and what is needed to compute with them.
+    """Stored parameters over one data mesh, and everything to compute with them.
 
     Args:
-        parameters: what belongs together; of one dtype.
+        parameters: parameters of one group; of one dtype.
         data_mesh: the data axes.
         policy: dtypes.
         buckets: indices of the parameters whose gradients travel together.
-        owner: is told what backward needs, and when a bucket has all its gradients.
+        owner: notified when backward needs parameters, and when a bucket has all its gradients.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.install()
         self._first_owners = [parameter.owners[0] for parameter in self.parameters]
-        # for each module what gives the leaves of its parameters in backward, by name
+        # for each module the functions that give the leaves of its parameters in backward, by name
         self._in_backward: dict[nn.Module, dict[str, Callable[[Any], Any]]] = {}
         for index, parameter in enumerate(self.parameters):
             for module, name in parameter.owners:
@@ -98,8 +98,8 @@ class ParameterGroup:
         self._owner = owner
         self.current: Gathered | None = None  # the copy that was gathered last; its memory may have been dropped
         self._others: list[Gathered] = []  # earlier ones that backward has asked for
-        self.shown: list[Any] | None = None  # what the modules hold in the place of the stored parameters
-        self._held: list[Any] = []  # what they held before
+        self.shown: list[Any] | None = None  # the tensors that modules have in place of the stored parameters
+        self._held: list[Any] = []  # the former ones
         self.is_sharded = any(parameter.is_sharded for parameter in self.parameters)
         self._source = Source([parameter.stored for parameter in self.parameters], {})
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
@@ -110,7 +110,7 @@ class ParameterGroup:
         self._is_offered, self._was_offered = False, False
 
     def check_copied(self) -> None:
-        """Refuse to be copied while the modules hold gathered parameters, which are no parameters of theirs."""
+        """Refuse to be copied while the modules have gathered parameters, which are not parameters of theirs."""
         if self.shown is not None:
             raise UnsupportedError(
                 f"{self.parameters[0].name} is gathered, so its module cannot be copied now",
@@ -124,12 +124,12 @@ class ParameterGroup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the parameters are computed with in."""
+        """The dtype of the computation."""
         return self.policy.param_dtype or self.parameters[0].stored.dtype
 
     @property
     def has_frozen(self) -> bool:
-        """Whether some parameter gets no gradient, so that gradients do not tell when backward is through with it."""
+        """Whether some parameter gets no gradient, so that gradients do not show when backward has finished with it."""
         return False in {parameter.stored.requires_grad for parameter in self.parameters}
 
     def _layout(self, indices: tuple[int, ...]) -> FlatLayout:
@@ -165,11 +165,11 @@ class ParameterGroup:
         return self.current is not None and self.current.tensors is not None
 
     def _holding(self) -> list[Any]:
-        """What the modules hold as each parameter now; None where they have none any more."""
+        """The current parameters of the modules; None if a module has none any more."""
         return [dict.get(module._parameters, name) for module, name in self._first_owners]
 
     def _look(self) -> Source:
-        """What the modules hold now: stored parameters, or tensors that a caller has put in their place."""
+        """The current tensors of the modules: stored parameters, or tensors that a caller has substituted."""
         held = self._holding()
         if all(map(operator.is_, held, self._source.stored)):
             return self._source
@@ -195,7 +195,7 @@ class ParameterGroup:
         self.current.start()
 
     def start_again(self) -> None:
-        """Begin to gather for backward what forward had gathered."""
+        """Start to gather for backward the parameters that forward had gathered."""
         if self.current is not None and self.current.is_up_to_date:
             self.current.start()
 
@@ -251,7 +251,7 @@ class ParameterGroup:
         self._owner.needed(gathered)
 
     def drop(self) -> None:
-        """Drop the gathered parameters. What somebody else keeps of them stays."""
+        """Drop the gathered parameters. Tensors with other references stay."""
         self.show_stored()
         if self.is_sharded:
             self._drop_all()
@@ -262,7 +262,7 @@ class ParameterGroup:
                 gathered.drop()
         self._others.clear()
 
-    # ---------------------------------------------------------------- what modules see
+    # ---------------------------------------------------------------- the tensors that modules see
 
     def show(self, compute_mesh: DeviceMesh | None) -> None:
         """Let the modules see the gathered parameters."""
@@ -287,8 +287,8 @@ class ParameterGroup:
         return self.policy.param_dtype or self.parameters[index].stored.dtype
 
     def show_stored(self) -> None:
-        """Let the modules, and whoever looks, see what they held before."""
-        if self.shown is None:  # what they hold now may be the user's
+        """Restore the former parameters of the modules."""
+        if self.shown is None:  # the current ones may be the user's
             return
         for parameter, leaf, now, held in zip(self.parameters, self.shown, self._holding(), self._held, strict=True):
             if now is leaf:
@@ -327,7 +327,7 @@ class ParameterGroup:
         return bucket.token
 
     def offer_leaves(self) -> None:
-        """Let a backward that repeats a part of forward see what that saw."""
+        """Give a backward that repeats a part of forward the same parameters."""
         if not self._is_offered:
             self._is_offered = self._was_offered = True
             for module, leaves in self._in_backward.items():
@@ -359,14 +359,14 @@ class ParameterGroup:
     def _leaf_in_backward(self, index: int, held: Any) -> Any:
         current = self.current
         if current is None or self.shown is not None or current.source.stored[index] is not held:
-            return None  # it is a leaf already, or somebody else's
+            return None  # it is a leaf already, or not ours
         self._owner.needed(current)
         self.show(self._owner.compute_mesh)
         assert self.shown is not None
         return self.shown[index]
 
     def keep_writes(self) -> None:
-        """Keep what forward has written to parameters, where that is the same on all ranks; else raise."""
+        """Keep writes of forward to parameters, if they are the same on all ranks; else raise."""
         gathered = self.current
         if gathered is None or gathered.tensors is None:
             return
@@ -389,7 +389,7 @@ class ParameterGroup:
         if len(dtypes) > 1 and self.policy.param_dtype is None:
             raise UnsupportedError(
                 f"parameters that were of one dtype when they were sharded are now of {sorted(map(str, dtypes))}",
-                hint="convert the whole module, or give a MixedPrecisionPolicy(param_dtype=...)",
+                hint="convert all parameters of the module, or give a MixedPrecisionPolicy(param_dtype=...)",
             )
 
     # ---------------------------------------------------------------- gradients
@@ -415,7 +415,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, all_reduce: bool) -> list[Finish]:
-        """Begin to reduce the gradients of a bucket; what comes back waits, and gives the stored parameters theirs."""
+        """Start to reduce the gradients of a bucket; the result waits, and sets those of the stored parameters."""
         pending, bucket.pending = bucket.pending, {}
         found: list[Finish] = []
         for key in dict.fromkeys([*bucket.unreduced, *pending]):

@@ -1,4 +1,4 @@
-"""What a user may choose of dtypes and memory for data parallel modules: plain settings, read by the engine."""
+"""Settings of a user for dtypes and memory of data parallel modules, read by the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards kept in the host's memory. Known by name, so that a program can ask; `fully_shard` refuses it.
+    """Shards kept in the host's memory. The name exists so that programs can refer to it; `fully_shard` refuses it.
 
     Example:
         >>> CPUOffloadPolicy().pin_memory

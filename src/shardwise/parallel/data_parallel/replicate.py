@@ -30,7 +30,7 @@ __all__ = ["ReplicateModule", "replicate"]
 
 
 class ReplicateModule(DataParallelModule):
-    """What `replicate` adds to a module.
+    """The methods that `replicate` adds to a module.
 
     Example:
         >>> import shardwise as sw
@@ -122,7 +122,7 @@ def _buckets(group: Sequence[ShardedParameter], cap: float) -> list[list[int]]:
 
 @torch.no_grad()
 def _broadcast(group: Sequence[ShardedParameter], mesh: DeviceMesh) -> None:
-    """Every rank gets what the first one along the data axes has: a sum to which only that one adds anything."""
+    """Every rank gets the value of the first one along the data axes: a sum to which only that one adds anything."""
     if any(parameter.stored.is_meta for parameter in group):
         return
     layout = FlatLayout([parameter.slot for parameter in group])

@@ -32,7 +32,7 @@ __all__ = ["ModuleState", "abandon_forward"]
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a forward now is one that checkpointing repeats."""
+    """Whether this thread is inside a backward pass: a forward now is repeated by checkpointing."""
     return current_graph_task() != -1
 
 
@@ -90,7 +90,7 @@ class Backward:
         state.reductions += group.reduce(bucket, state.requires_all_reduce)
 
     def end(self) -> None:
-        """Drop what is gathered, and wait for the reductions."""
+        """Drop the gathered parameters, and wait for the reductions."""
         self.is_over = True
         for state in self.states:
             state.backward = None
@@ -100,7 +100,7 @@ class Backward:
                 state.finish_reductions()
 
     def give_up(self) -> None:
-        """This pass has failed: what it left behind goes, gradients that are not reduced included."""
+        """This pass has failed: drop its state, gradients that are not reduced included."""
         self.is_over = True
         for state in self.states:
             state.backward = None
@@ -108,7 +108,7 @@ class Backward:
 
 
 class _AtEnd:
-    """What a pass of autograd calls when it ends. If it fails it forgets this; modules see their own then."""
+    """Called by a pass of autograd when it ends. A failed pass does not call it; modules get theirs then."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
@@ -125,7 +125,7 @@ class _AtEnd:
 
 
 def current_backward() -> Backward:
-    """The outermost backward that is running on this thread. Asked for the first time, it is told to call back."""
+    """The outermost backward that is running on this thread. The first use queues its callback."""
     found = _thread.backward
     if found is None or found.is_over:
         task = current_graph_task()
@@ -175,7 +175,7 @@ def _close(frame: Frame) -> None:
 
 
 class ModuleState:
-    """What `fully_shard` or `replicate` has put on a module, or on several that are treated as one.
+    """The state that `fully_shard` or `replicate` puts on a module, or on several that are treated as one.
 
     Args:
         modules: the modules.
@@ -240,7 +240,7 @@ class ModuleState:
             group.show(compute_mesh)
 
     def show_stored(self) -> None:
-        """Let the modules see the stored parameters; keep what was written to the gathered ones."""
+        """Give the modules the stored parameters; keep writes to the gathered ones."""
         try:
             for group in self.groups:
                 group.keep_writes()
@@ -258,7 +258,7 @@ class ModuleState:
                 group.drop()
 
     def _join(self, run: ForwardRun) -> None:
-        """Take part in a forward. What is still gathered was left over by another one, and may be out of date."""
+        """Take part in a forward. Parameters that are still gathered belong to another one, and may be out of date."""
         if self.run is run:
             return
         if self.backward is not None:  # it has not come to its end
@@ -306,7 +306,7 @@ class ModuleState:
         return args, kwargs
 
     def serve(self, module: nn.Module) -> None:
-        """Let a part of the modules be called on its own, too: then it is what a forward begins with."""
+        """Allow a part of the modules to be called on its own, too: then a forward begins with it."""
         module.register_forward_pre_hook(self._before_part, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after_part, always_call=True)
 
@@ -345,13 +345,13 @@ class ModuleState:
 
     def _leave(self, frame: Frame, output: Any) -> None:
         inside = [other for other in _thread.frames if other.state is self]
-        if inside:  # a part of a module that treats it as one with itself, or one that calls itself
+        if inside:  # a part of a module that is treated as one with it, or a recursive call
             if inside[-1].compute_mesh is not frame.compute_mesh:
                 self.show(inside[-1].compute_mesh)
             return
         self.still_to_run.discard(frame.module)
         if frame.run.is_repeated:
-            self.show_stored()  # backward is about to use what is gathered, and drops it
+            self.show_stored()  # backward is about to use the gathered parameters, and drops them
             for group in self.groups:
                 group.offer_leaves()
         elif not self.still_to_run:
@@ -374,7 +374,7 @@ class ModuleState:
         return reshard and True in [group.is_sharded for group in self.groups]
 
     def _watch_outputs(self, frame: Frame, output: Any) -> bool:
-        """Be told when backward reaches this module; whether it may. Into some objects one cannot look."""
+        """Register for backward reaching this module; whether that is possible. Some objects cannot be inspected."""
         found, opaque = tensors_in(output)
         hook = functools.partial(self._before_backward, frame.run)
         for tensor in found:
@@ -384,7 +384,7 @@ class ModuleState:
         return opaque
 
     def _watch_inputs(self, inputs: Any) -> None:
-        """Drop where gradients of the parameters do not tell that backward is through: some parameters get none."""
+        """Drop parameters whose gradients do not show that backward is finished: some get none."""
         if True not in [group.is_sharded and group.has_frozen for group in self.groups]:
             return
         found = [tensor for tensor in tensors_in(inputs)[0] if tensor.requires_grad]
@@ -399,7 +399,7 @@ class ModuleState:
             tensor.register_hook(functools.partial(came, number))
 
     def _compute_mesh(self, frame: Frame, outer: Sequence[Frame]) -> DeviceMesh | None:
-        """The mesh to compute on: that of the inputs over the data axes, of this module or of one that calls it."""
+        """The mesh to compute on: that of the inputs over the data axes, of this module or of its caller."""
         for given in (frame, *reversed(outer)):
             found = _mesh_over(self.groups, given.meshes) if given.meshes else None
             if found is not None:
@@ -453,7 +453,7 @@ class ModuleState:
                 group.drop()
 
     def backward_over(self, backward: Backward) -> None:
-        """The whole backward is over: be as between steps."""
+        """All of backward is over: restore the state between steps."""
         if self.requires_gradient_sync:
             for group in self.groups:
                 for bucket in group.buckets:
@@ -473,7 +473,7 @@ class ModuleState:
             finish(give)
 
     def give_up(self) -> None:
-        """A forward or backward has failed: what it left behind goes, gradients that are not reduced included."""
+        """A forward or backward has failed: drop its state, gradients that are not reduced included."""
         self.is_held, self.run = False, None
         self.still_to_run.clear()
         self.finish_reductions(give=False)
@@ -482,7 +482,7 @@ class ModuleState:
             group.forget_gradients()
 
 
-# What a user has set, and a copy of a module keeps. Which modules to gather ahead is found out anew.
+# Settings of a user, which a copy of a module keeps. Which modules to gather ahead is found again.
 _SETTINGS = (
     "reshard_after_backward",
     "requires_gradient_sync",
@@ -526,7 +526,7 @@ def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -
                 continue
             if not set(axes.axes) <= set(mesh.axes) or (found is not None and found is not mesh):
                 raise MeshError(
-                    f"the inputs lie on {mesh}, the parameters are shared out over {axes}",
+                    f"the inputs are on {mesh}, the parameters are sharded over {axes}",
                     hint="give all inputs on one mesh that has every data axis, or each rank its own plain tensors",
                 )
             found = mesh
@@ -540,7 +540,7 @@ def _has_data_axes(mesh: DeviceMesh, axes: DeviceMesh) -> bool:
     if found is None or (overlap and mesh.root is not axes.root):
         raise MeshError(
             f"the batch is on {mesh}, and the model's parameters are sharded or replicated over {axes}",
-            hint="put the batch on the mesh that the model was given, or on a larger one that this was cut from; "
+            hint="put the batch on the mesh of the model, or on a larger one that has it as a slice; "
             "or give each rank its own plain tensors",
         )
     return overlap

@@ -2,7 +2,7 @@
 
 Stored it is a DTensor parameter over the data axes and those of tensor parallelism. Forward and backward see a leaf
 in its place, on gathered memory: a plain tensor, or a DTensor. Issues no collective, except for tensors that a caller
-puts in the place of the parameter.
+puts in place of the parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MARK = "_shardwise_managed"
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered parameter in plain memory. Its `data` counts versions with it, so that a write to it is seen.
+    """A gathered parameter in plain memory. Its `data` shares its version counter, so that a write to it is noticed.
 
     Example:
         >>> leaf = make_subclass(GatheredParameter, torch.zeros(2))
@@ -55,8 +55,8 @@ class GatheredParameter(nn.Parameter):
 class ParametersInBackward(dict[str, Any]):
     """The parameters that a module holds between forward and backward: a backward that reads one gets its leaf.
 
-    Checkpointing repeats parts of a forward in backward, of which no hook tells. `leaves` has a function for each
-    parameter that is given what the module holds, and gives the leaf, or None to leave it.
+    Checkpointing repeats parts of a forward in backward, without calling hooks. `leaves` has a function for each
+    parameter that gets the current tensor of the module, and returns the leaf, or None to keep it.
     """
 
     __slots__ = ("leaves",)
@@ -113,7 +113,7 @@ class ShardedParameter:
         return self.slot.axis is not None
 
     def _store(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The stored parameter: every rank keeps its block of what it holds."""
+        """The stored parameter: every rank keeps its block."""
         mesh, fabric = self.spec.mesh, fabric_of(self.spec.mesh)
         local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
         if fabric.has_values and local.device.type not in (mesh.device_type, "meta"):
@@ -133,10 +133,10 @@ class ShardedParameter:
             stored.register_post_accumulate_grad_hook(hook)
         return stored
 
-    # ---------------------------------------------------------------- what the modules hold
+    # ---------------------------------------------------------------- the tensors of modules
 
     def install(self) -> None:
-        """Put the stored parameter in the place of the one that was given. Copied modules have theirs already."""
+        """Put the stored parameter in place of the original one. Copied modules have theirs already."""
         given, self._given = self._given, None
         if given is not None:
             for parameter in (given, self.stored):
@@ -159,7 +159,7 @@ class ShardedParameter:
                 module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
 
     def check_assigned(self, held: Any) -> None:
-        """Refuse a parameter in the place of the stored one that has another layout."""
+        """Refuse a parameter of another layout in place of the stored one."""
         if not isinstance(held, DTensor) or held._spec.with_dtype(self.spec.tensor_meta.dtype) is not self.spec:
             given = held._spec if isinstance(held, DTensor) else type(held).__name__
             raise LayoutError(
@@ -167,7 +167,7 @@ class ShardedParameter:
                 hint="copy values into the parameter, or assign a DTensor of that layout",
             )
 
-    # ---------------------------------------------------------------- what computes
+    # ---------------------------------------------------------------- computing
 
     def leaf_spec(self, compute_mesh: DeviceMesh | None) -> DTensorSpec | None:
         """The layout of the gathered parameter on the mesh of the inputs; None where it is a plain tensor."""
@@ -183,13 +183,13 @@ class ShardedParameter:
             made = map_parts(lambda part: part, gathered)  # a local of its own on this memory
         else:
             return make_subclass(GatheredParameter, gathered)
-        made._is_param = True  # what makes isinstance(made, nn.Parameter) true
+        made._is_param = True  # makes isinstance(made, nn.Parameter) true
         return made
 
     def from_caller(self, given: Any, compute_mesh: DeviceMesh | None, dtype: torch.dtype) -> Any:
-        """A tensor that a caller has put in the place of the parameter (`functional_call`), to compute with.
+        """A tensor that a caller has substituted for the parameter (`functional_call`), to compute with.
 
-        DTensors on the mesh of the stored parameter are gathered by operators that autograd follows; what else there
+        DTensors on the mesh of the stored parameter are gathered by operators that autograd records; others there
         may be is used as it is.
         """
         if not isinstance(given, DTensor) or given._spec.mesh is not self.spec.mesh:
@@ -214,7 +214,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def write_back(self, stored: Any, gathered: torch.Tensor) -> None:
-        """Keep what was written to the gathered parameter, which is the same on all ranks."""
+        """Keep a write to the gathered parameter, which is the same on all ranks."""
         mesh = self.spec.mesh
         parts = fabric_of(mesh).parts
         for (coordinate, whole), (_, kept) in zip(
@@ -225,13 +225,13 @@ class ShardedParameter:
         torch.autograd.graph.increment_version(stored)
 
     def _remapped(self, mesh: DeviceMesh) -> DTensorSpec:
-        """How the gathered parameter lies on the mesh of the inputs."""
+        """The layout of the gathered parameter on the mesh of the inputs."""
         meta = self.spec.tensor_meta
         if self.origin is None:
             return replicated_spec(mesh, meta)
         if not set(self.origin.mesh.axes) <= set(mesh.axes) or mesh.root is not self.origin.mesh.root:
             raise MeshError(
-                f"{self.name} lies on {self.origin.mesh}, which is no part of the inputs' {mesh}",
+                f"{self.name} is on {self.origin.mesh}, which is not part of the inputs' {mesh}",
                 hint="give inputs on the mesh that the parameters were distributed on",
             )
         return self.origin.remapped(mesh, meta)
@@ -240,7 +240,7 @@ class ShardedParameter:
 def _origin(
     parameter: nn.Parameter, data_mesh: DeviceMesh, name: str
 ) -> tuple[DTensorSpec | None, DTensorSpec | None, DeviceMesh]:
-    """How a parameter lies apart from the data axes, None where it is plain: on its own mesh, and on one grid with the
+    """The layout of a parameter without the data axes, None if it is plain: on its own mesh, and on one grid with the
     data axes; and these on that grid.
     """
     if not isinstance(parameter, DTensor):
@@ -249,7 +249,7 @@ def _origin(
     found = on_one_grid(spec.mesh, data_mesh)
     if found is None:
         raise MeshError(
-            f"{name} lies on {spec.mesh}, which is not of one grid with {data_mesh}",
+            f"{name} is on {spec.mesh}, which is not of one grid with {data_mesh}",
             hint='cut both out of one mesh: world["tp"] for tensor parallelism, world["dp"] for data parallelism',
         )
     own, data = found
@@ -277,7 +277,7 @@ def _apart(spec: DTensorSpec, mesh: DeviceMesh, kept: Sequence[int]) -> DTensorS
 
 
 def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, dim: int | None, name: str) -> ParamSlot:
-    """Where the parameter is stored: the data axes split what tensor parallelism has left, as the minor ones."""
+    """The stored layout of the parameter: the data axes split the local of tensor parallelism, as the minor ones."""
     if dim is not None and not -len(meta.shape) <= dim < len(meta.shape):
         raise LayoutError(
             f"{name} of shape {tuple(meta.shape)} has no dim {dim} to shard",
@@ -286,7 +286,7 @@ def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, d
     own = [] if origin is None else list(zip(origin.mesh.axes, _names(origin.mesh), strict=True))
     ours = list(zip(data_mesh.axes, _names(data_mesh), strict=True))
     if any(set(a) & set(b) for a, _ in own for b, _ in ours):
-        raise MeshError(f"{name} lies on axes that are part of the data axes {data_mesh}", hint="use other axes")
+        raise MeshError(f"{name} is on axes that are part of the data axes {data_mesh}", hint="use other axes")
     axes = sorted([*own, *ours])
     mesh = data_mesh._select(tuple(grid for grid, _ in axes), tuple(axis_name for _, axis_name in axes))
     spec = replicated_spec(mesh, meta) if origin is None else origin.remapped(mesh, meta)

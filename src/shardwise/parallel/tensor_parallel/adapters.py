@@ -36,7 +36,7 @@ _AROUND = "_shardwise_around"  # on an adapter: the hooks that its layer had, an
 def convert_around_adapters(module: nn.Module) -> None:
     """Move the hooks of layers of a plan to the adapters around them, now and for adapters that come later.
 
-    Not where a plan says more: of other parts of the adapter, or by two styles of the layer.
+    Not if a plan has more entries: for other parts of the adapter, or a second style for the layer.
     """
     _watch_registrations()
     for owner in reversed(list(module.modules())):  # an adapter may be around another: the inner one first

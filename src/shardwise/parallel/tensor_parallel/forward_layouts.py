@@ -80,7 +80,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found for one forward, and the attributes of the module that it has read."""
+    """The result for one forward, and the attributes of the module that it has read."""
 
     read: Mapping[str, Any]
     layouts: ForwardLayouts | None
@@ -322,7 +322,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _sharding(func: Any, args: Any, kwargs: Any) -> OutputSharding | None:
-    """What the propagator says of an operator."""
+    """The layouts of an operator by the propagator."""
     return dispatcher.explain(dispatcher.key(func, args, kwargs), func, args, kwargs).sharding
 
 

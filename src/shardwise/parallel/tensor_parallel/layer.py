@@ -1,6 +1,6 @@
 """How one layer of a style runs: hooks that lay out its input and output, and local tensors inside where possible.
 
-A forward runs on local tensors if the rules say that nothing communicates inside (`forward_layouts`): then DTensors
+A forward runs on local tensors if by its rules nothing communicates inside (`forward_layouts`): then DTensors
 would run the same operators on the same locals. In all other cases, for example on a larger mesh, it runs on DTensors.
 """
 
@@ -35,12 +35,12 @@ __all__ = ["Layer", "LayerLayouts", "features_of", "layer_of", "reinstall", "uni
 MAX_KEPT = 256
 new_cache = functools.partial(BoundedCache[Any, Any], MAX_KEPT)
 _INSTALLED = "_shardwise_layers"  # on a module: the layers whose hooks it has, and the keys of the hooks
-_RUNNING = "_shardwise_running"  # on a module that runs on locals: how, its own parameters, what is looked up elsewhere
+_RUNNING = "_shardwise_running"  # on a module that runs on locals: the program, its own parameters, missing rows
 
 
 @dataclass(frozen=True)
 class LayerLayouts:
-    """What a style says about a layer, along the axis of its mesh. The rules of the operators say the rest.
+    """The layouts that a style defines for a layer, on the axis of its mesh. The operators' rules define the others.
 
     Args:
         parameters: the layout of each parameter.
@@ -152,13 +152,13 @@ class Layer:
         return found
 
     def _annotated(self, module: nn.Module, value: torch.Tensor) -> AnyDTensor:
-        """A plain input as a DTensor; the module knows its number of features, however they are split."""
+        """A plain input as a DTensor; the module has its number of features, even or not."""
         features = self._features(module, value)
         shape = None if features is None else (*value.shape[:-1], features)
         return DTensor.from_local(value, self.mesh, (self.given,), shape=shape)
 
     def _features(self, module: nn.Module, value: torch.Tensor) -> int | None:
-        """The global size of the last dim of an input that is sharded in it, if the module knows it."""
+        """The global size of the last dim of an input that is sharded in it, if the module has it."""
         features = self.layouts.features
         if features is None or not isinstance(self.given, Shard) or self.given.dim not in (-1, value.dim() - 1):
             return None
@@ -290,7 +290,7 @@ def uninstall(module: nn.Module) -> None:
 
 
 def features_of(module: nn.Module, features: tuple[str, int] | int) -> Any:
-    """How long the last dim of a layer's input is, as the layouts says it."""
+    """The size of the last dim of a layer's input, by its layouts."""
     if isinstance(features, int):
         return features
     own = module._parameters.get(features[0])
@@ -300,7 +300,7 @@ def features_of(module: nn.Module, features: tuple[str, int] | int) -> Any:
 def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]) -> int:
     """Keep a hook under a key that is the same on all modules alike, and give the key.
 
-    torch numbers the hooks of a process, and Dynamo guards the numbers: each block of a model would be compiled anew.
+    torch numbers the hooks of a process, and Dynamo guards the numbers: each block of a model would be compiled again.
     """
     key = -1
     while key in hooks:
@@ -311,7 +311,7 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
 
 
 def _has_other_hooks(module: nn.Module) -> bool:
-    """Whether hooks of a user would get local tensors as input of a module that is none of torch."""
+    """Whether hooks of a user would get local tensors as input of a module that is not torch's."""
     return len(module._forward_pre_hooks) > 1 and not type(module).forward.__module__.startswith("torch.nn.")
 
 

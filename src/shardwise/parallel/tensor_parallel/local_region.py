@@ -28,7 +28,7 @@ Specs = Sequence[DTensorSpec]
 
 
 def to_layer(targets: Specs, gradients: Specs, tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
-    """The locals of tensors, each moved to a spec; `gradients` say what the ranks' gradients of them are together."""
+    """The locals of tensors, each moved to a spec; `gradients` are the layouts of the ranks' gradients of them."""
     if torch.is_grad_enabled():
         graded = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
         if len(graded) == len(tensors):
@@ -45,7 +45,7 @@ def _local(tensor: DTensor, target: DTensorSpec) -> torch.Tensor:
 
 
 def from_layer(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *, to_local: bool) -> torch.Tensor:
-    """What a layer has computed, which lies as `source`, moved to `target`: a DTensor, or the local of one."""
+    """The result of a layer, in the layout `source`, moved to `target`: a DTensor, or the local of one."""
     if to_local and source is target:
         return local
     if torch.is_grad_enabled() and local.requires_grad:
@@ -55,7 +55,7 @@ def from_layer(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *,
 
 
 def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    """A local that lies as `source`, moved; itself where there is no way to go."""
+    """A local in the layout `source`, moved; itself if the layouts are the same."""
     if source is target:
         return local
     bound = bound_route(source, target)
@@ -65,7 +65,7 @@ def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> tor
 
 
 def _wrapped(grad: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> DTensor:
-    """The gradient of a local as a DTensor, with derivatives; its own gradient lies as `gradient`."""
+    """The gradient of a local as a DTensor, with derivatives; its own gradient has the layout `gradient`."""
     if grad.dtype is not spec.tensor_meta.dtype:
         spec, gradient = spec.with_dtype(grad.dtype), gradient.with_dtype(grad.dtype)
     return as_dtensor(grad, spec, gradient) if grad.requires_grad else dtensor_of(spec, grad)
@@ -89,7 +89,7 @@ class _ToLayer(torch.autograd.Function):
                 found.append(None)
                 continue
             whole = _wrapped(grad, spec, transposed_spec(target, spec))
-            # a sum of parts stays one: what comes before it may have others to add
+            # a Partial stays one: the tensor before may have more addends
             found.append(whole if source is target else moved(whole, gradient_spec(source)))
         return tuple(found)
 

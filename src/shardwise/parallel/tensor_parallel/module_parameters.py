@@ -1,4 +1,4 @@
-"""The parameters of a module as DTensors: laid out once, kept tied, and seen on a larger mesh while the module runs."""
+"""The parameters of a module as DTensors: laid out once, kept tied, and remapped to a larger mesh in forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.tensor import DTensor, is_dtensor
 
 __all__ = ["check_parameters", "keep_one_gradient", "lay_out", "see_on", "unsee", "update_ties"]
 
-_MADE = "_shardwise_made"  # on a parameter that was laid out: a weak reference to what it became
+_MADE = "_shardwise_made"  # on a parameter that was laid out: a weak reference to the DTensor
 _OWN = "_shardwise_own"  # on a module that runs on a larger mesh: its own parameters, to put back
 _ONE = "_shardwise_one"  # on a plain parameter whose gradient is looked after
 
@@ -34,7 +34,7 @@ _ONE = "_shardwise_one"  # on a plain parameter whose gradient is looked after
 def check_parameters(
     module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh, who: str, known: dict[int, Placement]
 ) -> None:
-    """Raise if a parameter cannot lie as it is to. `known`: what the plan says of parameters, by their identity."""
+    """Raise if a parameter cannot have its layout. `known`: the layouts of the plan, by identity of parameters."""
     for name, placement in placements.items():
         parameter = module._parameters.get(name)
         if parameter is None and parametrize.is_parametrized(module, name):
@@ -43,8 +43,8 @@ def check_parameters(
             continue
         if isinstance(parameter, DTensor) and parameter._spec.mesh is not mesh:
             raise MeshError(
-                f"{who}: its {name} lies on {parameter._spec.mesh} already, not on {mesh}",
-                hint="apply the plan first, and what puts parameters on a larger mesh afterwards",
+                f"{who}: its {name} is already on {parameter._spec.mesh}, not on {mesh}",
+                hint="apply the plan first, and put parameters on a larger mesh afterwards",
             )
         try:
             (wanted,) = DTensorSpec(mesh, (placement,), TensorMeta.of(parameter)).placements
@@ -65,7 +65,7 @@ def check_parameters(
 def lay_out(
     module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh, src_data_rank: int | None
 ) -> None:
-    """Make the named parameters of a module DTensors on `mesh`. One that another module shares stays shared."""
+    """Make the named parameters of a module DTensors on `mesh`. Shared parameters stay shared."""
     for name, placement in placements.items():
         parameter = module._parameters.get(name)
         if parameter is not None:
@@ -77,10 +77,10 @@ def lay_out(
 def _lay_out_originals(
     module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None
 ) -> None:
-    """Make DTensors of what a parametrization computes a tensor from.
+    """Make DTensors of the tensors that a parametrization computes from.
 
-    What has the size of the tensor in the dim to shard is sharded in it, the rest is replicated. The value is that of
-    one device in any layout; this one keeps what belongs to a rank's part on it.
+    Tensors with the size of the dim to shard are sharded in it, others are replicated. The value is that of
+    one device in any layout; this one keeps on a rank what belongs to its part.
     """
     shape = _computed(module, name).shape
     (wanted,) = checked_placements((placement,), mesh, len(shape))
@@ -103,7 +103,7 @@ def _parametrization(module: nn.Module, name: str) -> nn.Module:
 
 @torch.no_grad()
 def _computed(module: nn.Module, name: str) -> Any:
-    """What a parametrization computes. In training some change their buffers when they are asked."""
+    """The tensor that a parametrization computes. In training some change their buffers when they are called."""
     originals = _parametrization(module, name)
     training = {each: each.training for each in originals.modules()}
     originals.eval()
@@ -117,7 +117,7 @@ def _computed(module: nn.Module, name: str) -> Any:
 def laid_out(
     parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> nn.Parameter:
-    """The parameter as a DTensor: what it was made before, where it was."""
+    """The parameter as a DTensor: the one it was made before, if it was."""
     wanted = DTensorSpec(mesh, (placement,), TensorMeta.of(parameter))
     if isinstance(parameter, DTensor):
         if parameter._spec.placements == wanted.placements:
@@ -135,7 +135,7 @@ def laid_out(
 
 
 def became(parameter: torch.Tensor) -> Any:
-    """What a plain parameter was made by a plan, if that still exists."""
+    """The DTensor that a plan made of a plain parameter, if it still exists."""
     reference = getattr(parameter, _MADE, None)
     return None if reference is None else reference()
 
@@ -150,7 +150,7 @@ def update_ties(module: nn.Module) -> None:
 
 
 def keep_one_gradient(parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """Plain parameters beside a plan, on a virtual mesh: they stand for every rank's, whose gradients are one."""
+    """Plain parameters beside a plan, on a virtual mesh: they represent those of every rank, with one gradient."""
     if not fabric_of(mesh).many_ranks:
         return
     for name, parameter in parameters:
@@ -168,7 +168,7 @@ def _one_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 def _differing_gradients(name: str, rank: int) -> AgreementError:
     return AgreementError(
-        f"{name}: a plain parameter beside a plan stands for that of every virtual rank, but their gradients differ",
+        f"{name}: a plain parameter beside a plan represents that of every virtual rank, but their gradients differ",
         hint="each rank sees another part of the input: give the module a style, as SequenceParallel",
     )
 

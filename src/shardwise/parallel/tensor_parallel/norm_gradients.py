@@ -31,7 +31,7 @@ _waiting: dict[int, nn.Parameter] = of_one_rank({})  # parameters that this back
 
 
 def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on a backward ends with whole gradients of these parameters."""
+    """From now on a backward ends with reduced gradients of these parameters."""
     for parameter in parameters:
         if parameter.requires_grad and not hasattr(parameter, _WATCHED):
             parameter.register_hook(functools.partial(_about_to_reach, weakref.ref(parameter)))
@@ -50,7 +50,7 @@ def users_hooks(hooks: Mapping[int, Callable[..., Any]] | None) -> list[Callable
 
 @torch.no_grad()
 def _about_to_reach(reference: weakref.ref[nn.Parameter], gradient: torch.Tensor) -> None:
-    """What an earlier backward has made whole becomes a sum again, which costs nothing: then sums are added locally."""
+    """Gradients that an earlier backward has reduced become Partial again, at no cost: sums are added locally."""
     parameter = reference()
     earlier = None if parameter is None else parameter.grad
     if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
@@ -76,7 +76,7 @@ def _add_up_waiting() -> None:
 
 @torch.no_grad()
 def add_up(parameters: Iterable[torch.Tensor]) -> None:
-    """Make the gradients that lie as parts of a sum whole: those of one mesh, layout and dtype in one collective."""
+    """Reduce the gradients that are Partial: those of one mesh, layout and dtype in one collective."""
     sums = [(p, p.grad) for p in parameters if isinstance(p.grad, DTensor) and _is_plain_sum(p.grad._spec)]
     for positions in alike({at: gradient._spec for at, (_, gradient) in enumerate(sums)}):
         members, gradients = zip(*(sums[at] for at in positions), strict=True)
@@ -86,7 +86,7 @@ def add_up(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _is_plain_sum(spec: DTensorSpec) -> bool:
-    """Sums on some axes, and replicated on the others: only then locals can stand side by side."""
+    """Partial on some axes, and replicated on the others: only then locals fit into one flat buffer."""
     kinds = {type(p) for p in spec.placements}
     return (
         Partial in kinds

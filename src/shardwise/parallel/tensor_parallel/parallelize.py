@@ -1,4 +1,4 @@
-"""parallelize_module: a plan from names of modules to styles. The whole plan is checked before anything is changed."""
+"""parallelize_module: a plan from names of modules to styles. All of it is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Parallelize a module, in place, as a plan says.
+    """Parallelize a module, in place, by a plan.
 
     Args:
-        module: the module. It may lie on the meta device: then no rank ever holds the whole of a parameter.
+        module: the module. It may be on the meta device: then no rank ever has a full parameter.
         device_mesh: a mesh of one axis: `mesh["tp"]` where there are several.
         parallelize_plan: a style for the module itself, or a dict from the paths of submodules to styles. Each part
             of a path may hold wildcards (`"layers.*.mlp.w[13]"`), `""` is the module itself, and a dict in place of a
@@ -137,7 +137,7 @@ def _not_found(key: str, module: nn.Module) -> str:
 
 
 def _checked(entries: list[PlannedModule], mesh: DeviceMesh) -> list[PlannedModule]:
-    """The entries to apply: all of them fit, and none stands there or on its module already."""
+    """The entries to apply: all of them fit, and none is there or on its module already."""
     known: dict[int, Placement] = {}
     seen: set[tuple[int, str]] = set()
     fresh: list[PlannedModule] = []

@@ -1,4 +1,4 @@
-"""PrepareModuleInput, PrepareModuleOutput and both in one: layouts of what goes in and out; parameters stay."""
+"""PrepareModuleInput, PrepareModuleOutput and both in one: layouts of inputs and outputs; parameters are unchanged."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class PrepareModuleInput(ParallelStyle):
     """Lay out the inputs of a module: plain tensors become DTensors, and these are redistributed.
 
     Args:
-        input_layouts: how each positional input lies; None for one to be left alone. One placement for one input.
-        desired_input_layouts: how each has to lie, as many as `input_layouts`.
-        input_kwarg_layouts: how keyword inputs lie, by name; others are left alone.
-        desired_input_kwarg_layouts: how these have to lie.
+        input_layouts: the layout of each positional input; None to leave one unchanged. One placement for one input.
+        desired_input_layouts: the layout that the module needs, as many as `input_layouts`.
+        input_kwarg_layouts: the layouts of keyword inputs, by name; others are unchanged.
+        desired_input_kwarg_layouts: the layouts that the module needs of these.
         use_local_output: give the module plain tensors, each rank its part, instead of DTensors (the default).
 
     Example:
@@ -115,8 +115,8 @@ class PrepareModuleOutput(ParallelStyle):
     """Lay out the outputs of a module: plain tensors become DTensors, and these are redistributed.
 
     Args:
-        output_layouts: how each output lies; None for one to be left alone. One placement for one output.
-        desired_output_layouts: how each is to lie, as many as `output_layouts`.
+        output_layouts: the layout of each output; None to leave one unchanged. One placement for one output.
+        desired_output_layouts: the new layout of each, as many as `output_layouts`.
         use_local_output: give plain tensors, each rank its part (the default), instead of DTensors.
 
     Example:
@@ -220,7 +220,7 @@ def _check_alike(style: ParallelStyle, argument: str, given: Layouts, wanted: La
     if wanted is None or len(given) != len(wanted):
         raise LayoutError(
             f"{type(style).__name__}: {argument} are {given}, desired_{argument} are {wanted}",
-            hint="give as many of one as of the other; None stands for what is to be left alone",
+            hint="give as many of one as of the other; None leaves a tensor unchanged",
         )
 
 

@@ -1,4 +1,4 @@
-"""ParallelStyle: what a plan says of one module. Users make their own by subclassing it."""
+"""ParallelStyle: the entry of a plan for one module. Users make their own by subclassing it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ParallelStyle(ABC):
     """How one module is parallelized. A plan (`parallelize_module`) applies it to the modules that it names.
 
     Subclasses define `_apply(module, device_mesh)`, which changes the module in place (parameters, hooks) and returns
-    it. `src_data_rank` says whose values of the parameters count; it is set before `_apply` is called.
+    it. `src_data_rank` is the rank whose values of the parameters count; it is set before `_apply` is called.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ class ParallelStyle(ABC):
         """Change the module in place and return it."""
 
     def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
-        """How parameters of the module will lie; raises if the style does not fit it. Asked before any is changed."""
+        """The layouts of the module's parameters; raises if the style does not fit it. Called before any is changed."""
         return {}
 
     def _layer_of(self, path: str, module: nn.Module) -> tuple[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""ColwiseParallel, RowwiseParallel, SequenceParallel: parameters laid out, and hooks that lay out what goes in and out.
+"""ColwiseParallel, RowwiseParallel, SequenceParallel: layouts of parameters, and hooks for inputs and outputs.
 
 This module defines the layouts of a style; `value_layouts` moves a value into one.
 """
@@ -25,7 +25,7 @@ __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
 
 class _LayerStyle(ParallelStyle):
-    """What the styles of single layers share: parameters in a layout, hooks around the forward."""
+    """The common part of styles of single layers: parameters in a layout, hooks around the forward."""
 
     input_layouts: tuple[Placement, ...]
     output_layouts: tuple[Placement, ...]
@@ -83,8 +83,8 @@ class ColwiseParallel(_LayerStyle):
     """Split an nn.Linear by its output features, or an nn.Embedding by its columns: each rank computes a part of them.
 
     Args:
-        input_layouts: how a plain input lies; `Replicate()` by default.
-        output_layouts: how the output is to lie; `Shard(-1)`, as it is computed, by default.
+        input_layouts: the layout of a plain input; `Replicate()` by default.
+        output_layouts: the layout of the output; `Shard(-1)`, as it is computed, by default.
         use_local_output: give each rank its part as a plain tensor (the default) instead of a DTensor. An output on a
             larger mesh than the plan's stays a DTensor.
 
@@ -116,8 +116,8 @@ class RowwiseParallel(_LayerStyle):
     """Split an nn.Linear by its input features, or an nn.Embedding by its rows; the parts of the output are added up.
 
     Args:
-        input_layouts: how a plain input lies; `Shard(-1)` by default. For nn.Embedding say `Replicate()`.
-        output_layouts: how the output is to lie; `Replicate()` by default.
+        input_layouts: the layout of a plain input; `Shard(-1)` by default. For nn.Embedding give `Replicate()`.
+        output_layouts: the layout of the output; `Replicate()` by default.
         use_local_output: give each rank its part as a plain tensor (the default) instead of a DTensor. An output on a
             larger mesh than the plan's stays a DTensor.
 

@@ -1,6 +1,6 @@
-"""How a value that goes into or out of a module gets into a layout on the mesh of a style. Knows no module.
+"""Redistributes a value to a layout on the mesh of a style.
 
-The mesh of a style has one axis, and a value may lie on a larger mesh that has this axis too: a batch of which each
+The mesh of a style has one axis, and a value may be on a larger mesh that has this axis too: a batch of which each
 rank of a data-parallel axis has a part. Then only the axis of the style changes, and the others stay as they are.
 """
 
@@ -28,13 +28,13 @@ _targets: BoundedCache[tuple[DTensorSpec, DeviceMesh, Placement], DTensorSpec] =
 
 
 def in_layout(value: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, *, async_op: bool = False) -> Any:
-    """A tensor as a DTensor that lies as `wanted` along the axis of `mesh`; anything else as it is.
+    """A tensor as a DTensor in the layout `wanted` along the axis of `mesh`; other values unchanged.
 
     Args:
-        value: a DTensor, or what each rank holds of one.
+        value: a DTensor, or the local of one on each rank.
         mesh: the mesh of the style.
-        given: how the parts make up the whole, where the value is no DTensor.
-        wanted: how it has to lie.
+        given: the layout of the locals, if the value is not a DTensor.
+        wanted: the new layout.
         async_op: leave the collective in flight until the value is used.
     """
     return _tensor_in_layout(value, mesh, given, wanted, async_op) if isinstance(value, torch.Tensor) else value
@@ -60,10 +60,10 @@ def in_layouts(tree: Any, mesh: DeviceMesh, given: Placement, wanted: Placement)
 
 
 def local_of(tree: Any, mesh: DeviceMesh) -> Any:
-    """What each rank holds of tensors on `mesh`. Those on a larger mesh stay: their locals would not say of what."""
+    """The locals of tensors on `mesh`. Those on a larger mesh are unchanged: their locals would be ambiguous."""
 
     def local(tensor: Any) -> torch.Tensor:
-        # "==" and not "is": torch 2.11 compares identities of what stands for the meshes while it traces
+        # "==" and not "is": torch 2.11 compares identities of proxies of the meshes while it traces
         return tensor.to_local() if is_dtensor(tensor) and tensor._spec.mesh == mesh else tensor
 
     return local(tree) if isinstance(tree, torch.Tensor) else tree_map_only(torch.Tensor, local, tree)
@@ -77,8 +77,8 @@ def target_of(spec: DTensorSpec, mesh: DeviceMesh, wanted: Placement) -> DTensor
         axis = spec.mesh.axis_of(mesh)
         if axis is None:
             raise MeshError(
-                f"the batch is on {spec.mesh} as {spec}, and the model's plan is on {mesh}, which is no axis of it",
-                hint="put the batch on the mesh of the plan, or on a larger one that this was cut from",
+                f"the batch is on {spec.mesh} as {spec}, and the model's plan is on {mesh}, which is not an axis of it",
+                hint="put the batch on the mesh of the plan, or on a larger one that has it as a slice",
             )
         found = _targets.keep(key, _replaced(spec, axis, wanted))
     return found
