@@ -617,7 +617,7 @@ def table(reports: Iterable[Report]) -> str:
         "- **free**: without any communication,\n"
         "- **moving**: with communication chosen by the operator's rule,\n"
         "- **decomposed**: as several smaller operators, some of which communicate,\n"
-        "- **replicated**: on whole tensors on every rank, with a ReplicationWarning,\n"
+        "- **replicated**: on gathered operands on every rank, with a ReplicationWarning,\n"
         "- **failing**: not as on one device.\n\n"
         "*backward* is the worst that the gradients needed. *flat*, added by `python -m tests.virtual.scaling --write\n"
         "docs/operators.md`: with one dim sharded and constant locals, the layouts of 100 whose peak and received\n"
