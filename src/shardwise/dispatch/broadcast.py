@@ -46,7 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 aten = torch.ops.aten
-VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # `view`, but the schema does not say so
+VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # views, but not by their schema
 REGROUPING = {aten.view.default, *VIEWS_OF_COPIES}
 # Functions that give arguments for each rank, of rules that treat the indices of a factor alike, but for so many of the
 # last dims: a triangle depends on rows and columns.

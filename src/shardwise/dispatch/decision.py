@@ -19,8 +19,8 @@ class Decision:
         way: "rule", "decomposed", "whole tensors", "random", "by a new tensor", "by copies", "view in place",
             "mesh by mesh", "outside the mesh"; for attention over a sharded sequence "ring", "gather", "heads",
             "halo" or "local".
-        signature: the call; None where its operands lie on several meshes.
-        sharding: where everything lies by the rule; for "decomposed" what the rule would have done.
+        signature: the call; None if its operands are on several meshes.
+        sharding: the layouts of the rule; for "decomposed" those that the rule would have used.
         why: why this way, where there were several.
         by_values: whether another call of the same signature may be run otherwise, by the values of a mask.
     """

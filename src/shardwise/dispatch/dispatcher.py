@@ -101,7 +101,7 @@ def _spread_and_noted_view(signature: Signature, run: Executor) -> Executor:
     return noting_split_dims(signature, spread_regrouped(signature, run))
 
 
-# What is put around the executor of an operator: for layouts that its gradient needs, or that autograd leaves open.
+# Wrappers of the executor of an operator: for layouts that its gradient needs, or that autograd leaves open.
 AROUND = (
     dict.fromkeys(SPREADING, spread_as_origin)
     | dict.fromkeys(INTO_LEAVES, into_leaf)
