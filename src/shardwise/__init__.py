@@ -60,7 +60,7 @@ from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, debug, hf, moe, optim, parallel
-    from shardwise.capture import captured
+    from shardwise.capture import Captured, CapturedReport, captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.meshes import PendingTransfer, TransferPlan, transfer, transfer_plan
     from shardwise.parallel import fully_shard, replicate
@@ -69,6 +69,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "Captured",
+    "CapturedReport",
     "CheckpointError",
     "CheckpointMismatchError",
     "CommunicationError",
@@ -165,7 +167,7 @@ _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"
 _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
-    "captured": "capture",
+    **dict.fromkeys(("Captured", "CapturedReport", "captured"), "capture"),
     **dict.fromkeys(("PendingTransfer", "TransferPlan", "transfer", "transfer_plan"), "meshes"),
 }
 

@@ -16,6 +16,7 @@ import torch
 
 from shardwise import modes
 from shardwise.capture.binding import Binding, arguments_key
+from shardwise.capture.captured_report import CapturedReport
 from shardwise.capture.groups import recording_collectives
 from shardwise.capture.leaving import Effect, Leaving, Unsettled
 from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
@@ -23,8 +24,10 @@ from shardwise.capture.program import Program, built
 from shardwise.capture.reachable import Reachable, Slots, global_hooks
 from shardwise.capture.snapshot import Snapshot, local_of, random_states
 from shardwise.capture.tape import Call, Tape, Unit
+from shardwise.capture.timeline import timeline_of
 from shardwise.capture.watch import Watch
 from shardwise.core.cache import BoundedCache
+from shardwise.debug.pictures.draw_timeline import Timeline
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.events import decision_made, route_started, scatter_started, tensor_entered, tensor_moved
 from shardwise.fabric.base import on_new_world
@@ -88,11 +91,26 @@ class Captured(Generic[Result]):
 
     def source(self) -> str:
         """The program that ran last, as Python text: local operators, collectives, and the lines they come from."""
+        return self._ran_last().program.text
+
+    def explain(self) -> CapturedReport:
+        """Collectives, bytes, modelled seconds and memory of the program that ran last, by line and module.
+
+        On process groups these are the collectives that the program issues; on virtual ranks, those that the step
+        announced when it was recorded.
+        """
+        return CapturedReport.of(self._ran_last().program)
+
+    def timeline(self) -> Timeline:
+        """The program that ran last in the order of its calls; `draw(step)` is its picture."""
+        return timeline_of(self._ran_last().program)
+
+    def _ran_last(self) -> _Entry:
         if self._last is None:
             raise UnsupportedError(
                 "there is no program yet", hint="the first call of a captured function runs as always; call it twice"
             )
-        return self._last.program.text
+        return self._last
 
     # ---------------------------------------------------------------- calls
 
@@ -175,6 +193,7 @@ class Captured(Generic[Result]):
                 listen_to_states(tape),
                 own_results(),
                 modes.recorded(),
+                tape.sites.tracking(),
                 tape,
                 watch,
             ):
@@ -241,7 +260,9 @@ class Captured(Generic[Result]):
         leaving = Leaving(tape, state, roots, watch.spent)
         described = leaving.describe(result, "the result")
         effects = tuple(leaving.changes(before, slots))
-        program = Program(tape, tuple(leaving.values), _name(self.function))
+        meshes = [root._spec.mesh for root in roots if isinstance(root, DTensor)]
+        program = Program(tape, tuple(leaving.values), _name(self.function), meshes)
+        program.ranks = max((len(was.parts) for was in before.held), default=1)
         program.outcome = leaving.values
         renewed = [
             (effect.target, state.position(before.held[effect.target].grad))

@@ -151,7 +151,8 @@ def recording_steps(tape: Tape) -> Iterator[None]:
                     f"the gradient of a parameter {p._spec} has another layout than the parameter",
                     "redistribute the gradient first; in strict mode that is not done implicitly",
                 )
-        tape.append_unit(Unit(LocalStep(optimizer, counts), tuple(refs), user_line()))
+        name = f"{type(optimizer).__name__.lower()}_step"
+        tape.append_unit(Unit(LocalStep(optimizer, counts), tuple(refs), user_line(), name=name))
         tape.pause()
 
     def after(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -13,16 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.capture.call_sites import NOWHERE, Site
+from shardwise.capture.collective_calls import Collective, collective_kind, described, is_collective, of_route
 from shardwise.capture.groups import issuing
-from shardwise.capture.tape import Call, Const, Ref, Tape, Unit
+from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit
+from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import AgreementError
 from shardwise.fabric.rank_generators import draws
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import dtensor_of
+from shardwise.text import human_bytes, plural
 from shardwise.torch_private import tree_leaves
 
-__all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built"]
+__all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built", "made_by", "refs_of"]
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -132,31 +136,66 @@ def _tensor(
 # ---------------------------------------------------------------- the function
 
 
+class Facts(NamedTuple):
+    """What is known of the calls and values of a program besides what it runs."""
+
+    sites: dict[int, Site]  # of calls, by their positions
+    geometry: dict[int, Geometry]  # of values
+    memory_of: dict[int, int]  # of values: the first value in the same memory
+    bytes_of: dict[int, int]  # of memories
+    moves: tuple[Collective, ...]  # collectives that routes announced
+    meshes: tuple[DeviceMesh, ...]
+
+    @staticmethod
+    def of(tape: Tape, meshes: Sequence[DeviceMesh]) -> Facts:
+        moves = tuple(of_route(*found) for found in tape.sites.moves)
+        known = dict.fromkeys([*meshes, *(move.before.mesh for _, _, move in tape.sites.moves)])
+        return Facts(tape.sites.at, tape.geometry, tape.memory_of, tape.bytes_of, moves, tuple(known))
+
+
 class Program:
     """The calls of a tape as a function of the plain tensors that exist before.
 
     Args:
         tape: the recorded calls.
         wanted: the values that are to be returned.
+        name: of the function.
+        meshes: of the tensors that it is given.
     """
 
-    def __init__(self, tape: Tape, wanted: Sequence[int], name: str) -> None:
+    def __init__(self, tape: Tape, wanted: Sequence[int], name: str, meshes: Sequence[DeviceMesh] = ()) -> None:
         self.wanted = tuple(dict.fromkeys(wanted))
         self.calls = _needed(tape.calls, self.wanted)
         self.received = tape.received
         self.constants = tape.constants
+        self.facts = Facts.of(tape, meshes)
         self.name = name
+        self.ranks = 1  # how many ranks it runs: all of them where they are virtual
         self.outcome: dict[int, torch.Tensor] = {}  # the wanted values as the step has left them, until verified
         self._operators: dict[str, Any] = {}
         self.pool: list[Any] = []
         self._names: dict[int, str] = {}
+        self.collectives = self._collectives()
         self.text = self._text()
         self.run = self._function(issuing)
 
+    def _collectives(self) -> dict[int, Collective]:
+        """The calls of process groups by their positions."""
+        facts = self.facts
+        return {
+            position: described(position, call, facts.sites.get(position), facts.geometry, facts.meshes)
+            for position, call in self.calls
+            if isinstance(call, Call) and is_collective(call)
+        }
+
+    def communication(self) -> list[Collective]:
+        """Its collectives in order. On virtual ranks, where these are copies, those that were announced by routes."""
+        return list(self.collectives.values()) or list(self.facts.moves)
+
     def inputs(self) -> set[int]:
         """The numbers of the tensors that it is given and uses."""
-        used = {leaf.number for _, call in self.calls for leaf in _refs(call)} | set(self.wanted)
-        return used - {leaf.number for _, call in self.calls for leaf in _made(call)}
+        used = {leaf.number for _, call in self.calls for leaf in refs_of(call)} | set(self.wanted)
+        return used - {leaf.number for _, call in self.calls for leaf in made_by(call)}
 
     def verifying(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
         """The same function with the recorded results of collectives, without communication."""
@@ -165,12 +204,17 @@ class Program:
     def _text(self) -> str:
         lines, shown = [f"def {self.name}(inputs):"], None
         last = self._last_uses()
+        announced = {} if self.collectives else _by_position(self.facts.moves)
         lines += [f"    v{number} = inputs[{number}]" for number in sorted(self.inputs())]
         for position, call in self.calls:
-            if call.line != shown:
-                shown = call.line
-                lines.append(f"    # {shown}")
-            lines.append("    " + self._line(position, call))
+            site = self.facts.sites.get(position, NOWHERE)
+            if site[:2] != shown:
+                shown = site[:2]
+                lines.append(f"    # {_one_line(site.comment())}")
+            for first in [at for at in announced if at <= position]:
+                lines += [f"    # {_words(found)}" for found in announced.pop(first)]
+            found = self.collectives.get(position)
+            lines.append("    " + self._line(position, call) + (f"  # {_words(found)}" if found else ""))
             dead = sorted(n for n in last.get(position, ()) if n not in self.wanted)
             if dead:
                 lines.append("    " + " = ".join(f"v{n}" for n in dead) + " = None")
@@ -180,7 +224,7 @@ class Program:
     def _last_uses(self) -> dict[int, set[int]]:
         last: dict[int, int] = {}
         for position, call in self.calls:
-            for ref in (*_refs(call), *_made(call)):
+            for ref in (*refs_of(call), *made_by(call)):
                 last[ref.number] = position
         found: dict[int, set[int]] = {}
         for number, position in last.items():
@@ -189,10 +233,10 @@ class Program:
 
     def _line(self, position: int, call: Call | Unit) -> str:
         if isinstance(call, Unit):
-            return f"unit_{position}({', '.join(f'v{ref.number}' for ref in call.reads)})"
-        if call.op.namespace == "c10d":
-            tensors = ", ".join(f"v{ref.number}" for ref in _refs(call))
-            return f"{_collective_name(call)}_{position}({tensors})"
+            return f"{_unit_name(call, position)}({', '.join(f'v{ref.number}' for ref in call.reads)})"
+        if is_collective(call):
+            tensors = ", ".join(f"v{ref.number}" for ref in refs_of(call))
+            return f"{collective_kind(call)}_{position}({tensors})"
         if call.op is _DETACH:
             return f"v{call.made.number} = {self._show(call.args[0])}"
         arguments = [self._show(arg) for arg in call.args]
@@ -204,7 +248,7 @@ class Program:
         return self._assigned(call, text)
 
     def _assigned(self, call: Call, text: str) -> str:
-        given = {ref.number for ref in _refs(call)}
+        given = {ref.number for ref in refs_of(call)}
         made = call.made
         if isinstance(made, Ref):
             return text if made.number in given else f"v{made.number} = {text}"
@@ -258,31 +302,51 @@ class Program:
         names |= self._operators
         for position, call in self.calls:
             if isinstance(call, Unit):
-                names[f"unit_{position}"] = call.run
-            elif call.op.namespace == "c10d":
-                names[f"{_collective_name(call)}_{position}"] = collective(call, position)
+                names[_unit_name(call, position)] = call.run
+            elif is_collective(call):
+                names[f"{collective_kind(call)}_{position}"] = collective(call, position)
         filename = f"<captured {self.name} {id(self)}>"
         linecache.cache[filename] = (len(self.text), None, self.text.splitlines(True), filename)
         exec(compile(self.text, filename, "exec"), names)
         return names[self.name]
 
 
-def _collective_name(call: Call) -> str:
-    return call.op._opname.strip("_").removesuffix("_base")
+def _unit_name(unit: Unit, position: int) -> str:
+    return f"{unit.name}_{position}"
 
 
-def _refs(call: Call | Unit) -> list[Ref]:
+def _words(found: Collective) -> str:
+    """What a comment says of a collective."""
+    kind = found.kind.replace("_", "-")
+    return _one_line(
+        f"{kind} over {found.over} ({plural(found.ranks, 'rank')}): {human_bytes(found.received)} received"
+    )
+
+
+def _one_line(text: str) -> str:
+    """Text without line breaks, so that it stays a comment."""
+    return " ".join(text.splitlines())
+
+
+def _by_position(moves: Sequence[Collective]) -> dict[int, list[Collective]]:
+    found: dict[int, list[Collective]] = {}
+    for move in moves:
+        found.setdefault(move.position, []).append(move)
+    return found
+
+
+def refs_of(call: Call | Unit) -> list[Ref]:
     """The values that a call is given, in order."""
     if isinstance(call, Unit):
         return list(call.reads)
     return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
 
 
-def _made(call: Call | Unit) -> list[Ref]:
+def made_by(call: Call | Unit) -> list[Ref]:
     """The values that a call makes; not those that it gives back."""
     if isinstance(call, Unit):
         return []
-    given = {ref.number for ref in _refs(call)}
+    given = {ref.number for ref in refs_of(call)}
     leaves = tree_leaves(call.made)
     return [leaf for leaf in leaves if isinstance(leaf, Ref) and leaf.number not in given]
 
@@ -292,11 +356,12 @@ def _needed(calls: Sequence[Call | Unit], wanted: Sequence[int]) -> list[tuple[i
     used, kept = set(wanted), []
     for position in range(len(calls) - 1, -1, -1):
         call = calls[position]
-        made = _made(call)
-        removable = isinstance(call, Call) and made and not call.writes and not draws(call.op)
+        made = made_by(call)
+        gives = isinstance(call, Call) and any(isinstance(leaf, Ref) for leaf in tree_leaves(call.made))
+        removable = gives and not call.writes and not draws(call.op)  # pyright: ignore[reportAttributeAccessIssue]
         if removable and not any(ref.number in used for ref in made):
             continue
-        used.update(ref.number for ref in _refs(call))
+        used.update(ref.number for ref in refs_of(call))
         kept.append((position, call))
     return kept[::-1]
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.capture.call_sites import CallSites
 from shardwise.errors import UnsupportedError
 from shardwise.events import is_library_file, user_line
 from shardwise.fabric.shared_writes import written_arguments
@@ -96,6 +97,7 @@ class Unit(NamedTuple):
     reads: tuple[Ref, ...]
     line: str
     writes: tuple[int, ...] = ()
+    name: str = "unit"  # what the program calls it
 
 
 class _Memory(NamedTuple):
@@ -119,6 +121,9 @@ class Tape(TorchDispatchMode):
         self.received: dict[int, list[torch.Tensor]] = {}  # results of collectives, by their position in `calls`
         self.count = 0
         self.memory_of: dict[int, int] = {}  # value -> the value that its memory was first known by
+        self.geometry: dict[int, Geometry] = {}  # of each value, when it was made
+        self.bytes_of: dict[int, int] = {}  # of each memory, by the value that it was first known by
+        self.sites = CallSites()
         self.generators: dict[int, torch.Generator] = {}
         self.options: Any = None  # of the collective that is being issued
         self._flying: list[tuple[int, list[Any]]] = []  # collectives that were issued, with their tensors
@@ -157,8 +162,10 @@ class Tape(TorchDispatchMode):
             memories = self._memories
             memory = _Memory(weakref.ref(storage, lambda _: memories.pop(where, None)), [])
             self._memories[where] = memory
-        memory.values.append((number, Geometry.of(tensor)))
-        self.memory_of[number] = memory.values[0][0]
+        geometry = self.geometry[number] = Geometry.of(tensor)
+        memory.values.append((number, geometry))
+        first = self.memory_of[number] = memory.values[0][0]
+        self.bytes_of[first] = max(self.bytes_of.get(first, 0), storage.nbytes())
 
     def find(self, tensor: torch.Tensor) -> Ref | None:
         """The value of a tensor; a new view if it is in known memory; None if it is unknown."""
@@ -176,7 +183,7 @@ class Tape(TorchDispatchMode):
             if known.dtype is geometry.dtype:
                 args = (Ref(number), geometry.shape, geometry.stride, geometry.offset)
                 made = self._new(tensor)
-                self.calls.append(Call(torch.ops.aten.as_strided.default, args, {}, made, user_line()))
+                self._append(Call(torch.ops.aten.as_strided.default, args, {}, made, user_line()))
                 return made
         return None
 
@@ -221,11 +228,11 @@ class Tape(TorchDispatchMode):
         if not self._paused:
             self._put_back = put_back
             self.generators.update({id(generator): generator for generator in generators})
-            self.append_unit(Unit(keep, (), user_line()))
+            self.append_unit(Unit(keep, (), user_line(), name="keep_random_states"))
 
     def put_back(self) -> None:
         if not self._paused:
-            self.append_unit(Unit(self._put_back, (), user_line()))
+            self.append_unit(Unit(self._put_back, (), user_line(), name="put_random_states_back"))
 
     def same(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
         self.pause()
@@ -234,9 +241,13 @@ class Tape(TorchDispatchMode):
         finally:
             self.resume()
 
+    def _append(self, call: Call | Unit) -> None:
+        self.sites.note(len(self.calls))
+        self.calls.append(call)
+
     def append_unit(self, unit: Unit) -> None:
         """Something that is repeated as Python."""
-        self.calls.append(unit)
+        self._append(unit)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -308,7 +319,7 @@ class Tape(TorchDispatchMode):
         self.constants.append(tensor.detach().clone())
         made = self._new(result)
         self._lifted.add(made.number)
-        self.calls.append(Call(func, (Const(position),), {}, made, user_line()))
+        self._append(Call(func, (Const(position),), {}, made, user_line()))
         return result
 
     def _record(
@@ -326,7 +337,7 @@ class Tape(TorchDispatchMode):
         expected = self.options if communicates else None
         if not communicates and not any(isinstance(leaf, Ref) for leaf in found):
             expected = result if any(leaf is not None for leaf in found) else None
-        self.calls.append(Call(func, args, kwargs, made, user_line(), expected, writes))
+        self._append(Call(func, args, kwargs, made, user_line(), expected, writes))
 
     def arrived(self) -> None:
         """All collectives that were issued have been waited for."""

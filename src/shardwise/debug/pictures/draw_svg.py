@@ -1,4 +1,4 @@
-"""draw: a layout, a route or a mesh as an SVG, for notebooks, pages and slides."""
+"""draw: a layout, a route, a mesh or a captured program as an SVG, for notebooks, pages and slides."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.debug.pictures.draw_layout import draw_layout
 from shardwise.debug.pictures.draw_mesh import draw_mesh
 from shardwise.debug.pictures.draw_route import draw_route
+from shardwise.debug.pictures.draw_timeline import Timeline, draw_timeline
 from shardwise.errors import LayoutError
 from shardwise.fabric.world import as_mesh
 from shardwise.plan.route import Route
@@ -47,13 +48,14 @@ class Drawing:
 
 
 def draw(what: Any, *, mesh: Any = None) -> Drawing:
-    """An SVG of a layout (which rank holds which block), a route between two layouts, or a mesh.
+    """An SVG of a layout (which rank holds which block), a route between two layouts, a mesh, or a captured program.
 
     Blocks are to scale along each dim. Replicas are drawn as a stack, Partial blocks are hatched. Of many ranks only
     the first and last are drawn. The picture is self-contained and follows the reader's light or dark setting.
 
     Args:
-        what: a DTensor, a `DTensorSpec`, its short notation, a `Route` or a mesh.
+        what: a DTensor, a `DTensorSpec`, its short notation, a `Route`, a mesh, or a captured function, whose
+            last program is drawn over time.
         mesh: the mesh of a spec in short notation.
 
     Example:
@@ -76,9 +78,13 @@ def draw(what: Any, *, mesh: Any = None) -> Drawing:
             return Drawing(draw_route(what).svg(str(what)))
         case DeviceMesh():
             return Drawing(draw_mesh(what).svg(str(what)))
+        case Timeline():
+            return Drawing(draw_timeline(what).svg(what.title))
+    if getattr(type(what), "is_captured", False):
+        return draw(what.timeline())
     if hasattr(what, "mesh_dim_names"):  # torch's DeviceMesh
         return draw(as_mesh(what))
     raise LayoutError(
         f"draw does not support {type(what).__name__}",
-        hint="pass a DTensor, a DTensorSpec, 'f32[8,4] dp:S0' with mesh=, a Route or a mesh",
+        hint="pass a DTensor, a DTensorSpec, 'f32[8,4] dp:S0' with mesh=, a Route, a mesh or a captured function",
     )
