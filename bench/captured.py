@@ -20,7 +20,7 @@ from bench.figures import figure
 from bench.peers import start
 from bench.step import ROUNDS, THROUGHOUT, WORLD, Side, sides, timed
 from shardwise.capture.binding import arguments_key
-from shardwise.capture.captured_function import _ambient, _is_watched
+from shardwise.capture.captured_function import _ambient, is_watched
 
 SIDES = ("hand-written", "torch", "shardwise", THROUGHOUT)
 
@@ -42,7 +42,7 @@ def guard_time(step: Any) -> float:
     for _ in range(50):
         begin = time.process_time_ns()
         for _ in range(20):
-            _is_watched()
+            is_watched()
             _ambient()
             binding.holds()
             arguments_key((), binding.state)

@@ -60,7 +60,7 @@ from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, debug, hf, moe, optim, parallel
-    from shardwise.capture import Captured, CapturedReport, captured
+    from shardwise.capture import Captured, CapturedReport, captured, load_captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.meshes import PendingTransfer, TransferPlan, transfer, transfer_plan
     from shardwise.parallel import fully_shard, replicate
@@ -134,6 +134,7 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "is_main",
+    "load_captured",
     "local_map",
     "manual_seed",
     "moe",
@@ -167,7 +168,7 @@ _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"
 _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
-    **dict.fromkeys(("Captured", "CapturedReport", "captured"), "capture"),
+    **dict.fromkeys(("Captured", "CapturedReport", "captured", "load_captured"), "capture"),
     **dict.fromkeys(("PendingTransfer", "TransferPlan", "transfer", "transfer_plan"), "meshes"),
 }
 

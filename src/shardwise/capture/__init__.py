@@ -2,5 +2,6 @@
 
 from shardwise.capture.captured_function import Captured, captured
 from shardwise.capture.captured_report import CapturedReport
+from shardwise.capture.loaded_program import LoadedProgram, load_captured
 
-__all__ = ["Captured", "CapturedReport", "captured"]
+__all__ = ["Captured", "CapturedReport", "LoadedProgram", "captured", "load_captured"]

@@ -16,13 +16,13 @@ from shardwise.events import route_started, scatter_started
 from shardwise.plan.route import Route
 from shardwise.torch_private import autograd_sequence_number, current_autograd_node
 
-__all__ = ["NOWHERE", "CallSites", "Site"]
+__all__ = ["NOWHERE", "PHASES", "CallSites", "Site"]
 
 MOST_NODES = 2**20
 _LEAF = 2**63  # nodes that accumulate gradients have a number larger than all others
 
 
-_PHASES = {"forward": "", "backward": "backward of ", "recompute": "recomputed: ", "gradients": "gradients, "}
+PHASES = {"forward": "", "backward": "backward of ", "recompute": "recomputed: ", "gradients": "gradients, "}
 
 
 class Site(NamedTuple):
@@ -45,10 +45,10 @@ class Site(NamedTuple):
             >>> Site(SourceLine("model.py", 3, "forward"), "backward", "").comment()
             'backward of model.py:3'
         """
-        if self.where is NO_LINE:
+        if not self.where.file:
             return self.phase
         text = linecache.getline(self.where.file, self.where.line).strip()
-        shown = _PHASES[self.phase] + str(self.where)
+        shown = PHASES[self.phase] + str(self.where)
         return f"{shown}  {text}" if text else shown
 
 

@@ -7,6 +7,7 @@ it runs. A key is all that the function can read: layouts, shapes, Python values
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +22,10 @@ from shardwise.capture.groups import recording_collectives
 from shardwise.capture.leaving import Effect, Leaving, Unsettled
 from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
 from shardwise.capture.program import Program, built
+from shardwise.capture.program_file import SavedProgram
+from shardwise.capture.program_folder import save_program
 from shardwise.capture.reachable import Reachable, Slots, global_hooks
+from shardwise.capture.roots import RootFact, facts_of, shape_of
 from shardwise.capture.snapshot import Snapshot, local_of, random_states
 from shardwise.capture.tape import Call, Tape, Unit
 from shardwise.capture.timeline import timeline_of
@@ -45,7 +49,7 @@ from shardwise.torch_private import (
     transforms_active,
 )
 
-__all__ = ["Captured", "captured"]
+__all__ = ["Captured", "captured", "is_watched", "left_behind"]
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()
 on_new_world.append(lambda: [each.forget() for each in list(_all)])
@@ -65,6 +69,8 @@ class _Entry(NamedTuple):
     renewed: tuple[tuple[int, int], ...]  # positions of tensors that get another gradient in place of one
     changes_slots: bool  # whether it changes more than values and gradients
     reads_states: bool  # whether it reads states of optimizers besides their steps, which the fast guard passes over
+    roots: tuple[RootFact, ...]  # facts of the tensors that it was recorded with
+    arguments: Any  # the description of the arguments
     kept: Any  # the objects that its key names by identity
 
 
@@ -105,6 +111,22 @@ class Captured(Generic[Result]):
         """The program that ran last in the order of its calls; `draw(step)` is its picture."""
         return timeline_of(self._ran_last().program)
 
+    def save(self, path: str | os.PathLike[str], **objects: Any) -> None:
+        """Write the program that ran last into the folder `path`, one file for each rank; `load_captured` reads it.
+
+        A file is JSON: the names of operators, their arguments, the layouts and shapes of all tensors. It holds no code
+        and no values of tensors besides constants.
+
+        Args:
+            path: the folder, made if it is not there.
+            objects: the modules, tensors (also in lists and dicts) and optimizers that the program uses, by any names.
+        """
+        entry = self._ran_last()
+        recorded = SavedProgram(
+            entry.program, {}, dict(enumerate(entry.roots)), entry.arguments, entry.result, entry.effects, entry.written
+        )
+        save_program(path, recorded, objects)
+
     def _ran_last(self) -> _Entry:
         if self._last is None:
             raise UnsupportedError(
@@ -115,7 +137,7 @@ class Captured(Generic[Result]):
     # ---------------------------------------------------------------- calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        if _is_watched():
+        if is_watched():
             return self.function(*args, **kwargs)
         ambient, binding = _ambient(), self._binding
         if binding is None or not binding.holds():
@@ -157,7 +179,7 @@ class Captured(Generic[Result]):
         inputs = [*binding.inputs, *(part for tensor in given for part in parts_of(local_of(tensor)))]
         with torch.no_grad():
             values = entry.program.run(inputs)
-        result = _left(entry, values, roots, [*state.slots, *slots] if entry.changes_slots else ())
+        result = left_behind(entry, values, roots, [*state.slots, *slots] if entry.changes_slots else ())
         if entry.changes_slots or entry.reads_states or (entry.renewed and not binding.renew(entry.renewed)):
             self._binding = None
         return result
@@ -217,6 +239,8 @@ class Captured(Generic[Result]):
             except Unsettled as unsettled:
                 self._unsettle(str(unsettled))
                 return result
+            positions = {id(root): at for at, root in enumerate(roots)}
+            entry = entry._replace(arguments=shape_of((args, kwargs), positions))
             if self.verify:
                 result = self._verify(entry, tape, before, roots)
         except ShardwiseError:
@@ -277,6 +301,8 @@ class Captured(Generic[Result]):
             tuple((owner, at) for owner, at in renewed if at is not None and owner < state.count),
             any(effect.kind != "grad" for effect in effects),
             _reads(program, state.states, before),
+            facts_of(before.held, before.numbers, state.count),
+            None,
             (state._kept, given._kept),
         )
 
@@ -301,11 +327,18 @@ class Captured(Generic[Result]):
                     hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
                 )
         program.received = tape.received = {}
-        return _left(entry, values, roots, before.slots)
+        return left_behind(entry, values, roots, before.slots)
 
 
-def _left(entry: _Entry, values: tuple[torch.Tensor, ...], roots: list[torch.Tensor], slots: Sequence[Slots]) -> Any:
-    """Put results, gradients and attributes together."""
+def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots: Sequence[Slots]) -> Any:
+    """Put results, gradients and attributes together.
+
+    Args:
+        entry: the program and what is made of its values.
+        values: what it has returned.
+        roots: the tensors that were there before, by their positions.
+        slots: the containers.
+    """
     found = dict(zip(entry.program.wanted, values, strict=True))
     made: dict[int, Any] = {}
     result = built(entry.result, found, roots, made)
@@ -351,7 +384,7 @@ def _name(function: Any) -> str:
 # ---------------------------------------------------------------- settings of torch and the library
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether the run is observed, traced or transformed: then nothing is replaced."""
     return bool(
         dispatch_mode_count()

@@ -22,7 +22,16 @@ from shardwise.plan.cost import (
 )
 from shardwise.torch_private import tree_leaves
 
-__all__ = ["Collective", "bound_arguments", "collective_kind", "described", "group_ranks", "is_collective", "of_route"]
+__all__ = [
+    "Collective",
+    "axes_of",
+    "bound_arguments",
+    "collective_kind",
+    "described",
+    "group_ranks",
+    "is_collective",
+    "of_route",
+]
 
 _KINDS = {
     "_allgather_base": "all_gather",
@@ -91,7 +100,7 @@ def described(
     """What a recorded call of a process group is."""
     ranks = group_ranks(call)
     kind, received = collective_kind(call), _received(call, len(ranks), geometry)
-    mesh, axes = _axes_of(ranks, meshes)
+    mesh, axes = axes_of(ranks, meshes)
     if mesh is None:
         over, seconds = f"ranks {_short(ranks)}", math.nan
     else:
@@ -105,7 +114,7 @@ def of_route(position: int, site: Site, move: MoveRecord) -> Collective:
     return Collective(position, move.collective, move.axis, move.group, move.received, move.seconds, site)
 
 
-def _axes_of(ranks: tuple[int, ...], meshes: Iterable[DeviceMesh]) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+def axes_of(ranks: tuple[int, ...], meshes: Iterable[DeviceMesh]) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """A mesh and its axes along which these ranks are one group."""
     wanted = sorted(ranks)
     for mesh in meshes:

@@ -93,7 +93,7 @@ class _Spent(torch.autograd.Function):
         )
 
 
-def built(shape: Any, values: dict[int, torch.Tensor], roots: Sequence[torch.Tensor], made: dict[int, Any]) -> Any:
+def built(shape: Any, values: dict[int, torch.Tensor], roots: Any, made: dict[int, Any]) -> Any:
     """The object of a description."""
     match shape:
         case Root(position):
@@ -187,6 +187,11 @@ class Program:
             for position, call in self.calls
             if isinstance(call, Call) and is_collective(call)
         }
+
+    def announce(self, moves: Sequence[Collective]) -> None:
+        """Take these as the collectives that routes announced."""
+        self.facts = self.facts._replace(moves=tuple(moves))
+        self.text = self._text()
 
     def communication(self) -> list[Collective]:
         """Its collectives in order. On virtual ranks, where these are copies, those that were announced by routes."""

@@ -1,0 +1,162 @@
+"""The tensors that a program is given, as facts that outlive them, and how they are found again by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.capture.program import Root, Same, Sequenced, Tabled
+from shardwise.capture.snapshot import Held, local_of
+from shardwise.capture.tape import Geometry
+from shardwise.core.spec import DTensorSpec
+from shardwise.errors import LayoutError
+from shardwise.fabric.virtual import parts_of
+
+__all__ = ["Opaque", "RootFact", "check_root", "facts_of", "matched", "named_tensors", "shape_of"]
+
+
+class RootFact(NamedTuple):
+    """One tensor that exists before a step.
+
+    Args:
+        tensor: a weak reference to it; None for an argument, which is another one on each call.
+        owner: the position of the tensor whose gradient it is.
+        spec: of a DTensor.
+        parts: how its local, or those of all virtual ranks, lie in memory.
+        device: of the locals.
+        requires_grad: whether it does.
+        numbers: of its locals in the program.
+    """
+
+    tensor: weakref.ref[torch.Tensor] | None
+    owner: int | None
+    spec: DTensorSpec | None
+    parts: tuple[Geometry, ...]
+    device: torch.device
+    requires_grad: bool
+    numbers: tuple[int, ...]
+
+
+class Opaque(NamedTuple):
+    """An argument that is no plain data."""
+
+    kind: str
+
+
+def facts_of(held: Sequence[Held], numbers: Sequence[Sequence[int]], arguments: int) -> tuple[RootFact, ...]:
+    """Facts of all tensors before a step.
+
+    Args:
+        held: what they were.
+        numbers: those of their locals.
+        arguments: from which position on they are arguments.
+    """
+    positions = {id(was.tensor): at for at, was in enumerate(held)}
+    owners = {positions[id(was.grad)]: at for at, was in enumerate(held) if id(was.grad) in positions}
+    return tuple(
+        RootFact(
+            weakref.ref(was.tensor) if at < arguments else None,
+            owners.get(at),
+            was.spec,
+            tuple(map(Geometry.of, was.parts)),
+            was.parts[0].device if was.parts else torch.device("cpu"),
+            was.requires_grad,
+            tuple(own),
+        )
+        for at, (was, own) in enumerate(zip(held, numbers, strict=True))
+    )
+
+
+def shape_of(value: Any, roots: Mapping[int, int]) -> Any:
+    """Arguments as a description: tensors by their positions, plain data by value.
+
+    Args:
+        value: the arguments.
+        roots: the positions of tensors by their identities.
+    """
+    if isinstance(value, torch.Tensor):
+        at = roots.get(id(value))
+        return Opaque("tensor that the program does not know") if at is None else Root(at)
+    if value is None or value.__class__ in (bool, int, float, str):
+        return Same(value)
+    if value.__class__ in (list, tuple):
+        return Sequenced(value.__class__, tuple(shape_of(item, roots) for item in value))
+    if value.__class__ is dict and all(isinstance(name, str) for name in value):
+        return Tabled(dict, tuple((Same(name), shape_of(item, roots)) for name, item in value.items()))
+    return Opaque(type(value).__name__)
+
+
+def matched(shape: Any, value: Any, path: str, found: dict[int, torch.Tensor]) -> None:
+    """Compare arguments with a description, and collect their tensors by position."""
+    match shape:
+        case Root(position):
+            if not isinstance(value, torch.Tensor):
+                raise LayoutError(f"{path} is a {type(value).__name__}, and was a tensor", hint=_AS_SAVED)
+            if found.setdefault(position, value) is not value:
+                raise LayoutError(f"{path} is another tensor than one that it was the same as", hint=_AS_SAVED)
+        case Sequenced(kind, items):
+            if value.__class__ is not kind or len(value) != len(items):
+                raise LayoutError(f"{path} is not a {kind} of {len(items)} as it was", hint=_AS_SAVED)
+            for at, (item, given) in enumerate(zip(items, value, strict=True)):
+                matched(item, given, f"{path}[{at}]", found)
+        case Tabled(_, items):
+            names = [name.value for name, _ in items]
+            if value.__class__ is not dict or list(value) != names:
+                raise LayoutError(f"{path} has other names than {names}", hint=_AS_SAVED)
+            for name, item in items:
+                matched(item, value[name.value], f"{path}[{name.value!r}]", found)
+        case Same(was):
+            if value.__class__ is not was.__class__ or value != was:
+                raise LayoutError(f"{path} is {value!r}; the program was recorded with {was!r}", hint=_AS_SAVED)
+        case _:
+            raise AssertionError(shape)
+
+
+_AS_SAVED = "a loaded program takes the arguments that it was recorded with, up to the values of tensors"
+
+
+def named_tensors(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of modules, dicts, lists and tensors by names."""
+    for name, value in objects.items():
+        yield from _named(name, value)
+
+
+def _named(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        for inner, tensor in value.named_parameters(name, remove_duplicate=False):
+            yield inner, tensor
+        for inner, tensor in value.named_buffers(name, remove_duplicate=False):
+            yield inner, tensor
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for at, item in enumerate(value):
+            yield from _named(f"{name}.{at}", item)
+
+
+def check_root(fact: RootFact, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """The locals of a tensor that is given to a program; raises where it is not as the recorded one was."""
+    spec = getattr(tensor, "_spec", None)
+    if spec is not fact.spec:
+        raise LayoutError(
+            f"{name} is {spec or 'a plain tensor'}, and was {fact.spec or 'a plain tensor'}", hint=_LAYOUT
+        )
+    parts = list(parts_of(local_of(tensor)))
+    found = tuple(map(Geometry.of, parts))
+    if found != fact.parts or any(part.device != fact.device for part in parts):
+        raise LayoutError(f"{name} is {found} on {tensor.device}, and was {fact.parts} on {fact.device}", hint=_LAYOUT)
+    if tensor.requires_grad is not fact.requires_grad:
+        raise LayoutError(f"{name}: requires_grad is not {fact.requires_grad}, as it was", hint=_LAYOUT)
+    if tensor.grad_fn is not None:
+        raise LayoutError(f"{name} was computed by autograd, and no gradient would reach it", hint="detach() it")
+    return parts
+
+
+_LAYOUT = "a program holds for the layouts, shapes, strides and dtypes that it was recorded with; capture it again"
