@@ -38,7 +38,9 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 DEFERRED = frozenset({("__init__", "shardwise.parallel")})
 # Methods of DTensor that communicate or leave it: for its own layer and those above.
 METHODS = frozenset({"redistribute", "to_local", "full_tensor"})
-STRANGERS = frozenset({"parallel", "checkpoint", "debug", "optim", "meshes"})  # of one row, and do not import each other
+STRANGERS = frozenset(
+    {"parallel", "checkpoint", "debug", "optim", "meshes"}
+)  # of one row, and do not import each other
 MAY_COMMUNICATE = frozenset({"fabric", "parallel", "checkpoint", "interop", "capture"})  # may import torch.distributed
 THEIRS = ("torch.distributed.tensor", "torch.distributed._tensor")
 ADAPTER = "interop"  # the one module that may import torch.distributed.tensor
