@@ -135,6 +135,13 @@ def written_rows(w: World) -> Any:
 
 
 @program
+def written_by_mask(w: World) -> Any:
+    x = w.data() * 1
+    x[x > 0] = 1
+    return x.mean()
+
+
+@program
 def one_part(w: World) -> Any:
     return w.data().chunk(2, 1)[0].mean() + w.data().tanh().unbind(1)[2].square().mean()
 
@@ -254,6 +261,12 @@ def group_norm(w: World) -> Any:
 @program
 def embedding(w: World) -> Any:
     return F.embedding(w.labels(4), w.weight(32, WIDTH)).mean()
+
+
+@program
+def sharded_table(w: World) -> Any:
+    ids = sw.zeros(4, 8, dtype=torch.int64, device_mesh=w.mesh, placements=[sw.Replicate()])
+    return F.embedding(ids, w.data()).square().mean()
 
 
 @program

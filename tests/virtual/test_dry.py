@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -194,12 +199,37 @@ def test_attention_holds_no_scores_where_a_gpu_would_not() -> None:
     assert attention_peak(torch.float64) > 8 * scores
 
 
-def test_on_cpu_ranks_attention_is_as_torch_takes_it_there() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "heads", "options"),
+    [
+        ((2, 4, 64, 8), 4, {}),
+        ((2, 4, 64, 8), 4, {"is_causal": True, "scale": 0.5}),
+        ((2, 4, 64, 8), 2, {"enable_gqa": True}),
+        ((2, 4, 64, 8), 4, {"dropout_p": 0.1}),
+        ((2, 4, 64, 8), 4, {"attn_mask": (64, 64)}),
+        ((2, 4, 64, 8), 4, {"attn_mask": (2, 1, 64, 64)}),
+        ((2, 4, 64, 8), 4, {"attn_mask": (4, 64, 64)}),
+        ((4, 64, 8), 4, {}),
+    ],
+)
+def test_on_cpu_ranks_attention_holds_scores_where_torch_does_there(
+    dtype: torch.dtype, shape: tuple[int, ...], heads: int, options: dict[str, Any]
+) -> None:
+    sizes = {"q": shape, "k": (*shape[:-3], heads, *shape[-2:])}
+
+    def attend(make: Callable[..., Any], call: Callable[..., Any]) -> Any:
+        q, k = (make(sizes[name], dtype=dtype) for name in ("q", "k"))
+        given = {name: make(size, dtype=torch.bool) if name == "attn_mask" else size for name, size in options.items()}
+        return call(q, k, k, **given)
+
+    by_scores = attend(torch.zeros, torch._fused_sdp_choice) == SDPBackend.MATH.value
     with sw.dry_run() as run:
         mesh = sw.init_device_mesh("cpu", (1,))
-        q = sw.zeros(1, 8, 1024, 64, device_mesh=mesh, placements=[Replicate()])
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    assert run.peak_bytes > 8 * 1024 * 1024 * 4
+        make = functools.partial(sw.zeros, device_mesh=mesh, placements=[Replicate()])
+        attend(make, torch.nn.functional.scaled_dot_product_attention)
+    held = run.peak_bytes > math.prod(shape[:-2]) * 64 * 64 * dtype.itemsize
+    assert held == by_scores
 
 
 def test_a_norm_on_a_gpu_saves_its_input_alone() -> None:

@@ -72,6 +72,9 @@ ANY_STRIDES = {
     aten.bmm.default, aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.copy.default,
     aten.cat.default, aten.linalg_vector_norm.default, aten.slice_backward.default, aten.select_backward.default,
     aten.index.Tensor, aten._unsafe_index.Tensor, aten.gather.default, aten.index_select.default,
+    # these read nothing of their operand
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
 }  # fmt: skip
 
 

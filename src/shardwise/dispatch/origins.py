@@ -190,6 +190,7 @@ def putting_back(
         return runs[None]
     dim = 0 if grouped else wrapped(signature.arguments["dim"], spec.ndim)
     find = _experts_of if grouped else origin_of
+    kinds = Replicate | Partial if len(sharding.inputs) == 1 else Replicate
     compared = 1 if grouped else None  # matrices of experts may be transposed
 
     def put_back(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -200,7 +201,7 @@ def putting_back(
             origin = None
         found = runs.get(origin)
         if found is None:
-            found = runs[origin] = make(_spread(sharding, origin, dim))
+            found = runs[origin] = make(_spread(sharding, origin, dim, kinds))
         return found(args, kwargs)
 
     return put_back
@@ -224,6 +225,12 @@ def sent_to_owners(
         axes = origin.dim_axes[0]
         if not axes or origin.is_strided:
             return runs[None]
+        gradient, indices = sharding.inputs
+        known = all(isinstance(indices.placements[axis], Replicate) for axis in axes)
+        if (
+            known and gradient.local_bytes <= out.local_bytes
+        ):  # gradients of the rows are reduced, not those of the table
+            return make(_spread(sharding, origin, 0, Replicate | Partial))
         if any(isinstance(out.placements[axis], Replicate) for axis in axes):
             return make(_spread(sharding, origin, 0))
         alike = all(spec.dim_axes[0] == axes and not spec.is_strided for spec in sharding.inputs if spec.ndim)
@@ -255,15 +262,18 @@ def _experts_of(tensor_class: Any) -> DTensorSpec | None:
     return next((spec for spec in found if spec is not None and spec.ndim == 3), None)
 
 
-def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int) -> OutputSharding:
+def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int, kinds: Any = Replicate) -> OutputSharding:
     """`sharding`, with operands that would be replicated along `dim` split as the origin is.
 
-    The operand is small, the result is large. So a Partial operand is reduced before, and each rank puts it back
-    into its part.
+    Args:
+        sharding: the call.
+        origin: the layout of the tensor whose gradient is made.
+        dim: the dim to split.
+        kinds: placements of the result that are replaced. With Partial among them, a Partial operand, small beside the
+            result, is reduced before, and each rank puts it back into its part.
     """
     out, split = sharding.outputs[0], Shard(dim)
     assert origin is not None
-    kinds = Replicate | Partial if len(sharding.inputs) == 1 else Replicate
     spread = [
         axis
         for axis, placement in enumerate(out.placements)

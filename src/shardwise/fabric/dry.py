@@ -175,8 +175,8 @@ class _Fused(TorchFunctionMode):
         self.run, self.live = run, True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fused = FUSED.get(func)
-        if fused is not None and self.live and self.run.device_type == "cuda" and args and args[0].is_meta:
+        fused = FUSED.get(self.run.device_type, {}).get(func)
+        if fused is not None and self.live and args and args[0].is_meta:
             result = fused(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result

@@ -1,8 +1,8 @@
 """The kernels that the target device of a dry run would choose, in place of those that torch chooses for meta tensors.
 
 For meta tensors torch takes the mathematical path of attention, which holds every score matrix, and composes norms of
-several operators. A GPU runs fused kernels. Here their operators are called on the meta tensors, so that tensors saved
-for backward are those of the GPU.
+several operators. Devices run fused kernels. Here their operators are called on the meta tensors, so that tensors saved
+for backward are those of the device.
 """
 
 from __future__ import annotations
@@ -70,6 +70,30 @@ def attention(
     return NotImplemented
 
 
+def attention_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`F.scaled_dot_product_attention` by the operator that a CPU runs; NotImplemented for the mathematical path."""
+    alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if query.dim() != 4 or dropout_p or not alike or 0 in query.shape or 0 in key.shape:
+        return NotImplemented
+    if not torch.backends.cuda.flash_sdp_enabled() or (query.shape[1] != key.shape[1] and not enable_gqa):
+        return NotImplemented
+    if attn_mask is not None and (attn_mask.requires_grad or attn_mask.dim() not in (2, 4)):
+        return NotImplemented
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, 0.0, is_causal, attn_mask=_added(attn_mask, query), scale=scale
+    )[0]
+
+
 def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
     """Flash attention, whose heads are padded to a multiple of eight."""
     width = query.shape[-1]
@@ -83,11 +107,15 @@ def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, 
 
 def _bias(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
     """A mask as the memory-efficient kernel takes it: of the dtype of the queries, with every dim."""
-    if mask is None:
-        return None
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    mask = _added(mask, query)
+    return None if mask is None else mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _added(mask: Any, query: torch.Tensor) -> Any:
+    """A mask as numbers that are added to scores."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -119,9 +147,12 @@ def rms_norm(
     return FusedRMSNorm.apply(x, list(normalized_shape), weight, eps)
 
 
-# by the functions that programs call; each returns NotImplemented if torch's own choice is used
-FUSED: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: attention,
-    F.rms_norm: rms_norm,  # which calls torch.rms_norm, where modes no longer see it
-    torch.rms_norm: rms_norm,
+# By the type of the device, and the functions that programs call. NotImplemented: torch's own choice.
+FUSED: dict[str, dict[Any, Callable[..., Any]]] = {
+    "cpu": {F.scaled_dot_product_attention: attention_on_cpu},
+    "cuda": {
+        F.scaled_dot_product_attention: attention,
+        F.rms_norm: rms_norm,  # which calls torch.rms_norm, where modes no longer see it
+        torch.rms_norm: rms_norm,
+    },
 }
