@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import islice
 from typing import TypeVar
 
 __all__ = ["BoundedCache"]
+
+RECENT = 256
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -28,16 +31,31 @@ class BoundedCache(dict[K, V]):
         {1: 1, 2: 4, 3: 9, 4: 16}
     """
 
-    __slots__ = ("limit",)
+    __slots__ = ("_passing", "limit")
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
+        self._passing: deque[K] = deque()
 
     def keep(self, key: K, value: V) -> V:
         """Add an entry and return its value. A full cache first removes its oldest quarter."""
         if len(self) >= self.limit and key not in self:
             for old in list(islice(self, max(self.limit // 4, len(self) - self.limit + 1))):  # dicts keep their order
                 self.pop(old, None)
+        self[key] = value
+        return value
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        super().clear()
+        self._passing.clear()
+
+    def keep_recent(self, key: K, value: V) -> V:
+        """Add an entry of a kind that may never be asked for again, and return its value: only the latest remain."""
+        passing = self._passing
+        passing.append(key)
+        if len(passing) > min(RECENT, self.limit):
+            self.pop(passing.popleft(), None)
         self[key] = value
         return value

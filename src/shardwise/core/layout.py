@@ -165,8 +165,9 @@ def runs_of(size: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
 def _parts_of_row(length: int, cut: Cut) -> list[Run]:
     """The runs of a row that are kept."""
     if cut.sizes is not None:
-        starts = starts_of(cut.sizes, length)
-        mine = (cut.index,) if cut.blocks is None else blocks_of_parts(cut.parts, cut.blocks)[cut.index]
+        if cut.blocks is None:
+            return [Run(sum(cut.sizes[: cut.index]), cut.sizes[cut.index])]
+        starts, mine = starts_of(cut.sizes, length), blocks_of_parts(cut.parts, cut.blocks)[cut.index]
         return [Run(starts[block], cut.sizes[block]) for block in mine]
     if cut.owner is not None:
         return [Run(0 if cut.index <= cut.owner else length, length if cut.index == cut.owner else 0)]
@@ -175,7 +176,6 @@ def _parts_of_row(length: int, cut: Cut) -> list[Run]:
     return [chunk(length, len(cut.blocks), block) for block in blocks_of_parts(cut.parts, cut.blocks)[cut.index]]
 
 
-@lru_cache(maxsize=1024)
 def starts_of(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
     """Where parts of these sizes begin, which together are `length` indices.
 
@@ -325,6 +325,8 @@ def longest(size: int, divisions: Sequence[Division]) -> int:
         for division in divisions:
             size = -(-size // division.parts)
         return size
+    if len(divisions) == 1 and divisions[0].sizes is not None:
+        return max(sizes_of_parts(divisions[0]))
     lengths = {size}
     for division in divisions:
         lengths = {length for n in lengths for length in _part_lengths(n, division)}
@@ -340,7 +342,7 @@ def sizes_of_parts(division: Division) -> list[int]:
     """
     sizes, blocks = division.sizes or (), division.blocks
     if blocks is None:
-        return list(sizes)
+        return [*sizes]
     return [sum(sizes[block] for block in mine) for mine in blocks_of_parts(division.parts, blocks)]
 
 
@@ -351,6 +353,9 @@ def misfit(size: int, divisions: Sequence[Division]) -> tuple[Division, list[int
         >>> misfit(8, [Division(2), Division(2, 1, sizes=(3, 5))])
         (Division(parts=2, rows=1, blocks=None, sizes=(3, 5), owner=None), [4])
     """
+    if len(divisions) == 1:
+        sizes = divisions[0].sizes
+        return (divisions[0], [size]) if sizes is not None and sum(sizes) != size else None
     lengths = {size}
     for division in divisions:
         if division.sizes is not None and lengths != {sum(division.sizes)}:
@@ -359,13 +364,17 @@ def misfit(size: int, divisions: Sequence[Division]) -> tuple[Division, list[int
     return None
 
 
-@lru_cache(maxsize=1024)
 def _part_lengths(size: int, division: Division) -> frozenset[int]:
     """The different lengths of the parts into which the rows of a dim are split. Only the last row may be shorter."""
     if division.owner is not None:
         return frozenset((0, size))
-    if division.sizes is not None:
+    if division.sizes is not None:  # which may be met once and never again
         return frozenset(sizes_of_parts(division))
+    return _chunk_lengths(size, division)
+
+
+@lru_cache(maxsize=1024)
+def _chunk_lengths(size: int, division: Division) -> frozenset[int]:
     parts, rows = division.parts, division.rows or 1
     row = max(-(-size // rows), 1)
     full, last = divmod(size, row)

@@ -11,6 +11,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any, Self, SupportsIndex
 
+import torch
+
 from shardwise.core.intern import Interned
 from shardwise.core.layout import Division
 from shardwise.core.opaque import constant_to_compilers
@@ -191,7 +193,9 @@ class Ragged(AnyShard):
 
     Args:
         dim: the tensor's dim.
-        sizes: how many indices each rank of the axis holds; together the size of the dim.
+        sizes: how many indices each rank of the axis holds; together the size of the dim. A tensor of integers, the
+            same on every rank, is read: the host waits for its values. Sizes that change from step to step make no
+            cache grow.
         blocks: an assignment of blocks to ranks, as that of `Zigzag`: all blocks in the order of the ranks, equally
             many for each. Then `sizes` are those of the blocks, and a rank holds its blocks in the order of the tensor.
 
@@ -205,10 +209,10 @@ class Ragged(AnyShard):
     sizes: tuple[int, ...]
     blocks: tuple[int, ...] | None
 
-    def __new__(
-        cls, dim: SupportsIndex, sizes: Iterable[SupportsIndex], blocks: Iterable[SupportsIndex] | None = None
-    ) -> Ragged:
-        kept = tuple([_as_int(size, "Ragged", "size") for size in sizes])
+    def __new__(cls, dim: SupportsIndex, sizes: Iterable[Any], blocks: Iterable[SupportsIndex] | None = None) -> Ragged:
+        kept = tuple(sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes)
+        if any(size.__class__ is not int for size in kept):
+            kept = tuple([_as_int(size, "Ragged", "size") for size in kept])
         if not kept or min(kept) < 0:
             raise LayoutError(f"Ragged needs sizes of at least 0, got {kept}", hint="as in Ragged(0, (5, 0, 3))")
         order = _as_blocks(blocks, "Ragged")
@@ -216,9 +220,10 @@ class Ragged(AnyShard):
             raise LayoutError(f"Ragged: {len(kept)} sizes for {len(order)} blocks", hint="give a size for each block")
         return cls._intern(_as_int(dim, "Ragged", "dim"), kept, order)
 
-    def _derive(self) -> None:
+    @property
+    def short(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # not made for each new size
         order = "" if self.blocks is None else f";{','.join(map(str, self.blocks))}"
-        object.__setattr__(self, "short", f"S{self.dim}({','.join(map(str, self.sizes))}{order})")
+        return f"S{self.dim}({','.join(map(str, self.sizes))}{order})"
 
     def division(self, parts: int) -> Division:
         return Division(parts, 1, self.blocks, self.sizes)

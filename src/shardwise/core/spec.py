@@ -207,7 +207,7 @@ class DTensorSpec(Interned):
     """
 
     __slots__ = (
-        "_blocks", "_largest", "broadcast", "context", "dim_axes", "flattened", "is_lazy", "is_replicated",
+        "_blocks", "_largest", "broadcast", "context", "dim_axes", "flattened", "is_lazy", "is_ragged", "is_replicated",
         "is_strided", "mesh", "ndim", "partial_axes", "placements", "shape", "shard_order", "tensor_meta",
     )  # fmt: skip
     _fields = ("mesh", "placements", "tensor_meta", "shard_order", "broadcast")
@@ -226,6 +226,7 @@ class DTensorSpec(Interned):
     # what compilers guard of a tensor: the attributes of its local, or of each virtual rank's; the context
     flattened: tuple[list[str], tuple[Any, ...]]
     is_strided: bool  # whether some placement may give a rank several runs of a dim: it is no `Shard`
+    is_ragged: bool  # whether some placement has given sizes, which may be met once and never again
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
 
@@ -281,7 +282,8 @@ class DTensorSpec(Interned):
         stride = self.tensor_meta.stride
         put(self, "is_lazy", bool(self.broadcast) and any(_is_stored(stride[dim]) for dim in self.broadcast))
         put(self, "is_strided", any(isinstance(p, AnyShard) and not isinstance(p, Shard) for p in placements))
-        if self.is_strided:
+        put(self, "is_ragged", self.is_strided and any(isinstance(p, Ragged) for p in placements))
+        if self.is_ragged:
             _check_sizes(self)
         by_rank = hosts[self.mesh.fabric].many_ranks and self._is_uneven()
         flattened = (_rank_names(self.mesh.grid_size), ByRank(self.context)) if by_rank else (_LOCAL, self.context)
@@ -321,8 +323,13 @@ class DTensorSpec(Interned):
             if equal is not None:
                 return (equal,)
             (size,) = specialized((size,))
+        if self.is_ragged and len(axes) == 1:
+            placement, at = self.placements[axes[0]], coordinate[axes[0]]
+            if isinstance(placement, Ragged) and placement.blocks is None:
+                return (Run(sum(placement.sizes[:at]), placement.sizes[at]),)
         if self.is_strided:
-            return runs_of(size, tuple([self.division(a).cut(coordinate[a]) for a in axes]))
+            find = runs_of.__wrapped__ if self.is_ragged else runs_of  # given sizes may be met once and never again
+            return find(size, tuple([self.division(a).cut(coordinate[a]) for a in axes]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
     def starts_and_lengths(self, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

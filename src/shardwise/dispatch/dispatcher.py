@@ -45,6 +45,7 @@ from shardwise.dispatch.origins import (
 )
 from shardwise.dispatch.outside_mesh import holding_nothing
 from shardwise.dispatch.plain_operands import with_plain_operands
+from shardwise.dispatch.ragged_calls import RaggedCalls, is_ragged
 from shardwise.dispatch.random_ops import agree_once, drawing, filling
 from shardwise.dispatch.result_meta import ResultMetas
 from shardwise.dispatch.ring_attention import attending
@@ -130,6 +131,7 @@ class OpDispatcher:
         self.misses = 0
         self._metas = ResultMetas()
         self._known_calls = KnownCalls()
+        self._ragged_calls = RaggedCalls()
         on_new_world.append(self.forget)  # executors know which ranks are here
         on_found.append(self.cache.clear)  # a warm call would not raise the error that was found
         on_new_model.append(self.forget)  # and move the cheapest operand
@@ -156,11 +158,12 @@ class OpDispatcher:
             raise_found()
         if is_symbolic(key):
             return self._resolve_symbolic(named(key), func, args, kwargs)
-        run = self._known_calls.find(key)
+        ragged = is_ragged(key)
+        run = None if ragged else self._known_calls.find(key)
         if run is None:
             run = self.resolve(key, func, args, kwargs)
         self.misses += 1
-        return self.cache.keep(key, run)
+        return (self.cache.keep_recent if ragged else self.cache.keep)(key, run)
 
     def key(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
         """The signature of a call."""
@@ -172,7 +175,7 @@ class OpDispatcher:
             run = self.resolve(key, func, args, kwargs)
         if key not in self.cache:
             self.misses += 1
-            self.cache.keep(key, run)
+            (self.cache.keep_recent if is_ragged(key) else self.cache.keep)(key, run)
         return heard[-1]
 
     def _resolve_symbolic(
@@ -237,8 +240,7 @@ class OpDispatcher:
         if info.is_view and is_norm(signature.specs[0]):  # a write reduces it, and must reach its views
             decided("reduced first", signature)
             return copied_view(info, reduced_first(info, self.wrapping, signature.slots[:1]))
-        metas = self._metas.find(signature, key, args, kwargs)
-        sharding = _sharding(signature, metas)
+        metas, sharding = self._results(signature, key, args, kwargs)
         compute = DECOMPOSITIONS.get(info.op)
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None
         if drawn is not None and compute is None:
@@ -269,20 +271,30 @@ class OpDispatcher:
         run = directly() if compute is None else decomposed(signature, compute, directly, metas)
         return watched(self.wrapping, info, run)
 
+    def _results(
+        self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[TensorMeta, ...] | None, OutputSharding | None]:
+        """What an operator gives, and where everything lies if a rule speaks for the call."""
+
+        def work_out(signature: Signature) -> tuple[tuple[TensorMeta, ...] | None, OutputSharding | None]:
+            metas = self._metas.find(signature, key, args, kwargs)
+            return metas, _sharding(signature, metas)
+
+        return self._ragged_calls.find(signature, key, work_out) if is_ragged(key) else work_out(signature)
+
     def _resolve_outside(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Executor:
         """An operator on a rank that is not in the mesh of its operands."""
         decided("outside the mesh", signature)
-        metas = self._metas.find(signature, key, args, kwargs)
-        sharding = _sharding(signature, metas)
+        metas, sharding = self._results(signature, key, args, kwargs)
         outputs = None if metas is None else [replicated_spec(signature.mesh, meta) for meta in metas]
         return holding_nothing(signature, outputs if sharding is None else sharding.outputs, args, kwargs)
 
     def _laid_out(self, signature: Signature, key: Key, sharding: OutputSharding) -> Executor:
         """A call that runs as its rule has laid it out; those that differ from it in their sizes alone will too."""
         make = for_any_size(signature, sharding)
-        if make is not None and not sharding.outputs[0].tensor_meta.is_symbolic:
+        if make is not None and not sharding.outputs[0].tensor_meta.is_symbolic and not is_ragged(key):
             self._known_calls.keep(key, sharding.outputs[0], make)
             if not any(spec.broadcast for spec in signature.specs):
                 return make(sharding.outputs[0])
@@ -308,8 +320,7 @@ class OpDispatcher:
             if torch.Tag.inplace_view in info.op.tags:
                 decided("view in place", signature)
                 return watched(self.wrapping, info, reshaping_in_place(signature, functional))
-        metas = self._metas.find(signature, key, args, kwargs)
-        sharding = _sharding(signature, metas)
+        _metas, sharding = self._results(signature, key, args, kwargs)
         if compute is not None and (sharding is None or _worth_decomposing(signature, sharding)):
 
             @functools.cache
@@ -330,6 +341,7 @@ class OpDispatcher:
         """Drop every executor, and the facts read from schemas and rules."""
         self.cache.clear()
         self._known_calls.forget()
+        self._ragged_calls.forget()
         forget_infos()
 
     def info(self) -> CacheInfo:

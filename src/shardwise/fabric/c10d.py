@@ -60,6 +60,7 @@ from shardwise.fabric.collectives import (
 from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.encoding import as_carried
 from shardwise.fabric.exchange_plan import traffic
+from shardwise.fabric.line_packing import line_parcels
 from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.rank_agreement import CheckedGroup, RankCheck, exit_with
 from shardwise.fabric.rank_threads import rank_threads
@@ -576,6 +577,13 @@ class C10dFabric(Fabric):
         return lambda local: lambda: empty_block(step.after, coordinate, local)
 
     def _exchange(self, step: Exchange) -> Start:
+        if step.change is not None:
+            have = self.coordinate(step.before.mesh)
+            line = None if have is None else self._line(step.before.mesh, step.over)
+            if have is None or line is None:
+                return lambda local: lambda: local
+            if line.in_order:
+                return exchange(step, self._carrier(line.ranks, step), have, line_parcels(step, step.change, have))
         found = self._parcels(step)
         if found is None:
             return lambda local: lambda: local

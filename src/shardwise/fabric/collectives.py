@@ -17,6 +17,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.fabric.base import BoundRows, check_counts
 from shardwise.fabric.block_copies import average_divider, reduce_tensors, slicer
 from shardwise.fabric.encoding import as_carried, as_reducible, from_reducible
+from shardwise.fabric.line_packing import LineParcels
 from shardwise.fabric.packing import Line, Parcels, gathering, pack, scattering, split_in_front, swapping
 from shardwise.fabric.row_packing import RowParcels
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, Exchange, OwnerExchange, ReduceScatter, reduction
@@ -156,15 +157,15 @@ def all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -
     return start
 
 
-def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels) -> Start:
+def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels | LineParcels) -> Start:
     """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
-    sent, got = sum(goods.sent_sizes), sum(goods.got_sizes)
+    got = sum(goods.got_sizes)
     splits: list[list[int]] = []  # received and sent, in elements that the group carries
 
     def start(local: torch.Tensor) -> Wait:
         if have is None:  # a rank outside held nothing, of no dtype in particular
             local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
-        packed, buffer = pack(goods.packed(local), local.new_empty(sent)), local.new_empty(got)
+        packed, buffer = goods.buffer(local), local.new_empty(got)
         carried = as_carried(buffer)
         if not splits:
             splits.extend(goods.splits(buffer.element_size() // carried.element_size()))

@@ -277,6 +277,10 @@ class Parcels(NamedTuple):
         """The sent parts of the local, each with its offset in the buffer."""
         return [(strip.offset, strip.in_block(local)) for strip in self.sends]
 
+    def buffer(self, local: torch.Tensor) -> torch.Tensor:
+        """What is sent."""
+        return pack(self.packed(local), local.new_empty(sum(self.sent_sizes)))
+
     def unpack(self, local: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """The result, from the boxes that this rank keeps and those it received.
 

@@ -66,7 +66,8 @@ def bound_route(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None 
         model = current_cost_model()
         if source.tensor_meta.is_symbolic:
             return _bind_symbolic(source, target, max_bytes, model)
-        found = _bound.keep(key, _bind(source, target, max_bytes, model))
+        keep = _bound.keep_recent if source.is_ragged or target.is_ragged else _bound.keep
+        found = keep(key, _bind(source, target, max_bytes, model))
     return found
 
 

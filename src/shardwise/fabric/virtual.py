@@ -54,9 +54,20 @@ from shardwise.fabric.shared_writes import (
     written_arguments,
 )
 from shardwise.fabric.state_messages import rank_transfer
+from shardwise.plan.line_change import LineChange
 from shardwise.plan.route import Route
 from shardwise.plan.state_transfer import StateTransfer
-from shardwise.plan.step import AllGather, AllReduce, OwnerExchange, ReduceScatter, Rotate, RowExchange, Step, reduction
+from shardwise.plan.step import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    OwnerExchange,
+    ReduceScatter,
+    Rotate,
+    RowExchange,
+    Step,
+    reduction,
+)
 from shardwise.rules.owner_programs import Items
 from shardwise.torch_private import (
     OpOverload,
@@ -505,6 +516,9 @@ class VirtualFabric(Fabric):
     def _move(self, step: Step) -> BoundStep:
         """Any movement of blocks: each rank's new block is put together from those that hold its parts."""
         before, after = step.before, step.after
+        change = step.change if isinstance(step, Exchange) else None
+        if change is not None and before.tensor_meta.is_contiguous:
+            return _move_along_line(change, before.mesh)
         ranks = before.mesh.grid_ranks
         jobs: list[tuple[int, Coordinate, list[Any]]] = []
         if before.mesh is after.mesh:
@@ -642,6 +656,23 @@ def _of_ranks(rank: int, locals_: Sequence[torch.Tensor], specs: Sequence[DTenso
         None if at is None else _tensors(local, spec.mesh)[at]
         for at, local, spec in zip(places, locals_, specs, strict=True)
     ]
+
+
+def _move_along_line(change: LineChange, mesh: DeviceMesh) -> BoundStep:
+    """One axis splits one dim otherwise: the runs of its ranks, joined and cut again."""
+    rows, dim = mesh.groups((change.axis,)).tolist(), change.dim
+    runs = [change.new_run(rank) for rank in range(mesh.shape[change.axis])]
+
+    def run_along_line(local: torch.Tensor) -> torch.Tensor:
+        tensors = _tensors(local, mesh)
+        out: list[Any] = [None] * len(tensors)
+        for row in rows:
+            whole = torch.cat([tensors[i] for i in row], dim)
+            for i, (start, length) in zip(row, runs, strict=True):
+                out[i] = whole.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+        return RankTensor(out)
+
+    return run_along_line
 
 
 def _on_one(op: Callable[..., Any]) -> Callable[..., Any]:

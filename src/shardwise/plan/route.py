@@ -12,11 +12,12 @@ from shardwise.core.mesh import DeviceMesh  # noqa: F401  # in the examples
 from shardwise.core.placement import AnyShard, Replicate, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta  # noqa: F401  # in the examples
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
-from shardwise.plan.cost import CostModel, current_cost_model
+from shardwise.plan.cost import CostModel, current_cost_model, links_of
+from shardwise.plan.line_change import LineChange, line_of
 from shardwise.plan.move import Move, all_reduce, exchange, gather
 from shardwise.plan.search import Path, cheapest_path
 from shardwise.plan.state import DistState, Problem
-from shardwise.plan.step import Compact, Expand, Slice, Step, Unreduce
+from shardwise.plan.step import Compact, Exchange, Expand, Slice, Step, Unreduce
 
 __all__ = ["DTensorRedistributePlanner", "DistState", "Route", "StepCost", "check_reachable", "plain_route"]
 
@@ -109,6 +110,8 @@ class DTensorRedistributePlanner:
         assert not target.broadcast, f"{source} is not known to be constant as {target} is"
         if max_bytes is None and _only_sliced(source, target):
             return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, target.local_bytes),))
+        if max_bytes is None and (along := line_of(source, target)) is not None:
+            return self._along_line(source, target, along)
         if max_bytes is not None and (ends := max(source.local_bytes, target.local_bytes)) > max_bytes:
             raise MemoryBoundError(
                 f"no route from {source} to {target.layout} holds at most max_bytes={max_bytes} on a rank",
@@ -117,6 +120,17 @@ class DTensorRedistributePlanner:
             )
         problem = Problem(self.cost_model, source, target)
         return _route(problem, cheapest_path(problem, max_bytes))
+
+    def _along_line(self, source: DTensorSpec, target: DTensorSpec, along: LineChange) -> Route:
+        """An exchange among the ranks of one axis: it moves exactly what is missing. Given sizes may be new each time,
+        so nothing is searched."""
+        holds = target.local_bytes
+        if not along.received:  # every rank has what it gets
+            return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, holds),))
+        over = (along.axis,)
+        seconds = links_of(self.cost_model, source.mesh).group(over).seconds(along.received)
+        step = Exchange(source, target, over, along)
+        return Route(source, target, (step,), (StepCost(along.received, seconds, holds),))
 
     def _plan_compact(self, source: DTensorSpec, target: DTensorSpec, max_bytes: int | None) -> Route:
         """Only stored elements move; along broadcast dims each rank makes its part of the target by itself."""

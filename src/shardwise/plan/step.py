@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, SupportsIndex
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from shardwise.core.layout import Segment, Window, dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.plan.line_change import LineChange
 
 __all__ = [
     "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "OwnerExchange",
@@ -167,10 +168,11 @@ class Exchange(Collective):
     """Any layout to any other with the same Partial axes: each rank receives its missing parts from the others.
 
     On one mesh it runs over `over`, the axes whose role in the layout changes. Between two meshes `over` is empty and
-    all ranks of both take part.
+    all ranks of both take part. `change` has the runs of each rank where one axis splits one dim into given sizes.
     """
 
     over: tuple[int, ...]
+    change: LineChange | None = field(default=None, compare=False, repr=False)
     collective = "all_to_all"
 
     def describe(self) -> str:

@@ -365,7 +365,7 @@ class DTensor(CompileProtocol):
         if target is None:
             target = DTensorSpec(mesh, placements, meta, shard_order)
             if key is not None and not meta.is_symbolic:
-                _targets.keep(key, target)
+                (_targets.keep_recent if target.is_ragged else _targets.keep)(key, target)
         if target is spec and backward_dtype is None:
             return self
         if wants_derivatives(self):

@@ -51,7 +51,7 @@ def spec_given(
     if spec is None:
         spec = _spec_from_local(local, mesh, placements, shape, stride, shard_order)
         if by_local_alone and not fabric_of(mesh).many_ranks and not spec.tensor_meta.is_symbolic:
-            _specs.keep(key, spec)
+            (_specs.keep_recent if spec.is_ragged else _specs.keep)(key, spec)
     return spec
 
 

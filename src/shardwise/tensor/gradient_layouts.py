@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -59,7 +59,22 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
+Specs = ParamSpec("Specs")
+
+
+def _remembered(function: Callable[Specs, DTensorSpec]) -> Callable[Specs, DTensorSpec]:
+    """`function` of specs with its results kept, unless a spec has given sizes: these may never come again."""
+    known = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def of_specs(*specs: Specs.args, **kwargs: Specs.kwargs) -> DTensorSpec:
+        ragged = any(spec is not None and spec.is_ragged for spec in specs)  # pyright: ignore[reportAttributeAccessIssue]
+        return function(*specs, **kwargs) if ragged else known(*specs, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    return of_specs
+
+
+@_remembered
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """The layout of the gradient of a tensor of this spec."""
     if not spec.partial_axes:
@@ -78,7 +93,7 @@ def gradient_spec_as(spec: DTensorSpec, given: Sequence[Any] | None) -> DTensorS
     return chosen if not order else DTensorSpec(spec.mesh, given, spec.tensor_meta, order)
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def gradient_spec_of_local(spec: DTensorSpec) -> DTensorSpec:
     """The layout of the ranks' gradients of the locals of a tensor, if the user gives none.
 
@@ -90,7 +105,7 @@ def gradient_spec_of_local(spec: DTensorSpec) -> DTensorSpec:
     return _with_partials(spec, lambda p: Replicate() if p.linear else Partial())
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def addends_spec(spec: DTensorSpec, gradient: DTensorSpec | None = None) -> DTensorSpec:
     """The layout of the derivative of a reduced value with respect to its addends: a sum.
 
@@ -105,13 +120,13 @@ def addends_spec(spec: DTensorSpec, gradient: DTensorSpec | None = None) -> DTen
     return DTensorSpec.from_dim_axes(spec.mesh, placements, spec.tensor_meta, spec.dim_axes)
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def tangent_spec(spec: DTensorSpec) -> DTensorSpec:
     """The layout of the tangents of the locals of a tensor: the transpose of `gradient_spec_of_local`."""
     return _with_partials(spec, lambda p: p if p.linear else Replicate())
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def transposed_spec(spec: DTensorSpec, gradient: DTensorSpec) -> DTensorSpec:
     """The layout of gradients of locals in the layout `gradient`, themselves gradients of locals of `spec`."""
     own, mean = addends_spec(tangent_spec(spec)).with_meta(gradient.tensor_meta), Partial("avg")
