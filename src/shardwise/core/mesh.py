@@ -283,6 +283,39 @@ class DeviceMesh(Interned):
         axes = (*rest[:at], *parts, *rest[at + 1 :])
         return self._over(tuple(finer), axes, kept)
 
+    def view(self, **axes: int) -> DeviceMesh:
+        """Another mesh over the same ranks in the same order, with these axes, the first one major.
+
+        Dense layers may be laid out on one view of a world and experts on another. Tensors on different views go
+        together in lists (`clip_grad_norm_`, optimizers, `GradScaler`) and checkpoints, and `redistribute(view, ...)`
+        moves between them, without communication where every rank has already what it gets.
+
+        Args:
+            axes: how many ranks along each axis; -1 for one of them: as many as are left.
+
+        Example:
+            >>> world = DeviceMesh("cpu", range(8), mesh_dim_names=("world",))
+            >>> world.view(dp=4, tp=2), world.view(efsdp=-1, ep=4)
+            (DeviceMesh(cpu dp=4 tp=2, virtual), DeviceMesh(cpu efsdp=2 ep=4, virtual))
+        """
+        if self.size() != self.grid_size:
+            raise MeshError(
+                f"{self} is a slice of a larger mesh, and a view is over all ranks", hint=f"take one of {self.root}"
+            )
+        sizes = [operator.index(size) for size in axes.values()]
+        left, open_ends = math.prod([size for size in sizes if size != -1]), sizes.count(-1)
+        if open_ends == 1 and left > 0 and self.size() % left == 0:
+            sizes = [self.size() // left if size == -1 else size for size in sizes]
+        if not sizes or min(sizes) < 1 or math.prod(sizes) != self.size():
+            raise MeshError(
+                f"{self} has no view of {axes}: it has {self.size()} ranks",
+                hint="give axes whose sizes multiply to the number of ranks; one of them may be -1",
+            )
+        order = np.argsort(self.coordinates @ _row_major(self.shape))
+        ranks = [self.grid_ranks[position] for position in order.tolist()]
+        names, own = _checked_names(axes.keys(), len(sizes)), tuple((axis,) for axis in range(len(sizes)))
+        return self._intern(self.device_type, self.fabric, tuple(sizes), _as_range(tuple(ranks)), names, own, names)
+
     def _over(
         self, grid: tuple[int, ...], axes: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None
     ) -> DeviceMesh:
@@ -541,6 +574,11 @@ def on_one_grid(first: DeviceMesh, second: DeviceMesh) -> tuple[DeviceMesh, Devi
     return tuple(  # pyright: ignore[reportReturnType]
         m._intern(m.device_type, m.fabric, tuple(grid), m.grid_ranks, None, axes, m.mesh_dim_names) for m, axes in made
     )
+
+
+def _row_major(shape: Sequence[int]) -> np.ndarray:
+    """What an index of each axis counts in a row-major numbering."""
+    return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
 def _check_backends(chosen: Mapping[Any, Any]) -> None:

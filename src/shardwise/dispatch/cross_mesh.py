@@ -17,15 +17,16 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import MeshError
+from shardwise.plan.propagate import replicated_spec
 from shardwise.schema import OpInfo, Slot
 
 __all__ = ["on_one_mesh"]
 
 
 def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
-    """The layout of a tensor on another mesh of the same grid, if it is one tensor there."""
+    """The layout of a tensor on another mesh of the same ranks, if it is one tensor there."""
     if spec.mesh.root is not mesh.root:
-        return None
+        return _seen_on_view(spec, mesh)
     own, there = spec.mesh.axes, mesh.axes
     lost = [axis for axis, size in enumerate(spec.mesh.shape) if size > 1 and own[axis] not in there]
     if not all(isinstance(spec.placements[axis], Replicate) for axis in lost):
@@ -33,6 +34,17 @@ def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
     gained = [axis for axis, size in enumerate(mesh.shape) if size > 1 and there[axis] not in own]
     constant = math.prod(spec.shape) == 1 and spec.is_replicated
     return spec.remapped(mesh) if constant or not gained else None
+
+
+def _seen_on_view(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
+    """The layout of a replicated tensor on another view of a world: it is the same on all ranks of the world.
+
+    One on a slice may differ from slice to slice, but for a single number, which is a constant.
+    """
+    own = spec.mesh
+    alike = (own.device_type, own.fabric, own.grid_ranks) == (mesh.device_type, mesh.fabric, mesh.grid_ranks)
+    one_value = own.size() == own.grid_size or math.prod(spec.shape) == 1
+    return replicated_spec(mesh, spec.tensor_meta) if alike and spec.is_replicated and one_value else None
 
 
 def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, Any]]) -> Executor:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shardwise.core.layout import Block, EqualChunks, dense_strides, intersect
@@ -145,6 +146,9 @@ def empty_block(spec: DTensorSpec | Windowed, coordinate: Coordinate, like: torc
 def local_step(step: Step, coordinate: Coordinate) -> Local | None:
     """The function of the rank at `coordinate` for a step that needs no communication, None for any other step."""
     match step:
+        case Slice(before=before, after=after) if before.mesh is not after.mesh:
+            (position,) = (before.mesh.coordinates == np.array(coordinate)).all(axis=1).nonzero()[0].tolist()
+            return slicer(before.block(coordinate), after.block(after.mesh.coordinates[position].tolist()))
         case Slice():
             return slicer(step.before.block(coordinate), step.after.block(coordinate))
         case Unreduce():

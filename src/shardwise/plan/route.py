@@ -14,6 +14,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta  # noqa: F401  # in the 
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
 from shardwise.plan.cost import CostModel, current_cost_model, links_of
 from shardwise.plan.line_change import LineChange, line_of
+from shardwise.plan.missing_bytes import missing
 from shardwise.plan.move import Move, all_reduce, exchange, gather
 from shardwise.plan.search import Path, cheapest_path
 from shardwise.plan.state import DistState, Problem
@@ -119,6 +120,8 @@ class DTensorRedistributePlanner:
                 smallest=ends,
             )
         problem = Problem(self.cost_model, source, target)
+        if not problem.same_mesh and _is_held(problem):
+            return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, target.local_bytes),))
         return _route(problem, cheapest_path(problem, max_bytes))
 
     def _along_line(self, source: DTensorSpec, target: DTensorSpec, along: LineChange) -> Route:
@@ -171,6 +174,14 @@ def _route(problem: Problem, path: Path) -> Route:
         at = go_locally(Slice, at, problem.unreduced())
         go_locally(Unreduce, at, problem.target)
     return Route(problem.source, problem.target, tuple(steps), tuple(costs))
+
+
+def _is_held(problem: Problem) -> bool:
+    """Whether every rank has already what it gets on another mesh of the same ranks in the same order."""
+    source, target = problem.source, problem.target
+    if source.partial_axes or target.partial_axes or source.mesh.grid_ranks != target.mesh.grid_ranks:
+        return False
+    return not source.tensor_meta.is_symbolic and not missing(problem, problem.start.dims)
 
 
 def _only_sliced(source: DTensorSpec, target: DTensorSpec) -> bool:

@@ -51,9 +51,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Slice(Step):
-    """Each rank keeps a part of its local: R -> S, several axes and dims at once. No communication."""
+    """Each rank keeps a part of its local: R -> S, several axes and dims at once. No communication.
+
+    Both layouts may be on different meshes of the same ranks in the same order.
+    """
 
     def describe(self) -> str:
+        if self.before.mesh is not self.after.mesh:
+            return f"keep what {self.after.mesh} wants"
         if self.before.block((0,) * self.before.mesh.ndim) == self.after.block((0,) * self.after.mesh.ndim):
             return "relabel"
         cut = [

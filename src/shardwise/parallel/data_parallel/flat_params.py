@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.layout import EqualChunks, chunk, dense_strides, equal_chunks
-from shardwise.core.placement import Replicate
+from shardwise.core.layout import EqualChunks, dense_strides, equal_chunks, runs_of
+from shardwise.core.placement import Ragged, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.block_copies import chunk_rows, chunk_views
 from shardwise.torch_private import foreach_copy_
@@ -45,6 +45,11 @@ class ParamSlot:
     def size(self) -> int:
         """Elements of the slot."""
         return math.prod(self.spec.largest_local_shape)
+
+    @property
+    def is_granular(self) -> bool:
+        """Whether it is split between granules alone."""
+        return self.axis is not None and isinstance(self.spec.placements[self.axis], Ragged)
 
     @functools.cached_property
     def gathered(self) -> DTensorSpec:
@@ -79,7 +84,7 @@ class ParamSlot:
         """A copy of the block that the rank at `coordinate` stores, from the local that it computes with."""
         if self.axis is None:
             return whole.detach().clone(memory_format=torch.contiguous_format)
-        run = chunk(whole.shape[self.dim], self.ranks, coordinate[self.axis])
+        (run,) = runs_of(whole.shape[self.dim], (self.spec.division(self.axis).cut(coordinate[self.axis]),))
         part = whole.detach().narrow(self.dim, run.start, run.length)
         return part.clone(memory_format=torch.contiguous_format)
 

@@ -6,25 +6,29 @@ Checks a call and its arguments; the engine decides when parameters are gathered
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Shard, as_placement
+from shardwise.core.placement import Ragged, Shard, as_placement
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.parallel.data_parallel.data_axes import DataParallelMeshDims, data_axes
 from shardwise.parallel.data_parallel.data_parallel_module import DataParallelModule
+from shardwise.parallel.data_parallel.granular_params import granular_placements
 from shardwise.parallel.data_parallel.module_tree import STATE, owned_parameters, subclass_with
 from shardwise.parallel.data_parallel.param_group import ParameterGroup, alike
 from shardwise.parallel.data_parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.data_parallel.schedule import ModuleState, abandon_forward
-from shardwise.parallel.data_parallel.sharded_param import ShardedParameter
+from shardwise.parallel.data_parallel.sharded_param import ShardedParameter, computed_shape
 
 __all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 ShardPlacementFn = Callable[[nn.Parameter], Any]
+Granularity = int | Callable[[nn.Parameter], int | None]
 
 
 class UnshardHandle:
@@ -124,6 +128,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    granularity: Granularity | None = None,
 ) -> Any:
     """Split the parameters of a module over the data axes, and gather them when they are used. Changes it in place.
 
@@ -145,6 +150,10 @@ def fully_shard(
         offload_policy: only the default one.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: the names of the data axes, where `mesh` has others too.
+        granularity: how many indices of the first dim of a parameter stay together on one rank: the rows of a block of
+            quantisation, or of an expert in a stack of experts. A number for all parameters, or a function that gives
+            it for each (None: 1). Shards are then `Ragged`: ranks hold about equally much of all parameters together,
+            with as little padding as the granules allow, instead of an equal part of each.
 
     A scalar parameter stays replicated.
 
@@ -169,10 +178,18 @@ def fully_shard(
     _check_modules(modules, offload_policy)
     policy = mp_policy or MixedPrecisionPolicy()
     reshard = _checked_reshard(reshard_after_forward, data_mesh)
-    managed: list[ShardedParameter] = []
-    for name, parameter, owners in owned_parameters(modules, ignored_params or ()):
-        dim = _dim_to_shard(parameter, name, shard_placement_fn) if shards and parameter.dim() else None
-        managed.append(ShardedParameter(parameter, owners, name, data_mesh, dim))
+    found = list(owned_parameters(modules, ignored_params or ()))
+    placements: dict[nn.Parameter, Shard | Ragged] = {
+        parameter: _shard_of(parameter, name, shard_placement_fn)
+        for name, parameter, _ in found
+        if shards and parameter.dim()
+    }
+    if granularity is not None:
+        placements = _by_granules(found, placements, data_mesh, granularity)
+    managed = [
+        ShardedParameter(parameter, owners, name, data_mesh, placements.get(parameter))
+        for name, parameter, owners in found
+    ]
     state = ModuleState(modules, policy, reshard)
     for group in alike(managed):
         own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
@@ -273,11 +290,40 @@ def _checked_reshard(given: bool | int | None, mesh: DeviceMesh) -> bool | None:
     )
 
 
-def _dim_to_shard(parameter: nn.Parameter, name: str, choose: ShardPlacementFn | None) -> int:
+def _shard_of(parameter: nn.Parameter, name: str, choose: ShardPlacementFn | None) -> Shard:
     chosen = None if choose is None else choose(parameter)
     if chosen is None:
-        return 0
+        return Shard(0)
     placement = as_placement(chosen)
     if not isinstance(placement, Shard):
         raise LayoutError(f"shard_placement_fn gave {chosen!r} for {name}", hint="return Shard(dim), or None")
-    return placement.dim
+    return placement
+
+
+def _by_granules(
+    found: Sequence[tuple[str, nn.Parameter, Any]],
+    shards: Mapping[nn.Parameter, Shard | Ragged],
+    data_mesh: DeviceMesh,
+    granularity: Granularity,
+) -> dict[nn.Parameter, Shard | Ragged]:
+    """The placements of parameters that are split between granules alone; those of one dtype share the ranks."""
+    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, int]]] = {}
+    for name, parameter, _ in found:
+        if parameter not in shards:
+            continue
+        if shards[parameter].dim % parameter.dim():
+            raise UnsupportedError(
+                f"{name} is to be sharded along dim {shards[parameter].dim}, and granules are of the first dim",
+                hint="leave shard_placement_fn out, or give granularity to the other modules alone",
+            )
+        given = granularity(parameter) if callable(granularity) else granularity
+        granule = 1 if given is None else operator.index(given)
+        if granule < 1:
+            raise LayoutError(f"granularity is {granule} for {name}", hint="at least one index stays together")
+        by_dtype.setdefault(parameter.dtype, []).append((name, parameter, granule))
+    placed: dict[nn.Parameter, Shard | Ragged] = {}
+    for group in by_dtype.values():
+        shapes = [computed_shape(parameter, data_mesh, name) for name, parameter, _ in group]
+        made = granular_placements(shapes, [granule for _, _, granule in group], data_mesh.shape[-1])
+        placed |= {parameter: placement for (_, parameter, _), placement in zip(group, made, strict=True)}
+    return placed

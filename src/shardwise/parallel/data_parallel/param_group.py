@@ -25,6 +25,7 @@ from shardwise.fabric.virtual import of_rows, part_at
 from shardwise.parallel.data_parallel.flat_params import FlatLayout
 from shardwise.parallel.data_parallel.gathered_params import Gathered, Leaves, Source, at_once, completion_token
 from shardwise.parallel.data_parallel.grad_reduction import parts_of_sums
+from shardwise.parallel.data_parallel.granular_params import GranularLayout
 from shardwise.parallel.data_parallel.precision import MixedPrecisionPolicy
 from shardwise.parallel.data_parallel.sharded_param import ParametersInBackward, ShardedParameter
 from shardwise.tensor import DTensor, apply_function, dtensor_of, moved
@@ -137,7 +138,8 @@ class ParameterGroup:
         if found is None:
             if len(self._layouts) > 64:
                 self._layouts.clear()
-            found = FlatLayout([self.parameters[index].slot for index in indices])
+            slots = [self.parameters[index].slot for index in indices]
+            found = (GranularLayout if slots[0].is_granular else FlatLayout)(slots)
             self._layouts[indices] = found
         return found
 

@@ -8,6 +8,7 @@ puts in place of the parameter.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.core.mesh import DeviceMesh, on_one_grid
-from shardwise.core.placement import Partial, Replicate, Shard
+from shardwise.core.placement import Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of, fabrics
@@ -26,7 +27,7 @@ from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.torch_private import current_graph_task, make_subclass
 
-__all__ = ["GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter"]
+__all__ = ["GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter", "computed_shape"]
 
 Owner = tuple[nn.Module, str]
 MARK = "_shardwise_managed"
@@ -85,11 +86,16 @@ class ShardedParameter:
         owners: who holds it; several where it is tied.
         name: for messages.
         data_mesh: the data axes; the last one shards, those before it replicate.
-        dim: the dim to shard, None to keep it replicated.
+        placement: how it is sharded, None to keep it replicated.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, owners: list[Owner], name: str, data_mesh: DeviceMesh, dim: int | None
+        self,
+        parameter: nn.Parameter,
+        owners: list[Owner],
+        name: str,
+        data_mesh: DeviceMesh,
+        placement: Shard | Ragged | None,
     ) -> None:
         if hasattr(parameter, MARK):
             raise UnsupportedError(
@@ -101,7 +107,7 @@ class ShardedParameter:
         self._is_listed = any("_flat_weights_names" in module.__dict__ for module, _ in owners)
         self.origin, on_grid, self.data_mesh = _origin(parameter, data_mesh, name)
         meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
-        self.slot = _slot(on_grid, meta, self.data_mesh, dim, name)
+        self.slot = _slot(on_grid, meta, self.data_mesh, placement, name)
         self.spec = self.slot.spec  # how it is stored; the dtype is that of the parameter when it was given
         self.stored = self._store(parameter)
         self._given: nn.Parameter | None = parameter
@@ -276,8 +282,25 @@ def _apart(spec: DTensorSpec, mesh: DeviceMesh, kept: Sequence[int]) -> DTensorS
     return DTensorSpec.from_dim_axes(part, tuple(spec.placements[a] for a in kept), meta, dim_axes)
 
 
-def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, dim: int | None, name: str) -> ParamSlot:
+def computed_shape(parameter: nn.Parameter, data_mesh: DeviceMesh, name: str) -> tuple[int, ...]:
+    """The shape that a rank computes with, which must be the same on all of them."""
+    spec = _origin(parameter, data_mesh, name)[0]
+    if spec is None:
+        return tuple(parameter.shape)
+    parts = [math.prod([spec.mesh.shape[axis] for axis in axes]) for axes in spec.dim_axes]
+    if spec.is_strided or any(size % count for size, count in zip(spec.shape, parts, strict=True)):
+        raise LayoutError(
+            f"{name} is {spec}, whose shards are uneven, and it is to be split by granules",
+            hint="choose sizes that tensor parallelism divides, or leave granularity out",
+        )
+    return tuple([size // count for size, count in zip(spec.shape, parts, strict=True)])
+
+
+def _slot(
+    origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, placement: Shard | Ragged | None, name: str
+) -> ParamSlot:
     """The stored layout of the parameter: the data axes split the local of tensor parallelism, as the minor ones."""
+    dim = None if placement is None else placement.dim
     if dim is not None and not -len(meta.shape) <= dim < len(meta.shape):
         raise LayoutError(
             f"{name} of shape {tuple(meta.shape)} has no dim {dim} to shard",
@@ -290,12 +313,12 @@ def _slot(origin: DTensorSpec | None, meta: TensorMeta, data_mesh: DeviceMesh, d
     axes = sorted([*own, *ours])
     mesh = data_mesh._select(tuple(grid for grid, _ in axes), tuple(axis_name for _, axis_name in axes))
     spec = replicated_spec(mesh, meta) if origin is None else origin.remapped(mesh, meta)
-    if dim is None:
+    if dim is None or placement is None:
         return ParamSlot(spec, None, 0)
     dim %= len(meta.shape)
     sharding = mesh.axes.index(data_mesh.axes[-1])
     placements, dim_axes = list(spec.placements), list(spec.dim_axes)
-    placements[sharding] = Shard(dim)
+    placements[sharding] = placement.on_dim(dim)
     dim_axes[dim] = (*dim_axes[dim], sharding)
     return ParamSlot(DTensorSpec.from_dim_axes(mesh, tuple(placements), meta, dim_axes), sharding, dim)
 
