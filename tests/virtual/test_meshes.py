@@ -41,9 +41,12 @@ def test_what_differs_over_the_slices_is_not_mixed_with_what_does_not(mesh: sw.D
     torch.testing.assert_close(replicated.full_tensor(), torch.ones(4, 3))
     with pytest.raises(sw.MeshError, match="gradient"):
         x + replicated.requires_grad_()
-    other = sw.init_device_mesh("cpu", (4,))
+    other = sw.init_device_mesh("cpu", (4,))  # another view of the same ranks
     with pytest.raises(sw.MeshError, match="different meshes"):
-        x + sw.ones(4, 3, device_mesh=other)
+        x + sw.ones(4, 3, device_mesh=other, placements=[S0])
+    total = (x + sw.ones(4, 3, device_mesh=other)).to_local()
+    assert isinstance(total, sw.RankTensor)
+    assert [part.sum().item() for part in total.tensors] == [12.0, 12.0, 6.0, 6.0]
 
 
 def test_the_same_axes_in_another_order_are_the_same_mesh_otherwise_seen(mesh: sw.DeviceMesh) -> None:
