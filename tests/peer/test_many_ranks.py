@@ -32,7 +32,10 @@ def step_calls(ranks: int, width: int, shape: tuple[int, ...] | None = None, **o
 @pytest.mark.parametrize(
     ("width", "options"),
     [
-        (64, {}), (30, {}), (64, {"mp_policy": HALF}), (30, {"reshard_after_forward": False}),
+        (64, {}),
+        (30, {}),
+        (64, {"mp_policy": HALF}),
+        (30, {"reshard_after_forward": False}),
         (64, {"granularity": 8}),
     ],  # fmt: skip
 )

@@ -146,7 +146,9 @@ def check_call(seed: int, meshes: tuple[tuple[int, ...], ...] = MESHES) -> bool:
 
 def _same(got: torch.Tensor, wanted: torch.Tensor, exact: bool, what: str) -> None:
     if exact:
-        assert torch.equal(got, wanted), f"{what}: {(got - wanted).abs().max() if got.shape == wanted.shape else got.shape}"
+        assert torch.equal(got, wanted), (
+            f"{what}: {(got - wanted).abs().max() if got.shape == wanted.shape else got.shape}"
+        )
     else:
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}")
 
@@ -187,7 +189,7 @@ def main() -> None:
 
 
 def _on_pool(seeds: range, calls: bool) -> tuple[Counter[str], list[str]]:
-    from tests.gloo.processes import ProcessPool  # noqa: PLC0415  # it starts what virtual ranks do not need
+    from tests.gloo.processes import ProcessPool  # it starts what virtual ranks do not need
 
     counts, wrong = Counter[str](), list[str]()
     with ProcessPool(4) as pool:

@@ -242,3 +242,27 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         sw.distribute_tensor(torch.zeros(8), mesh, [Owned(4)])
     with pytest.raises(sw.LayoutError, match="0-d tensor"):
         sw.distribute_tensor(torch.zeros(()), mesh, [Owned(1)])
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 1, 1), (0, 4, 2, 0), (2, 2, 2, 0)], ids=str)
+@pytest.mark.parametrize("layout", ["ragged", "even"])
+def test_grouped_products_of_ragged_groups(sizes: tuple[int, ...], layout: str) -> None:
+    """The matrices may be sharded evenly, unlike the ends of the groups: then they are moved."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    rows = [3 * size for size in sizes]
+    x, weight = torch.randn(18, 8), torch.randn(6, 8, 16)
+    ends = torch.arange(3, 19, 3, dtype=torch.int32)
+    plain = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    split = Ragged(0, sizes) if layout == "ragged" else S0
+    laid: list[Any] = [
+        sw.distribute_tensor(x, mesh, [Ragged(0, rows)]).requires_grad_(),
+        sw.distribute_tensor(weight, mesh, [split]).requires_grad_(),
+    ]
+    got, wanted = (
+        F.grouped_mm(*laid, offs=sw.distribute_tensor(ends, mesh, [Ragged(0, sizes)])),
+        F.grouped_mm(*plain, offs=ends),
+    )
+    torch.testing.assert_close(got.full_tensor(), wanted)
+    grads, plain_grads = (torch.autograd.grad(y.square().sum(), z) for y, z in ((got, laid), (wanted, plain)))
+    for grad, plain_grad in zip(grads, plain_grads, strict=True):
+        torch.testing.assert_close(grad.full_tensor(), plain_grad, rtol=1e-4, atol=1e-4)

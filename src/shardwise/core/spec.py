@@ -284,6 +284,7 @@ class DTensorSpec(Interned):
         put(self, "is_strided", any(isinstance(p, AnyShard) and not isinstance(p, Shard) for p in placements))
         put(self, "is_ragged", self.is_strided and any(isinstance(p, Ragged) for p in placements))
         if self.is_ragged:
+            assert sum(map(len, by_dim.values())) == sum(isinstance(p, AnyShard) for p in placements), self.shard_order
             _check_sizes(self)
         by_rank = hosts[self.mesh.fabric].many_ranks and self._is_uneven()
         flattened = (_rank_names(self.mesh.grid_size), ByRank(self.context)) if by_rank else (_LOCAL, self.context)

@@ -274,6 +274,8 @@ def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int, kind
     """
     out, split = sharding.outputs[0], Shard(dim)
     assert origin is not None
+    if any(out.placements[axis] is not split for axis in out.dim_axes[dim]):  # split otherwise already
+        return sharding
     spread = [
         axis
         for axis, placement in enumerate(out.placements)

@@ -40,12 +40,13 @@ class RaggedCalls:
 
     def find(self, signature: Signature, key: Key, work_out: Callable[[Signature], Results]) -> Results:
         """What a call gives and where everything lies; worked out by `work_out` if no call like it is known."""
+        read = _read_sizes(signature)
         numbers: dict[Sizes, int] = {}
-        pattern = (*_without_sizes(key, numbers), signature.pinned)
+        pattern = (*_without_sizes(key, numbers, read), signature.pinned)
         try:
             known = self._known[pattern]
         except KeyError:
-            known = self._known.keep(pattern, _worked_out(signature, list(numbers), work_out))
+            known = self._known.keep(pattern, _worked_out(signature, list(numbers), read, work_out))
         return work_out(signature) if known is None else _with_sizes(known, signature, list(numbers))
 
     def forget(self) -> None:
@@ -62,16 +63,27 @@ def is_ragged(key: Key) -> bool:
     return False
 
 
-def _without_sizes(key: Key, numbers: dict[Sizes, int]) -> Key:
-    """A key in which sizes are numbered in the order in which they come."""
+def _read_sizes(signature: Signature) -> frozenset[Sizes]:
+    """The sizes that the rule of an operator reads: those of the groups of a grouped product, which do not change."""
+    rule = signature.info.rule
+    if rule is None or not rule.by_groups:
+        return frozenset()
+    ends = [spec for slot, spec in zip(signature.slots, signature.specs, strict=True) if slot.name == "offs"]
+    return frozenset(p.sizes for spec in ends for p in spec.placements if isinstance(p, Ragged))
+
+
+def _without_sizes(key: Key, numbers: dict[Sizes, int], read: frozenset[Sizes]) -> Key:
+    """A key in which sizes are numbered in the order in which they come, but for those that a rule reads."""
     parts: list[Any] = []
     for part in key:
         kind = part.__class__
         if kind is tuple:
-            part = _without_sizes(part, numbers)
+            part = _without_sizes(part, numbers, read)
         elif kind is DTensorSpec and part.is_ragged:
             placed = [
-                (p.dim, p.blocks, numbers.setdefault(p.sizes, len(numbers))) if p.__class__ is Ragged else p
+                (p.dim, p.blocks, numbers.setdefault(p.sizes, len(numbers)))
+                if p.__class__ is Ragged and p.sizes not in read
+                else p
                 for p in part.placements
             ]
             part = (part.mesh, part.tensor_meta, part.shard_order, part.broadcast, *placed)
@@ -80,10 +92,10 @@ def _without_sizes(key: Key, numbers: dict[Sizes, int]) -> Key:
 
 
 def _worked_out(
-    signature: Signature, sizes: Sequence[Sizes], work_out: Callable[[Signature], Results]
+    signature: Signature, sizes: Sequence[Sizes], read: frozenset[Sizes], work_out: Callable[[Signature], Results]
 ) -> KnownCall | None:
     """What holds for all sizes; None where that cannot be known."""
-    stand_ins = _stand_ins(sizes)
+    stand_ins = _stand_ins(sizes, read)
     if stand_ins is None:
         return None
     to = dict(zip(sizes, stand_ins, strict=True))
@@ -101,10 +113,10 @@ def _worked_out(
     arguments = {name: stand_in(value) for name, value in signature.arguments.items()}
     results = work_out(dataclasses.replace(signature, specs=specs, arguments=arguments))
     numbers = {chosen: number for number, chosen in enumerate(stand_ins)}
-    return KnownCall(results, specs, numbers) if _holds_for_all(results[1], numbers) else None
+    return KnownCall(results, specs, numbers) if _holds_for_all(results[1], {*numbers, *read}) else None
 
 
-def _holds_for_all(sharding: OutputSharding | None, numbers: dict[Sizes, int]) -> bool:
+def _holds_for_all(sharding: OutputSharding | None, known: set[Sizes]) -> bool:
     """Whether layouts do not depend on sizes: neither what the rule allows nor the sizes of results."""
     if sharding is None:
         return True
@@ -113,10 +125,10 @@ def _holds_for_all(sharding: OutputSharding | None, numbers: dict[Sizes, int]) -
         return False
     exchanged = () if sharding.exchange is None else (sharding.exchange.before, sharding.exchange.after)
     placed = [p for spec in (*sharding.inputs, *sharding.outputs) for p in spec.placements if isinstance(p, Ragged)]
-    return not any(spec.is_ragged for spec in exchanged) and all(p.sizes in numbers for p in placed)
+    return not any(spec.is_ragged for spec in exchanged) and all(p.sizes in known for p in placed)
 
 
-def _stand_ins(sizes: Sequence[Sizes]) -> list[Sizes] | None:
+def _stand_ins(sizes: Sequence[Sizes], read: frozenset[Sizes]) -> list[Sizes] | None:
     """Other sizes for each, different ones for different ones; None where there are not enough."""
     chosen: list[Sizes] = []
     for given in sizes:
@@ -126,7 +138,7 @@ def _stand_ins(sizes: Sequence[Sizes]) -> list[Sizes] | None:
             moved = list(even)
             if shift and moved[0]:
                 moved[0], moved[shift] = moved[0] - 1, moved[shift] + 1
-            if tuple(moved) not in chosen:
+            if tuple(moved) not in chosen and tuple(moved) not in read:
                 chosen.append(tuple(moved))
                 break
         else:
@@ -139,7 +151,8 @@ def _replaced(spec: DTensorSpec, to: dict[Sizes, Sizes]) -> DTensorSpec:
     if not spec.is_ragged:
         return spec
     placements: list[Placement] = [
-        Ragged._intern(p.dim, to[p.sizes], p.blocks) if isinstance(p, Ragged) else p for p in spec.placements
+        Ragged._intern(p.dim, to.get(p.sizes, p.sizes), p.blocks) if isinstance(p, Ragged) else p
+        for p in spec.placements
     ]
     return DTensorSpec._intern(spec.mesh, tuple(placements), spec.tensor_meta, spec.shard_order, spec.broadcast)
 
