@@ -1,7 +1,7 @@
 """A step of `sw.optim.Muon` beside one of AdamW on the same shards: host and compute time of one rank of eight.
 
-The matrices are those of 12 blocks of a transformer (attention and feed-forward), sharded over their rows. On torch's fake
-process group, which sends nothing: what is measured is what one rank does on one core. Asked: at most 1.3.
+The matrices are those of 12 blocks of a transformer (attention and feed-forward), sharded over their rows. On torch's
+fake process group, which sends nothing: what is measured is what one rank does on one core. Asked: at most 1.3.
 Newton-Schulz takes a number of operations that grows with the cube of the width, AdamW with its square. So the ratio
 depends on the width and on the device: measured here for small widths, and modelled for an H100 at the end.
 """
