@@ -37,7 +37,7 @@ def step_calls(ranks: int, width: int, shape: tuple[int, ...] | None = None, **o
         (64, {"mp_policy": HALF}),
         (30, {"reshard_after_forward": False}),
         (64, {"granularity": 8}),
-    ],  # fmt: skip
+    ],
 )
 def test_a_sharded_step_takes_as_many_calls_on_2048_ranks_as_on_64(width: int, options: dict[str, Any]) -> None:
     few, many, most = (step_calls(ranks, width, **options) for ranks in (48, 2048, 4096))

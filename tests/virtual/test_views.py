@@ -189,7 +189,7 @@ def test_a_replicated_tensor_is_one_on_every_view(world: sw.DeviceMesh) -> None:
     row = sw.distribute_tensor(torch.ones(2), world.view(efsdp=2, ep=4), [R, R])
     assert torch.equal((x + row).full_tensor(), x.full_tensor() + 1)
     sharded = sw.distribute_tensor(torch.ones(2), world.view(efsdp=2, ep=4), [S0, R])
-    with pytest.raises(sw.MeshError, match="lie on different meshes"):
+    with pytest.raises(sw.MeshError, match="different meshes"):
         _ = x + sharded
     waiting = sw.distribute_tensor(torch.ones(()), world.view(efsdp=2, ep=4), [Partial(), R])
     assert torch.equal((x * waiting).full_tensor(), x.full_tensor())  # reduced first
