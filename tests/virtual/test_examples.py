@@ -95,4 +95,4 @@ def test_the_transformer_on_long_sequences() -> None:
 
 
 def test_none_is_forgotten() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"} == {*PRINTED, "llama"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"} == {*PRINTED, "llama", "chat"}

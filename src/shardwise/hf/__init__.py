@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from shardwise.hf.model_plans import plan_of
 from shardwise.hf.parallel_models import parallelize
+from shardwise.hf.pretrained_models import from_pretrained, save_pretrained
 
-__all__ = ["parallelize", "plan_of"]
+__all__ = ["from_pretrained", "parallelize", "plan_of", "save_pretrained"]

@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.api import distribute_module
 from shardwise.fabric.world import as_mesh
 from shardwise.hf.model_plans import plan_of
+from shardwise.hf.static_caches import lay_out_static_caches
 from shardwise.hf.transformers_version import check_loaded
 from shardwise.parallel.tensor_parallel.parallelize import parallelize_module
 
@@ -51,6 +52,7 @@ def parallelize(
         (f32[8,4] S0, f32[3,4] R)
     """
     check_loaded()
+    lay_out_static_caches()
     mesh = as_mesh(device_mesh)
     styles = plan_of(model, plan)
     if not styles:

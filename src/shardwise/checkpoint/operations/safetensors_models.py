@@ -23,15 +23,16 @@ from shardwise.checkpoint.io.block_writer import BlockToWrite, as_bytes, block_h
 from shardwise.checkpoint.io.progress_bar import Progress
 from shardwise.checkpoint.io.range_reader import FileReader, OpenDirectory, retry_replaced
 from shardwise.checkpoint.io.safetensors_header import INDEXED, SINGLE, FileTensor, find_tensors
-from shardwise.checkpoint.operations.apply_load import LoadChanges, StagedValues, change_all
+from shardwise.checkpoint.operations.apply_load import LoadChanges, StagedValues, change_all, put_values
 from shardwise.checkpoint.operations.background_save import finish_pending
 from shardwise.checkpoint.operations.load_checkpoint import Loaded, mismatch, unfillable
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
 from shardwise.checkpoint.operations.save_checkpoint import describe, local_of
+from shardwise.checkpoint.partition.assembled_tensors import Assembled
 from shardwise.checkpoint.partition.boxes import HeldBox, block_holders, byte_runs, full_box
 from shardwise.checkpoint.partition.fused_tensors import Source, file_shapes, file_slices, source_of
 from shardwise.checkpoint.partition.write_assignment import TensorToWrite, WriteShare, assign_writes
-from shardwise.errors import AgreementError, CheckpointError, NotationError
+from shardwise.errors import AgreementError, CheckpointError, NotationError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
 from shardwise.text import parse_bytes
@@ -42,7 +43,13 @@ Mapped = Mapping[str, Source] | None
 
 
 def load_safetensors(
-    model: Any, source: str | Path, mapping: Mapped = None, *, strict: bool = True, process_group: Any = None
+    model: Any,
+    source: str | Path,
+    mapping: Mapped = None,
+    *,
+    strict: bool = True,
+    staged: bool = True,
+    process_group: Any = None,
 ) -> Loaded:
     """Read a model's parameters and buffers from safetensors files directly into their shards.
 
@@ -54,6 +61,8 @@ def load_safetensors(
         mapping: for tensors of the model that are renamed or split in the files: the name there, or a `Fused`.
         strict: raise an error that lists all missing and unexpected tensors, and all of another shape. With False, load
             the tensors that match; the result lists the others.
+        staged: change the model only after everything was read, which takes its size in host memory once more. With
+            False, each tensor is filled as it is read; after an error, the model is partly loaded.
         process_group: the processes that take part; default: all.
 
     Example:
@@ -66,10 +75,10 @@ def load_safetensors(
         >>> qk.full_tensor()[:, 0]
         tensor([0., 0., 1., 1.])
     """
-    return retry_replaced(lambda: _load(model, source, mapping, strict, process_group))
+    return retry_replaced(lambda: _load(model, source, mapping, strict, staged, process_group))
 
 
-def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, group: Any) -> Loaded:
+def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, wait: bool, group: Any) -> Loaded:
     """One attempt to load; all processes retry together if the directory is replaced meanwhile."""
     outcome = Outcome()
     outcome.attempt(finish_pending, None)
@@ -108,7 +117,11 @@ def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, group: 
                 FileReader(directory, files, progress.add, links=True) as reader,
             ):
                 for name in fit.fitting:
-                    staged.extend(_stage(reader, name, tensors[name], source_of(name, mapping), found))
+                    for each in _stage(reader, name, tensors[name], source_of(name, mapping), found):
+                        if wait:
+                            staged.append(each)
+                        else:
+                            put_values(each.local, each.values)
             return reader.bytes_read
 
         read_bytes = outcome.attempt(read_mine, 0)
@@ -169,13 +182,24 @@ def _stage(
 ) -> Iterator[StagedValues]:
     for spec, coordinate, local in _locals(tensor):
         values = torch.empty(local.shape, dtype=local.dtype)
-        for part, box, within in file_slices(name, tuple(tensor.shape), source, spec, coordinate):
+        for part, box, within, dims in file_slices(name, tuple(tensor.shape), source, spec, coordinate):
             file, start, dtype, shape = found[part]
             data = np.empty(box.numel * dtype.itemsize, dtype=np.uint8)
             where = box.inside(full_box(shape))
             reader.read_part(file, start, shape, where, dtype.itemsize, data, f"tensor {part}")
-            values[within] = torch.from_numpy(data).view(dtype).reshape(box.sizes).to(local.dtype)
+            values[within] = _placed(torch.from_numpy(data).view(dtype).reshape(box.sizes), dims).to(local.dtype)
         yield StagedValues(local, values, name)
+
+
+def _placed(values: torch.Tensor, dims: tuple[int | None, ...] | None) -> torch.Tensor:
+    """Values of a box in the files, with the dims of the model's tensor."""
+    if dims is None:
+        return values
+    values = values.permute([dim for dim in dims if dim is not None])
+    for at, dim in enumerate(dims):
+        if dim is None:
+            values = values.unsqueeze(at)
+    return values
 
 
 def _locals(tensor: torch.Tensor) -> Iterator[tuple[Any, tuple[int, ...], torch.Tensor]]:
@@ -276,6 +300,11 @@ def parse_size(size: int | str) -> int:
 def _plan(tensors: Mapping[str, torch.Tensor], mapping: Mapped, most: int) -> list[PlannedFile]:
     """Assign the tensors to files, in the order of the model."""
     files: list[list[BlockToWrite]] = [[]]
+    if any(isinstance(source, Assembled) for source in (mapping or {}).values()):
+        raise UnsupportedError(
+            "export_safetensors writes tensors as they are, or the parts of Fused ones, not slices of assembled ones",
+            hint="leave them out of the mapping",
+        )
     for name, tensor in tensors.items():
         for part, shape in file_shapes(name, tuple(tensor.shape), source_of(name, mapping)).items():
             item = BlockToWrite(part, tensor.dtype, shape, lambda: torch.empty(0))
@@ -350,11 +379,11 @@ def _held(name: str, tensor: torch.Tensor, source: Source, processes: Processes)
     """The slices of a tensor, each with its name in the files and the ranks that hold it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        for part, box, within in file_slices(name, shape, source, None, ()):
+        for part, box, within, _ in file_slices(name, shape, source, None, ()):
             yield part, HeldBox(box, within, processes.ranks)
         return
     for coordinate, ranks in block_holders(tensor.spec):
-        for part, box, within in file_slices(name, shape, source, tensor.spec, coordinate):
+        for part, box, within, _ in file_slices(name, shape, source, tensor.spec, coordinate):
             yield part, HeldBox(box, within, ranks)
 
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shardwise.checkpoint.partition.assembled_tensors import Assembled
 from shardwise.checkpoint.partition.boxes import Box, boxes_of, full_box
 from shardwise.core.layout import Cut, Run, runs_of
 from shardwise.core.spec import DTensorSpec
@@ -42,15 +43,19 @@ class Fused(NamedTuple):
     by_parts: bool = False
 
 
-Source = str | Fused
+Source = str | Fused | Assembled
 
 
 class FileSlice(NamedTuple):
-    """A box of a tensor in the files, and its slices in a local tensor."""
+    """A box of a tensor in the files, and its slices in a local tensor.
+
+    `dims` are the dims of the files' tensor for those of the local one, where they differ; None for one of size 1.
+    """
 
     name: str
     box: Box
     within: tuple[slice, ...]
+    dims: tuple[int | None, ...] | None = None
 
 
 def source_of(name: str, mapping: Mapping[str, Source] | None) -> Source:
@@ -62,6 +67,8 @@ def file_shapes(name: str, shape: tuple[int, ...], source: Source) -> dict[str, 
     """The names and shapes of the files' tensors that make up a tensor of the model."""
     if isinstance(source, str):
         return {source: shape}
+    if isinstance(source, Assembled):
+        return {part.name: part.shape for part in source.parts}
     names, sizes, dim, _ = source
     if not sizes or not 0 <= dim < len(shape) or sum(sizes) != shape[dim] or len(names) not in (1, len(sizes)):
         raise CheckpointError(
@@ -85,6 +92,8 @@ def file_slices(
         boxes = boxes_of(spec.block(coordinate))
     if isinstance(source, str):
         return [FileSlice(source, box, within) for box, within in boxes]
+    if isinstance(source, Assembled):
+        return [piece for box, within in boxes for piece in _assembled(source, box, within)]
     return [piece for box, within in boxes for piece in _among_parts(source, box, within)]
 
 
@@ -126,4 +135,17 @@ def _among_parts(source: Fused, box: Box, within: Sequence[slice]) -> list[FileS
             place[dim] = slice(first, first + high - low)
             found.append(FileSlice(name, Box(tuple(offset), tuple(sizes)), tuple(place)))
         start += size
+    return found
+
+
+def _assembled(source: Assembled, box: Box, within: Sequence[slice]) -> list[FileSlice]:
+    """Split a box of an assembled tensor into those of its parts."""
+    found: list[FileSlice] = []
+    for part in source.parts:
+        common = part.within(box)
+        if common is not None:
+            here, there = common
+            starts = [at.start + low - first for at, low, first in zip(within, here.offset, box.offset, strict=True)]
+            place = tuple([slice(start, start + size) for start, size in zip(starts, here.sizes, strict=True)])
+            found.append(FileSlice(part.name, there, place, part.dims))
     return found
