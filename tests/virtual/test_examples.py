@@ -22,6 +22,10 @@ PRINTED: dict[str, list[str]] = {
         r"2\.weight  f32\[16,64\] tp:S1",
         "20 collectives in 20 steps: all_reduce",
     ],
+    "moe": [
+        r"experts\.0\.up +f32\[6,32,64\] ep:S0 tp:S2",
+        r"exchange \d+ tokens over dp x ep: a rank received \d+ bytes",
+    ],
     "custom_operator": [
         "qd,kd->qk is true",
         "queries split: .* x:S0; 0 collectives, as on one device: True",
@@ -58,6 +62,14 @@ def test_losses_of_the_mlp_stand_beside_each_other() -> None:
     assert len(rows) == 4
     for alone, together in rows:
         assert float(alone) == pytest.approx(float(together), abs=2e-6)
+    assert float(rows[-1][0]) < float(rows[0][0])
+
+
+def test_losses_of_experts_stand_beside_each_other() -> None:
+    rows = LOSSES.findall(printed_by("moe"))
+    assert len(rows) == 4
+    for alone, together in rows:
+        assert float(alone) == pytest.approx(float(together), abs=2e-4)
     assert float(rows[-1][0]) < float(rows[0][0])
 
 

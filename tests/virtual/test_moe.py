@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.fabric import virtual as virtual_module
+from shardwise.parallel import ExpertParallel, parallelize_module
 
 S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[sw.Placement], int]] = {
@@ -273,3 +276,138 @@ def test_what_is_refused() -> None:
     experts, other = laid(torch.randn(4, 4, 4), mesh, [R, S0]), sw.moe.dispatch(x, ids + 1, 4, axis="b")[1]
     with pytest.raises(RuntimeError, match="offs"):  # those of another dispatch
         F.grouped_mm(sw.moe.dispatch(x, ids + 3, 4, axis="b")[0], experts, offs=other.offs)
+
+
+# ---------------------------------------------------------------- modules and plans
+
+
+class Mixture(nn.Module):
+    """A mixture as models have them: a router, a shared expert, a loss for balance. `by`: how rows are multiplied."""
+
+    def __init__(
+        self, experts: int, choices: int, by: str, capacity: int | None = None, groups: int | None = None
+    ) -> None:
+        super().__init__()
+        self.choices, self.by, self.capacity, self.groups = choices, by, capacity, groups
+        self.router, self.shared = nn.Linear(8, experts, bias=False), nn.Linear(8, 8)
+        self.up = nn.Parameter(torch.randn(experts, 8, 16) / 3)
+        self.down = nn.Parameter(torch.randn(experts, 16, 8) / 4)
+
+    def forward(self, x: Any) -> Any:
+        tokens = x.flatten(0, -2)
+        chances = self.router(tokens).softmax(-1)
+        weights, ids = chances.topk(self.choices)
+        experts = len(self.up)
+        if self.by == "one device":
+            y = self.without_dispatch(tokens, weights, ids)
+            used = F.one_hot(ids, experts).sum((0, 1))
+        else:
+            groups = None if isinstance(tokens, sw.DTensor) else self.groups
+            rows, back = sw.moe.dispatch(tokens, ids, experts, axis=None, capacity=self.capacity, groups=groups)
+            y, used = back(self.multiplied(rows, back.offs), weights), back.counts
+        balance = experts * (used / (len(tokens) * self.choices) * chances.mean(0)).sum()
+        return x + (y + self.shared(tokens)).view(x.shape), balance
+
+    def multiplied(self, rows: Any, offs: Any) -> Any:
+        return F.grouped_mm(F.silu(F.grouped_mm(rows, self.up, offs=offs)), self.down, offs=offs)
+
+    def without_dispatch(self, tokens: Any, weights: Any, ids: Any) -> Any:
+        """All tokens through all experts, by plain operators alone."""
+        each = torch.bmm(F.silu(torch.bmm(tokens.expand(len(self.up), -1, -1), self.up)), self.down)
+        chosen = (F.one_hot(ids, len(self.up)) * weights.unsqueeze(-1)).sum(1)
+        return (each * chosen.t().unsqueeze(-1)).sum(0)
+
+
+def trained(model: Any, batches: Sequence[Any], lr: float = 0.3) -> tuple[list[Any], list[Any]]:
+    """Ten steps: losses, and the gradients of the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses, first = [], []
+    for x in batches:
+        y, balance = model(x)
+        loss = (y - 1).square().mean() + 0.1 * balance
+        loss.backward()
+        first = first or [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, first
+
+
+PLANS = (
+    ((4,), ("ep",), [S0], 8, 2, "grouped products", torch.float32),
+    ((3,), ("ep",), [S0], 7, 1, "grouped products", torch.float32),
+    ((4,), ("ep",), [S0], 64, 8, "grouped products", torch.float32),
+    ((4,), ("ep",), [S0], 6, 2, "grouped products", torch.bfloat16),
+    ((4,), ("ep",), [S0], 6, 2, "one device", torch.float64),
+    ((2, 2), ("dp", "ep"), [S0, S0], 5, 2, "grouped products", torch.float32),
+    ((2, 2), ("ep", "tp"), [S0, R], 4, 1, "grouped products", torch.float32),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_plan_trains_as_one_device(plan: Any) -> None:
+    """Ten steps: losses, gradients and parameters. In bfloat16 one step: another sum may choose other experts."""
+    shape, names, placements, experts, choices, by, dtype = plan
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(3)
+    plain = Mixture(experts, choices, by).to(dtype)
+    ours = copy.deepcopy(plain)
+    style = ExpertParallel(tp_mesh=mesh["tp"], tp_dims={"up": 2, "down": 1}) if "tp" in names else ExpertParallel()
+    parallelize_module(ours, mesh["ep"] if len(names) > 1 else mesh, style)
+    assert ours.up.placements[0] is S0  # pyright: ignore[reportAttributeAccessIssue]
+    steps, tolerance = (1, 0.05) if dtype is torch.bfloat16 else (10, 1e-4 if dtype is torch.float32 else 1e-11)
+    batches = [torch.randn(8, 3, 8, dtype=dtype) for _ in range(steps)]
+    wanted, wanted_grads = trained(plain, batches)
+    found, grads = trained(ours, [laid(x, mesh, placements) for x in batches])
+    for mine, theirs in zip([*found, *grads], [*wanted, *wanted_grads], strict=True):
+        assert_near(mine.full_tensor(), theirs, tolerance)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_near(mine.full_tensor().detach(), theirs.detach(), tolerance)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def assert_near(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    assert (mine - theirs).double().norm() <= tolerance * theirs.double().norm() + tolerance * 1e-3
+
+
+def test_a_capacity_in_a_plan() -> None:
+    """Tokens that are dropped go by the shared expert alone, as on one device with as many groups."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    torch.manual_seed(3)
+    plain = Mixture(6, 2, "grouped products", capacity=3, groups=4)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, ExpertParallel())
+    batches = [torch.randn(8, 3, 8) for _ in range(4)]
+    wanted, _ = trained(plain, batches)
+    found, _ = trained(ours, [laid(x, mesh, [S0]) for x in batches])
+    torch.testing.assert_close([loss.full_tensor() for loss in found], wanted)
+
+
+def test_plain_inputs_and_fully_sharded_experts() -> None:
+    """Each rank its own batch as a plain tensor; experts over one axis, fully sharded over the other."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(3)
+    plain = Mixture(6, 2, "grouped products")
+    ours = parallelize_module(copy.deepcopy(plain), mesh["ep"], ExpertParallel())
+    sw.fully_shard(ours, mesh=mesh["dp"])
+    parts = [torch.randn(2, 3, 8) for _ in range(4)]
+    y, balance = ours(sw.RankTensor(parts))
+    assert balance.tensors[0].dim() == 0
+    ((y - 1).square().mean() / 2).backward()  # the loss of a slice is the sum over its two ranks; of slices the mean
+    wanted = Mixture.forward(plain, torch.cat(parts))[0]
+    torch.testing.assert_close(torch.cat(y.tensors), wanted)
+    (wanted - 1).square().mean().backward()
+    for name, parameter in ours.named_parameters():
+        grad, expected = parameter.grad, plain.get_parameter(name).grad
+        assert grad is not None
+        assert expected is not None
+        torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-3, atol=1e-4)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_plan_names_what_does_not_fit() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    with pytest.raises(sw.LayoutError, match="stacked parameters"):
+        parallelize_module(nn.Linear(4, 4), mesh["ep"], ExpertParallel())
+    style = ExpertParallel(tp_mesh=mesh["tp"], tp_dims={"middle": 1})
+    with pytest.raises(sw.LayoutError, match="which is no stacked parameter"):
+        parallelize_module(Mixture(4, 1, "grouped products"), mesh["ep"], style)
+    with pytest.raises(sw.LayoutError, match="go together"):
+        ExpertParallel(tp_dims={"up": 1})

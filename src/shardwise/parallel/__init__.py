@@ -12,6 +12,7 @@ from shardwise.parallel.data_parallel.fully_shard import (
 )
 from shardwise.parallel.data_parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.data_parallel.replicate import ReplicateModule, replicate
+from shardwise.parallel.tensor_parallel.expert_style import ExpertParallel
 from shardwise.parallel.tensor_parallel.parallelize import loss_parallel, parallelize_module
 from shardwise.parallel.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from shardwise.parallel.tensor_parallel.style import ParallelStyle
@@ -21,6 +22,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
     "DataParallelMeshDims",
+    "ExpertParallel",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

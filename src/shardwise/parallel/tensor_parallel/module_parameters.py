@@ -21,7 +21,7 @@ from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor, is_dtensor
 
-__all__ = ["check_parameters", "keep_one_gradient", "lay_out", "see_on", "unsee", "update_ties"]
+__all__ = ["check_parameters", "keep_one_gradient", "laid_out", "lay_out", "see_on", "unsee", "update_ties"]
 
 _MADE = "_shardwise_made"  # on a parameter that was laid out: a weak reference to the DTensor
 _OWN = "_shardwise_own"  # on a module that runs on a larger mesh: its own parameters, to put back
@@ -115,10 +115,10 @@ def _computed(module: nn.Module, name: str) -> Any:
 
 
 def laid_out(
-    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
+    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement | tuple[Placement, ...], src_data_rank: int | None
 ) -> nn.Parameter:
     """The parameter as a DTensor: the one it was made before, if it was."""
-    wanted = DTensorSpec(mesh, (placement,), TensorMeta.of(parameter))
+    wanted = DTensorSpec(mesh, placement, TensorMeta.of(parameter))
     if isinstance(parameter, DTensor):
         if parameter._spec.placements == wanted.placements:
             return parameter

@@ -1,0 +1,140 @@
+"""Tokens to their experts and back, beside a dispatcher written by hand on `all_to_all_single`; 4 gloo processes.
+
+Both sort the choices by expert, exchange sizes, exchange rows, sort what arrives by expert, and go back in the same
+manner; forward and backward, with weights of the choices. The one by hand sends a row for each choice. Asked: not
+slower. Experts are a product by 2 in some figures, and two grouped products in others. Interleaved, the median of
+steps; the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+
+import shardwise as sw
+from bench.figures import figure
+
+RANKS, TOKENS, WIDTH, HIDDEN = 4, 512, 256, 256  # tokens of each rank
+CASES = ((8, 1), (8, 2), (64, 8))  # experts and choices
+REPEATS = 9
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows to other ranks, so many to each; the gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.sent, ctx.got = sent, got
+        found = rows.new_empty((sum(got), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows.contiguous(), got, sent)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return AllToAll.apply(grad, ctx.got, ctx.sent), None, None
+
+
+def by_hand(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int, compute: Any) -> torch.Tensor:
+    """One layer of experts, each rank with its part of all tensors."""
+    choices, each = ids.shape[1], experts // RANKS
+    order = torch.sort(ids.flatten(), stable=True)[1]
+    counts = torch.bincount(ids.flatten(), minlength=experts)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    table = torch.stack([counts, theirs]).view(2, RANKS, each)
+    sent, got = table.sum(2).tolist()
+    arrived = AllToAll.apply(x[order // choices], sent, got)
+    expert = torch.repeat_interleave(torch.arange(each).repeat(RANKS), theirs, output_size=sum(got))
+    by_expert = torch.sort(expert, stable=True)[1]
+    offs = table[1].sum(0).cumsum(0).to(torch.int32)
+    out = compute(arrived[by_expert], offs)
+    back = AllToAll.apply(torch.empty_like(out).index_copy(0, by_expert, out), got, sent)
+    weighted = back * weights.flatten()[order].unsqueeze(1)
+    return torch.zeros_like(x).index_add(0, order // choices, weighted)
+
+
+def ours(x: Any, ids: Any, weights: Any, experts: int, compute: Any) -> Any:
+    """The same on DTensors."""
+    rows, back = sw.moe.dispatch(x, ids, experts)
+    return back(compute(rows, back.offs), weights)
+
+
+def sides(experts: int, choices: int, products: bool) -> dict[str, Callable[[], Any]]:
+    """A step of each side on this rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    mesh = sw.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    x = torch.randn(TOKENS, WIDTH)
+    chances = torch.randn(TOKENS, experts).softmax(-1)
+    weights, ids = chances.topk(choices)
+    up, down = torch.randn(experts // RANKS, WIDTH, HIDDEN), torch.randn(experts // RANKS, HIDDEN, WIDTH)
+    made: dict[str, Callable[[], Any]] = {}
+    for name, layer in (("by hand", by_hand), ("shardwise", ours)):
+        given = [x, ids, weights, up, down]
+        if name == "shardwise":
+            given = [sw.DTensor.from_local(tensor, mesh, [sw.Shard(0)]) for tensor in given]
+        own = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
+
+        def compute(rows: Any, offs: Any, own: list[Any] = own) -> Any:
+            if not products:
+                return rows * 2
+            return F.grouped_mm(F.silu(F.grouped_mm(rows, own[3], offs=offs)), own[4], offs=offs)
+
+        def step(layer: Any = layer, own: list[Any] = own, compute: Any = compute) -> Any:
+            y = layer(own[0], own[1], own[2], experts, compute)
+            y.square().sum().backward()
+            found = y.to_local() if isinstance(y, sw.DTensor) else y
+            for tensor in own:
+                tensor.grad = None
+            return found.detach()
+
+        made[name] = step
+    torch.testing.assert_close(*[step() for step in made.values()], rtol=1e-3, atol=1e-3)
+    return made
+
+
+def on_rank(rank: int, port: int, results: Any) -> None:
+    """All cases on one process; the first one leaves the medians."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    for products in (False, True):
+        for experts, choices in CASES:
+            steps = sides(experts, choices, products)
+            times: dict[str, list[float]] = {name: [] for name in steps}
+            for turn in range(REPEATS + 2):
+                for name in sorted(steps, reverse=bool(turn % 2)):
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    steps[name]()
+                    taken = torch.tensor(time.perf_counter() - begin)
+                    dist.all_reduce(taken, dist.ReduceOp.MAX)
+                    times[name].append(taken.item())
+            if rank == 0:
+                results.put((products, experts, choices, {n: statistics.median(t[2:]) for n, t in times.items()}))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the time of a step on each side."""
+    results: Any = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(on_rank, (29751, results), nprocs=RANKS, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
+    print(f"{RANKS} gloo processes, {TOKENS} tokens of {WIDTH} on each, forward and backward")
+    while not results.empty():
+        products, experts, choices, times = results.get()
+        what = f"{'two grouped products' if products else 'dispatch alone'}, {experts} experts, top-{choices}"
+        shown = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items())
+        ratio = times["shardwise"] / times["by hand"]
+        print(f"  {what}: {shown}; {figure(f'{what}, to a dispatcher by hand', ratio, 1.0)}")
+
+
+if __name__ == "__main__":
+    main()

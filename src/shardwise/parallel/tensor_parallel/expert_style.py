@@ -1,0 +1,182 @@
+"""ExpertParallel: the stacked matrices of a mixture of experts sharded by expert, on the mesh of what goes in.
+
+The module stays as it is. It calls `shardwise.moe.dispatch`, or operators whose rules find out what to communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.api import replicate_rest
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Replicate, Shard
+from shardwise.core.spec import DTensorSpec
+from shardwise.errors import LayoutError, MeshError
+from shardwise.parallel.tensor_parallel.module_parameters import laid_out, see_on, unsee
+from shardwise.parallel.tensor_parallel.norm_gradients import add_up_after_backward
+from shardwise.parallel.tensor_parallel.style import ParallelStyle, placement_of
+from shardwise.tensor import DTensor, is_dtensor
+
+__all__ = ["ExpertParallel"]
+
+STACKED = 3  # dims of a parameter that is a matrix for each expert
+_ENTERED = "_shardwise_entered"  # on a module that runs: the spec of a plain input that became a DTensor
+
+
+class ExpertParallel(ParallelStyle):
+    """Shard the experts of a module: parameters `[E, ...]` of three dims or more get `Shard(0)`, others are replicated.
+
+    E need not divide by the ranks. The module runs on DTensors: it may call `shardwise.moe.dispatch` (tokens go to the
+    ranks of their experts), or be written for one device without it. Experts may be sharded by FSDP too, over another
+    axis.
+
+    Args:
+        parameters: the stacked parameters, as patterns of their names inside the module, where these are not the ones
+            of three dims or more. Biases `[E, F]` are an example.
+        tp_mesh: the axis along which each expert is split, of the same mesh.
+        tp_dims: the dim of stacked parameters to split along it, by patterns of names, as in `{"up": 2, "down": 1}`.
+        input_layouts: how a plain input lies along the axis of the experts; `Shard(0)` by default.
+        use_local_output: give each rank its part of the output as a plain tensor if the input was plain (the default).
+
+    Example:
+        >>> import shardwise as sw
+        >>> class Experts(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.router = nn.Parameter(torch.ones(6, 4, 8)), nn.Linear(4, 6)
+        ...
+        ...     def forward(self, x):
+        ...         weights, ids = self.router(x).softmax(-1).topk(2)
+        ...         rows, back = sw.moe.dispatch(x, ids, len(self.up))
+        ...         return back(torch.nn.functional.grouped_mm(rows, self.up, offs=back.offs), weights)
+        >>> mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        >>> experts = sw.parallel.parallelize_module(Experts(), mesh, ExpertParallel(use_local_output=False))
+        >>> experts.up.spec, experts(torch.ones(2, 4)).spec
+        (f32[6,4,8] ep:S0, f32[8,8] ep:S0)
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: Sequence[str] | None = None,
+        tp_mesh: DeviceMesh | None = None,
+        tp_dims: Mapping[str, int] | None = None,
+        input_layouts: Any = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.parameters = None if parameters is None else tuple(parameters)
+        self.tp_mesh, self.tp_dims = tp_mesh, dict(tp_dims or {})
+        if bool(self.tp_dims) != (tp_mesh is not None):
+            raise LayoutError(
+                "ExpertParallel: tp_mesh and tp_dims go together",
+                hint='as in tp_mesh=mesh["tp"], tp_dims={"up": 2, "down": 1}',
+            )
+        self.input_layouts = (placement_of(input_layouts or Shard(0), self, "input_layouts"),)
+        self.use_local_output = use_local_output
+
+    def _parameters_of(self, module: nn.Module, who: str) -> Mapping[str, Placement]:
+        found = dict(self._stacked(module))
+        sizes = {parameter.shape[0] for parameter in found.values()}
+        if len(sizes) != 1:
+            have = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in found.items())
+            raise LayoutError(
+                f"{who}: stacked parameters of one number of experts are needed, found {have or 'none'}",
+                hint='name them: ExpertParallel(parameters=["up", "down"]), or give the style to the experts alone',
+            )
+        unknown = [pattern for pattern in self.tp_dims if not any(fnmatchcase(name, pattern) for name in found)]
+        if unknown:
+            raise LayoutError(f"{who}: tp_dims names {unknown[0]!r}, which is no stacked parameter of {list(found)}")
+        if self.tp_mesh is not None:
+            return {}
+        return {name: Shard(0) for name in found if "." not in name}
+
+    def _stacked(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if self.parameters is None:
+                if parameter.dim() >= STACKED:
+                    yield name, parameter
+            elif any(fnmatchcase(name, pattern) for pattern in self.parameters):
+                yield name, parameter
+
+    def _placements(self, name: str) -> tuple[Placement, ...]:
+        """Along the axis of the experts, and along that of tensor parallelism."""
+        if self.tp_mesh is None:
+            return (Shard(0),)
+        dim = next((dim for pattern, dim in self.tp_dims.items() if fnmatchcase(name, pattern)), None)
+        return Shard(0), Replicate() if dim is None else Shard(dim)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = device_mesh if self.tp_mesh is None else _joined(device_mesh, self.tp_mesh)
+        for name, parameter in list(self._stacked(module)):
+            path, _, own = name.rpartition(".")
+            owner = module.get_submodule(path)
+            owner._parameters[own] = laid_out(parameter, mesh, self._placements(name), self.src_data_rank)
+        replicate_rest(module, mesh, self.src_data_rank)
+        whole = [p for p in module.parameters() if isinstance(p, DTensor) and p._spec.is_replicated]
+        add_up_after_backward(whole)
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name = None if args else next(iter(kwargs), None)
+            value = args[0] if args else kwargs.get(name or "")
+            if not isinstance(value, torch.Tensor):
+                return None
+            found = self._entered(module, value, mesh)
+            return ((found, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: found})
+
+        def after(module: nn.Module, args: Any, result: Any) -> Any:
+            unsee(module)
+            spec: DTensorSpec | None = module.__dict__.pop(_ENTERED, None)
+            return result if spec is None or not self.use_local_output else _left(result, spec)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+        return module
+
+    def _entered(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> Any:
+        """The input as a DTensor, and the parameters on its mesh."""
+        if not is_dtensor(value):
+            placements = [self.input_layouts[0], *[Replicate() for _ in range(mesh.ndim - 1)]]
+            value = DTensor.from_local(value, mesh, placements)
+            module.__dict__[_ENTERED] = value._spec
+        elif value._spec.mesh != mesh:
+            larger = value._spec.mesh
+            if larger.root is not mesh.root or not set(mesh.axes) <= set(larger.axes):
+                raise MeshError(
+                    f"the input is on {larger} as {value._spec}, and the experts are on {mesh}, no axes of it",
+                    hint="put the batch on the mesh of the plan, or on a larger one that this was cut from",
+                )
+            see_on(module, mesh, larger)
+        return value
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertParallel(parameters={self.parameters}, tp_mesh={self.tp_mesh}, tp_dims={self.tp_dims}, "
+            f"input_layouts={self.input_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+def _joined(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of both axes, that of the experts first."""
+    names = (*(mesh.mesh_dim_names or ()), *(tp_mesh.mesh_dim_names or ()))
+    if len(names) != 2 or mesh.root is not tp_mesh.root:
+        raise MeshError(
+            f"ExpertParallel: {mesh} and {tp_mesh} are no two named axes of one mesh",
+            hint='as in parallelize_module(model, mesh["ep"], {...: ExpertParallel(tp_mesh=mesh["tp"], tp_dims=...)})',
+        )
+    return mesh.root[names]
+
+
+def _left(result: Any, entered: DTensorSpec) -> Any:
+    """The outputs of a plain input, as plain tensors: laid out as the input was, numbers as every rank's."""
+    if isinstance(result, tuple | list):
+        return type(result)(_left(each, entered) for each in result)
+    if not is_dtensor(result):
+        return result
+    split = result.dim() and result.shape[0] == entered.shape[0]
+    placements = entered.placements if split else [Replicate()] * entered.mesh.ndim
+    return result.redistribute(placements=placements).to_local()
