@@ -37,7 +37,7 @@ class ReplicationWarning(UserWarning):
 implicit_mode = ModeStack[frozenset[str] | None]("implicit communication")
 plain_mode = ModeStack[str]("plain tensors")
 rng_mode = ModeStack[str]("random numbers")
-attention_mode = ModeStack[str]("attention")
+attention_mode = ModeStack[tuple[str | None, int | None]]("attention")
 recorded_mode = ModeStack[bool]("recorded programs")
 ATTENTION_WAYS = ("ring", "gather", "heads", "halo")
 _ALL = frozenset({"*"})
@@ -58,7 +58,9 @@ def in_force() -> tuple[Any, ...]:
     """
     allowed = _allowed()
     names = None if allowed is None else tuple(sorted(allowed))
-    return names, plain_policy(), "indexed" if draws_by_index() else "one_device", preferred_attention()
+    way, memory = preferred_attention()
+    attending = way if memory is None else (way, memory)
+    return names, plain_policy(), "indexed" if draws_by_index() else "one_device", attending
 
 
 _DEFAULT = (None, "verify", "one_device", None)
@@ -201,16 +203,19 @@ def _tell_refusal() -> None:
 
 
 @mode_context
-def attention(*, prefer: str) -> Iterator[None]:
+def attention(*, prefer: str | None = None, memory: int | None = None) -> Iterator[None]:
     """Inside, how attention over a sharded sequence is run, where that is possible. Values do not depend on it.
 
-    Outside, the cheapest way is taken. The backward goes by the context that it is started in.
+    Outside, the cheapest way is taken. The backward goes by the context that it is started in. Of nested contexts the
+    innermost that names a way, and the innermost that names a bound, count.
 
     Args:
         prefer: "ring": queries stay, and blocks of keys and values go round; memory does not grow with the number of
             ranks. "gather": queries stay, and every rank gathers all keys and values. "heads": sequence shards become
             shards of heads and back. "halo": where a replicated mask lets queries see near keys alone, ranks exchange
             these.
+        memory: the most bytes of keys and values that a rank may hold at once besides its own. Ways that hold more
+            are not taken, preferred or not; where all hold more, the one that holds least is.
 
     Example:
         >>> import shardwise as sw
@@ -221,18 +226,21 @@ def attention(*, prefer: str) -> Iterator[None]:
         ...     torch.nn.functional.scaled_dot_product_attention(q, q, q).placements
         (Shard(2),)
     """
-    if prefer not in ATTENTION_WAYS:
+    if prefer is not None and prefer not in ATTENTION_WAYS:
         raise UnsupportedError(
             f"attention cannot be run by {prefer!r}", hint=f"one of {', '.join(map(repr, ATTENTION_WAYS))}"
         )
-    with attention_mode.holding(prefer):
+    if memory is not None and (not isinstance(memory, int) or memory < 0):
+        raise UnsupportedError(f"attention cannot hold {memory!r} bytes", hint="memory= is a number of bytes")
+    with attention_mode.holding((prefer, memory)):
         yield
 
 
-def preferred_attention() -> str | None:
-    """How attention over a sharded sequence is to be run; None: in the cheapest way."""
+def preferred_attention() -> tuple[str | None, int | None]:
+    """How attention over a sharded sequence is to be run, and the most bytes to hold; None: any."""
     found = attention_mode.values()
-    return found[-1] if found else None
+    ways, bounds = [way for way, _ in found if way is not None], [size for _, size in found if size is not None]
+    return ways[-1] if ways else None, bounds[-1] if bounds else None
 
 
 @mode_context

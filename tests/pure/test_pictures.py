@@ -221,3 +221,36 @@ def test_the_command_prints_and_writes(tmp_path: Any, capsys: pytest.CaptureFixt
     assert main(["draw", *mesh]) == 2
     assert main(["draw", layout, *mesh, "--svg", str(tmp_path / "no" / "a.svg")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- rings
+
+
+def area(points: str) -> float:
+    """Of a polygon, by its corners."""
+    corners = [tuple(map(float, point.split(","))) for point in points.split()]
+    return abs(sum(a * d - b * c for (a, b), (c, d) in zip(corners, corners[1:] + corners[:1], strict=True))) / 2
+
+
+@pytest.mark.parametrize(("text", "share"), [("cp:S2", 1.73), ("cp:Z2", 1.0)])
+def test_a_ring_is_drawn_turn_by_turn(text: str, share: float) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    picture = sw.debug.draw_ring(parse_spec(f"f32[1,2,32,8] {text}", mesh)).svg
+    root = ElementTree.fromstring(picture)
+    tiles = list(root.iter(f"{SVG}polygon"))
+    side = 150.0
+    assert sum(area(tile.attrib["points"]) for tile in tiles) == pytest.approx(side * side / 2, rel=1e-4)
+    words = [element.text or "" for element in root.iter(f"{SVG}text")]
+    assert [word for word in words if word.startswith("turn")] == [f"turn {turn}" for turn in range(4)]
+    assert f"the busiest rank computes {share:.2f} times the average" in words
+    whole = ElementTree.fromstring(sw.debug.draw_ring(parse_spec(f"f32[1,2,32,8] {text}", mesh), causal=False).svg)
+    assert sum(area(t.attrib["points"]) for t in whole.iter(f"{SVG}polygon")) == pytest.approx(side * side, rel=1e-4)
+
+
+def test_rings_that_cannot_be_drawn() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    for text in ("f32[1,2,32,8] cp:S1", "f32[32,8] cp:S0"):
+        with pytest.raises(sw.LayoutError, match="tokens are sharded"):
+            sw.debug.draw_ring(parse_spec(text, mesh))
+    with pytest.raises(sw.LayoutError, match="tokens are sharded"):
+        sw.debug.draw_ring(torch.zeros(1, 2, 32, 8))

@@ -99,12 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     ways = WAYS if options.ways is None else [None if way == "any" else way for way in options.ways]
     chosen = [row for row in rows() if row.mask in options.only and row.way in ways][:: options.every]
-    begin = time.perf_counter()
-    taken, wrong = sweep(chosen)
-    for name, counts in taken.items():
-        print(f"{name}: {', '.join(f'{way} {count}' for way, count in sorted(counts.items()))}")
-    for line in wrong:
-        print(f"WRONG {line}")
+    begin, wrong = time.perf_counter(), []
+    for mask in options.only:
+        taken, found = sweep([row for row in chosen if row.mask == mask])
+        for name, counts in taken.items():
+            print(f"{name}: {', '.join(f'{way} {count}' for way, count in sorted(counts.items()))}", flush=True)
+        for line in found:
+            print(f"WRONG {line}", flush=True)
+        wrong += found
     print(f"{len(chosen)} calls, forward and backward, {len(wrong)} wrong, {time.perf_counter() - begin:.0f} s")
     return int(bool(wrong))
 

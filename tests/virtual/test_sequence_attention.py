@@ -233,6 +233,36 @@ def test_strict_mode_refuses_every_way() -> None:
             F.scaled_dot_product_attention(q, q, q)
 
 
+def test_a_bound_on_memory_is_kept() -> None:
+    """Two blocks of a ring, twice as many in the backward; a gather holds seven. Heads are too few."""
+    mesh = sw.init_device_mesh("cpu", (8,))
+    plain = torch.randn(1, 2, 64, 16)
+    block = 2 * 2 * 8 * 16 * 4  # keys and values of a rank
+
+    def ways(**options: Any) -> tuple[list[str], str]:
+        q = sw.distribute_tensor(plain, mesh, [S2]).requires_grad_()
+        with sw.attention(**options), sw.explain() as report:
+            F.scaled_dot_product_attention(q, q, q).sum().backward()
+        found = [record for record in report.records if "flash" in record.name]
+        return [record.way for record in found], found[0].rule
+
+    assert ways(prefer="gather") == (["gather", "gather"], ways(prefer="gather")[1])
+    assert ways(prefer="gather", memory=7 * block)[0] == ["gather", "ring"]  # the backward holds gradients as well
+    taken, why = ways(prefer="gather", memory=2 * block)
+    assert taken == ["ring", "ring"]
+    assert "gather holds too much" in why
+    assert "at most" in ways(memory=4 * block - 1)[1]
+    taken, why = ways(memory=0)
+    assert taken == ["ring", "ring"]
+    assert "this one least" in why
+    with sw.attention(memory=0), sw.attention(prefer="gather"), sw.explain() as report:
+        q = sw.distribute_tensor(plain, mesh, [S2])
+        F.scaled_dot_product_attention(q, q, q)
+    assert report.records[-1].way == "ring"
+    with pytest.raises(sw.UnsupportedError, match="number of bytes"), sw.attention(memory=-1):
+        pass
+
+
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(sw.UnsupportedError, match="'ring', 'gather', 'heads', 'halo'"), sw.attention(prefer="star"):
         pass

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from shardwise.debug.limits.lock_check import check_lock
     from shardwise.debug.parity_check.parity_context import parity
     from shardwise.debug.parity_check.parity_report import Difference, ParityReport
+    from shardwise.debug.pictures.draw_ring import draw_ring
     from shardwise.debug.pictures.draw_svg import Drawing, draw
     from shardwise.debug.pictures.draw_text import visualize_sharding
     from shardwise.debug.rank_checks import check_ranks
 
 __all__ = [
     "Budget", "CommDebugMode", "Difference", "Drawing", "ParityReport", "Report", "Total", "check_lock", "check_ranks",
-    "comm_budget", "draw", "explain", "make_fx", "parity", "visualize_sharding",
+    "comm_budget", "draw", "draw_ring", "explain", "make_fx", "parity", "visualize_sharding",
 ]  # fmt: skip
 
 LAZY = {
@@ -39,6 +40,7 @@ LAZY = {
     "check_ranks": "rank_checks",
     "comm_budget": "limits.budget",
     "draw": "pictures.draw_svg",
+    "draw_ring": "pictures.draw_ring",
     "explain": "explain_report.explain_context",
     "make_fx": "fx_graph",
     "parity": "parity_check.parity_context",

@@ -73,23 +73,23 @@ def attending(
             return None
         return _reach(signature, blocks, args, kwargs)
 
-    prefer = modes.preferred_attention()
+    prefer, memory = modes.preferred_attention()
     reach = known_reach(prefer, args, kwargs)
-    choice = choose_attention(schema, metas, prefer, reach)
+    choice = choose_attention(schema, metas, prefer, reach, memory)
     if choice is None:
         return None
     decided(choice.way, signature, choice.sharding, choice.why, by_values=blocks is not None)
     made: BoundedCache[Any, Executor] = BoundedCache(MOST_REACHES)
-    made.keep((prefer, reach), _executor(signature, choice))
+    made.keep((prefer, memory, reach), _executor(signature, choice))
 
     def run_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        prefer = modes.preferred_attention()
+        prefer, memory = modes.preferred_attention()
         reach = known_reach(prefer, args, kwargs)
-        known = made.get((prefer, reach))
+        known = made.get((prefer, memory, reach))
         if known is None:
-            chosen = choose_attention(schema, metas, prefer, reach)
+            chosen = choose_attention(schema, metas, prefer, reach, memory)
             assert chosen is not None, "what is possible does not depend on what is preferred"
-            known = made.keep((prefer, reach), _executor(signature, chosen))
+            known = made.keep((prefer, memory, reach), _executor(signature, chosen))
         return known(args, kwargs)
 
     return run_attention

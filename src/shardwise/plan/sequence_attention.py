@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ from shardwise.rules.attention_blocks import SEQUENCE, ScoreTile, joined, tiles
 from shardwise.rules.mask_reach import Blocks, Reach
 from shardwise.text import human_bytes, human_seconds
 
-__all__ = ["AttentionChoice", "Pairs", "choose_attention", "ring_blocks"]
+__all__ = ["AttentionChoice", "Pairs", "choose_attention", "ring_blocks", "ring_pairs"]
 
 # Gathered keys and values also take memory: their seconds count twice.
 HELD = 2.0
@@ -54,6 +54,7 @@ class AttentionChoice:
         back: the rotations that return gradients of keys and values to the owners of these.
         seconds: of all that is communicated, by the cost model.
         received: bytes that a rank receives.
+        held: bytes of keys and values (of "heads": of all operands) that a rank holds at once besides its own.
         why: the comparison in words.
         halo: the exchange that gives ranks the keys and values near their queries, and, of gradients, the one back.
         band: the number of keys before and after its own position that a query sees.
@@ -67,6 +68,7 @@ class AttentionChoice:
     back: Route | None
     seconds: float
     received: float
+    held: float
     why: str = ""
     halo: tuple[RowExchange, ...] = ()
     band: tuple[int, int] = (0, 0)
@@ -118,10 +120,17 @@ class Pairs:
         found: list[ScoreTile] = []
         for row, queries in _placed(rows):
             for column, keys in _placed(self.key_runs[block]):
-                offset = queries.start - keys.start if self.causal else None
-                inner = tiles(queries.length, keys.length, offset)
+                inner = tiles(queries.length, keys.length, self._offset(queries, keys))
                 found += [tile.within(row, column, keys.start) for tile in inner]
         return joined(found, self.masked)
+
+    def pieces(self, coordinate: Coordinate, block: int) -> list[tuple[Run, Run, ScoreTile]]:
+        """The same, each part with the runs of queries and of keys that it is in."""
+        runs = itertools.product(self.query_spec.runs(SEQUENCE, coordinate), self.key_runs[block])
+        return [(q, k, tile) for q, k in runs for tile in tiles(q.length, k.length, self._offset(q, k))]
+
+    def _offset(self, queries: Run, keys: Run) -> int | None:
+        return queries.start - keys.start if self.causal else None
 
 
 def _placed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
@@ -130,7 +139,11 @@ def _placed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
 
 
 def choose_attention(
-    schema: OpSchema, results: tuple[TensorMeta, ...], prefer: str | None = None, reach: Reach | None = None
+    schema: OpSchema,
+    results: tuple[TensorMeta, ...],
+    prefer: str | None = None,
+    reach: Reach | None = None,
+    memory: int | None = None,
 ) -> AttentionChoice | None:
     """The way to run a call whose sequence is sharded; None if no way applies.
 
@@ -139,6 +152,7 @@ def choose_attention(
         results: shape, stride and dtype of each result.
         prefer: the way to take if it is possible; None for the cheapest.
         reach: the keys that queries see by the mask, if that has been read.
+        memory: the most bytes to hold; ways that hold more are not taken unless all do.
     """
     specs = schema.specs
     if any(spec.tensor_meta.is_symbolic or 0 in spec.shape for spec in specs):
@@ -153,13 +167,26 @@ def choose_attention(
         return None
     if reach is not None and reach.band is not None and (near := _halo(schema, results, reach.band)) is not None:
         found["halo"] = near
-    weights = {way: HELD if way == "gather" else 1.0 for way in found}
-    best = min(found, key=lambda way: found[way].seconds * weights[way])
-    taken = prefer if prefer in found else best
-    asked = "" if prefer is None else f"{prefer} was asked for; " if prefer in found else f"{prefer} is not possible; "
-    costs = ", ".join(f"{way} {human_seconds(c.seconds)} and {human_bytes(c.received)}" for way, c in found.items())
-    chosen = found[taken]
-    return replace(chosen, why=f"{chosen.way} ({asked}{costs})")
+    taken, reason = _cheapest(found, prefer, memory)
+    costs = ", ".join(
+        f"{way} {human_seconds(c.seconds)}, {human_bytes(c.received)} received and {human_bytes(c.held)} held"
+        for way, c in found.items()
+    )
+    return replace(found[taken], why=f"{found[taken].way} ({reason}{costs})")
+
+
+def _cheapest(found: Mapping[str, AttentionChoice], prefer: str | None, memory: int | None) -> tuple[str, str]:
+    """The way to take, and why if it is not just the cheapest."""
+    fitting = [way for way in found if memory is None or found[way].held <= memory]
+    if not fitting:
+        least = min(found, key=lambda way: found[way].held)
+        return least, f"all ways hold more than {human_bytes(memory or 0)}, this one least; "
+    best = min(fitting, key=lambda way: found[way].seconds * (HELD if way == "gather" else 1.0))
+    if prefer is None:
+        return best, "" if len(fitting) == len(found) else f"at most {human_bytes(memory or 0)} held; "
+    if prefer in fitting:
+        return prefer, f"{prefer} was asked for; "
+    return best, f"{prefer} holds too much; " if prefer in found else f"{prefer} is not possible; "
 
 
 def _named(schema: OpSchema, specs: Sequence[DTensorSpec]) -> dict[str, DTensorSpec]:
@@ -186,6 +213,7 @@ def _made(
     pairs: Pairs | None = None,
     rounds: Route | None = None,
     back: Route | None = None,
+    held: float = 0.0,
 ) -> AttentionChoice:
     planner = DTensorRedistributePlanner()
     returns = _returns(schema, sharding)
@@ -193,7 +221,7 @@ def _made(
     routes = [planner.plan(have, want) for have, want in ends if have is not want]
     routes += [route for route in (rounds, back) if route is not None]
     seconds, received = sum(route.seconds for route in routes), sum(route.received for route in routes)
-    return AttentionChoice(way, sharding, returns, pairs, rounds, back, seconds, received)
+    return AttentionChoice(way, sharding, returns, pairs, rounds, back, seconds, received, held)
 
 
 def _heads(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
@@ -203,7 +231,8 @@ def _heads(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice
     moved = _named(schema, sharding.inputs)["query"]
     sequence = _sequence_axes(schema)
     exchanged = all(isinstance(moved.placements[axis], AnyShard) for axis in sequence)
-    return _made("heads", schema, sharding) if exchanged else None
+    held = sum(float(spec.local_bytes) for spec in (*sharding.inputs, *sharding.outputs))
+    return _made("heads", schema, sharding, held=held) if exchanged else None
 
 
 def _sequence_axes(schema: OpSchema) -> set[int]:
@@ -228,7 +257,12 @@ def _gather(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoic
     inputs = _named(schema, sharding.inputs)
     length = inputs["key"].shape[SEQUENCE]
     pairs = Pairs(inputs["query"], (), ((Run(0, length),),), bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
-    return _made("gather", schema, sharding, pairs)
+    held = sum(
+        float(inputs[name].local_bytes - own.local_bytes)
+        for name, own in _named(schema, schema.specs).items()
+        if name in ("key", "value")
+    )
+    return _made("gather", schema, sharding, pairs, held=held * (2 if KERNELS[schema.op][1] else 1))
 
 
 def _ring_layout(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[OutputSharding, Pairs, np.ndarray] | None:
@@ -241,9 +275,15 @@ def _ring_layout(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[Out
     over = key.dim_axes[SEQUENCE]
     if not over or query.dim_axes[SEQUENCE] != over or value.dim_axes[SEQUENCE] != over:
         return None
+    pairs = ring_pairs(query, key, bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
+    return sharding, pairs, key.mesh.coordinates[key.mesh.group_through(over, 0)]
+
+
+def ring_pairs(query: DTensorSpec, key: DTensorSpec, causal: bool, masked: bool) -> Pairs:
+    """The blocks of a ring over the axes that shard the keys."""
+    over = key.dim_axes[SEQUENCE]
     line = key.mesh.coordinates[key.mesh.group_through(over, 0)]
-    pairs = Pairs(query, over, _runs_along(key, line), bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
-    return sharding, pairs, line
+    return Pairs(query, over, _runs_along(key, line), causal, masked)
 
 
 def ring_blocks(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[Blocks, Blocks] | None:
@@ -265,7 +305,10 @@ def _ring(
     needed = _needed(pairs, line)
     rounds = _rotations(travelling, pairs.over, needed, forward=True)
     back = _rotations(travelling, pairs.over, needed, forward=False) if KERNELS[schema.op][1] else None
-    return _made("ring" if rounds.steps else "local", schema, sharding, pairs, rounds, back)
+    # the block that is computed with and the one that arrives; in the backward also what is added to their gradients
+    blocks = (2 if rounds.steps else 0) * (2 if back is not None else 1)
+    held = blocks * sum(float(spec.local_bytes) for spec in travelling)
+    return _made("ring" if rounds.steps else "local", schema, sharding, pairs, rounds, back, held)
 
 
 def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int]) -> AttentionChoice | None:
@@ -287,7 +330,8 @@ def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, in
     steps = [RowExchange(key, key, (key, value), near, SEQUENCE, whole, over)]
     if KERNELS[schema.op][1]:
         steps.append(RowExchange(key, key, near, (key, value), SEQUENCE, whole, over, adds=True))
-    made = _made("halo", schema, sharding)
+    rows = sum(band) * len(steps)
+    made = _made("halo", schema, sharding, held=float(rows * sum(_row_bytes(spec) for spec in (key, value))))
     routes = [row_exchange_route(step) for step in steps]
     seconds, received = (sum(getattr(route, name) for route in routes) for name in ("seconds", "received"))
     return replace(

@@ -58,6 +58,11 @@ def fitting(text: str, width: float, height: float, largest: float = 14) -> floa
     return size if size >= 7 else None
 
 
+def _words(attributes: dict[str, str]) -> str:
+    """Attributes of an element; names of Python become those of SVG."""
+    return "".join(f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"' for name, value in attributes.items())
+
+
 class Canvas:
     """Shapes in painting order, and the size of the picture."""
 
@@ -75,13 +80,10 @@ class Canvas:
     ) -> None:
         """Add a rectangle; `title` is its tooltip."""
         self.reach(x + width, y + height)
-        words = "".join(
-            f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"' for name, value in attributes.items()
-        )
         shape = f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"'
         shape += f' rx="{radius:g}"' if radius else ""
         end = f"><title>{escape(title)}</title></rect>" if title else "/>"
-        self.shapes.append(f"{shape}{words}{end}")
+        self.shapes.append(f"{shape}{_words(attributes)}{end}")
 
     def text(
         self,
@@ -113,6 +115,14 @@ class Canvas:
             self.reach(x, y)
         head = ' marker-end="url(#arrow)"' if arrow else ""
         self.shapes.append(f'<path class="{kind}" d="{commands}" stroke-width="1.5"{head}/>')
+
+    def area(self, points: Sequence[tuple[float, float]], *, title: str = "", **attributes: str) -> None:
+        """Add a filled polygon; `title` is its tooltip."""
+        for x, y in points:
+            self.reach(x, y)
+        corners = " ".join(f"{x:.6g},{y:.6g}" for x, y in points)
+        end = f"><title>{escape(title)}</title></polygon>" if title else "/>"
+        self.shapes.append(f'<polygon points="{corners}"{_words(attributes)}{end}')
 
     def chip(self, x: float, y: float, text: str, size: float = 12) -> float:
         """Add a text in a rounded box; returns its right edge."""
