@@ -58,8 +58,8 @@ def in_force() -> tuple[Any, ...]:
     """
     allowed = _allowed()
     names = None if allowed is None else tuple(sorted(allowed))
-    way, memory = preferred_attention()
-    attending = way if memory is None else (way, memory)
+    way, max_bytes = preferred_attention()
+    attending = way if max_bytes is None else (way, max_bytes)
     return names, plain_policy(), "indexed" if draws_by_index() else "one_device", attending
 
 
@@ -203,7 +203,7 @@ def _tell_refusal() -> None:
 
 
 @mode_context
-def attention(*, prefer: str | None = None, memory: int | None = None) -> Iterator[None]:
+def attention(*, prefer: str | None = None, max_bytes: int | None = None) -> Iterator[None]:
     """Inside, how attention over a sharded sequence is run, where that is possible. Values do not depend on it.
 
     Outside, the cheapest way is taken. The backward goes by the context that it is started in. Of nested contexts the
@@ -214,8 +214,8 @@ def attention(*, prefer: str | None = None, memory: int | None = None) -> Iterat
             ranks. "gather": queries stay, and every rank gathers all keys and values. "heads": sequence shards become
             shards of heads and back. "halo": where a replicated mask lets queries see near keys alone, ranks exchange
             these.
-        memory: the most bytes of keys and values that a rank may hold at once besides its own. Ways that hold more
-            are not taken, preferred or not; where all hold more, the one that holds least is.
+        max_bytes: the most bytes of keys and values that a rank may hold at once besides its own. Ways that hold more
+            are not taken, preferred or not. Where all hold more, a `MemoryBoundError` names the smallest bound.
 
     Example:
         >>> import shardwise as sw
@@ -230,9 +230,9 @@ def attention(*, prefer: str | None = None, memory: int | None = None) -> Iterat
         raise UnsupportedError(
             f"attention cannot be run by {prefer!r}", hint=f"one of {', '.join(map(repr, ATTENTION_WAYS))}"
         )
-    if memory is not None and (not isinstance(memory, int) or memory < 0):
-        raise UnsupportedError(f"attention cannot hold {memory!r} bytes", hint="memory= is a number of bytes")
-    with attention_mode.holding((prefer, memory)):
+    if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
+        raise UnsupportedError(f"attention cannot hold {max_bytes!r} bytes", hint="max_bytes= is a number of bytes")
+    with attention_mode.holding((prefer, max_bytes)):
         yield
 
 

@@ -247,19 +247,21 @@ def test_a_bound_on_memory_is_kept() -> None:
         return [record.way for record in found], found[0].rule
 
     assert ways(prefer="gather") == (["gather", "gather"], ways(prefer="gather")[1])
-    assert ways(prefer="gather", memory=7 * block)[0] == ["gather", "ring"]  # the backward holds gradients as well
-    taken, why = ways(prefer="gather", memory=2 * block)
+    assert ways(prefer="gather", max_bytes=7 * block)[0] == ["gather", "ring"]  # the backward holds gradients as well
+    taken, why = ways(prefer="gather", max_bytes=4 * block)
     assert taken == ["ring", "ring"]
     assert "gather holds too much" in why
-    assert "at most" in ways(memory=4 * block - 1)[1]
-    taken, why = ways(memory=0)
-    assert taken == ["ring", "ring"]
-    assert "this one least" in why
-    with sw.attention(memory=0), sw.attention(prefer="gather"), sw.explain() as report:
+    assert "at most" in ways(max_bytes=5 * block)[1]
+    with sw.attention(max_bytes=2 * block), sw.attention(prefer="gather"), sw.explain() as report:
         q = sw.distribute_tensor(plain, mesh, [S2])
         F.scaled_dot_product_attention(q, q, q)
     assert report.records[-1].way == "ring"
-    with pytest.raises(sw.UnsupportedError, match="number of bytes"), sw.attention(memory=-1):
+    with sw.attention(max_bytes=2 * block - 1), sw.debug.CommDebugMode() as comm:
+        with pytest.raises(sw.MemoryBoundError, match=f"smallest possible bound is {2 * block:,}"):
+            F.scaled_dot_product_attention(q, q, q)
+        assert comm.get_total_counts() == 0
+    assert ways(max_bytes=4 * block)[0] == ["ring", "ring"]  # the same signature again
+    with pytest.raises(sw.UnsupportedError, match="number of bytes"), sw.attention(max_bytes=-1):
         pass
 
 

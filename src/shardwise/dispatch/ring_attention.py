@@ -73,23 +73,23 @@ def attending(
             return None
         return _reach(signature, blocks, args, kwargs)
 
-    prefer, memory = modes.preferred_attention()
+    prefer, max_bytes = modes.preferred_attention()
     reach = known_reach(prefer, args, kwargs)
-    choice = choose_attention(schema, metas, prefer, reach, memory)
+    choice = choose_attention(schema, metas, prefer, reach, max_bytes)
     if choice is None:
         return None
     decided(choice.way, signature, choice.sharding, choice.why, by_values=blocks is not None)
     made: BoundedCache[Any, Executor] = BoundedCache(MOST_REACHES)
-    made.keep((prefer, memory, reach), _executor(signature, choice))
+    made.keep((prefer, max_bytes, reach), _executor(signature, choice))
 
     def run_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        prefer, memory = modes.preferred_attention()
+        prefer, max_bytes = modes.preferred_attention()
         reach = known_reach(prefer, args, kwargs)
-        known = made.get((prefer, memory, reach))
+        known = made.get((prefer, max_bytes, reach))
         if known is None:
-            chosen = choose_attention(schema, metas, prefer, reach, memory)
+            chosen = choose_attention(schema, metas, prefer, reach, max_bytes)
             assert chosen is not None, "what is possible does not depend on what is preferred"
-            known = made.keep((prefer, memory, reach), _executor(signature, chosen))
+            known = made.keep((prefer, max_bytes, reach), _executor(signature, chosen))
         return known(args, kwargs)
 
     return run_attention
@@ -267,7 +267,7 @@ def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
 
 
 def _stored(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """A local that kernels can read; of a broadcast one not each element has memory of its own."""
+    """A local that kernels can read; of a broadcast one not each element has max_bytes of its own."""
     return local.contiguous() if spec.broadcast else local
 
 

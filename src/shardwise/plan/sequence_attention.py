@@ -25,6 +25,7 @@ from shardwise.core.layout import Run, Segment, Window
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import AnyShard, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import MemoryBoundError
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
@@ -143,7 +144,7 @@ def choose_attention(
     results: tuple[TensorMeta, ...],
     prefer: str | None = None,
     reach: Reach | None = None,
-    memory: int | None = None,
+    max_bytes: int | None = None,
 ) -> AttentionChoice | None:
     """The way to run a call whose sequence is sharded; None if no way applies.
 
@@ -152,7 +153,10 @@ def choose_attention(
         results: shape, stride and dtype of each result.
         prefer: the way to take if it is possible; None for the cheapest.
         reach: the keys that queries see by the mask, if that has been read.
-        memory: the most bytes to hold; ways that hold more are not taken unless all do.
+        max_bytes: the most bytes to hold; ways that hold more are not taken.
+
+    Raises:
+        MemoryBoundError: all ways hold more.
     """
     specs = schema.specs
     if any(spec.tensor_meta.is_symbolic or 0 in spec.shape for spec in specs):
@@ -167,7 +171,7 @@ def choose_attention(
         return None
     if reach is not None and reach.band is not None and (near := _halo(schema, results, reach.band)) is not None:
         found["halo"] = near
-    taken, reason = _cheapest(found, prefer, memory)
+    taken, reason = _cheapest(found, prefer, max_bytes)
     costs = ", ".join(
         f"{way} {human_seconds(c.seconds)}, {human_bytes(c.received)} received and {human_bytes(c.held)} held"
         for way, c in found.items()
@@ -175,15 +179,19 @@ def choose_attention(
     return replace(found[taken], why=f"{found[taken].way} ({reason}{costs})")
 
 
-def _cheapest(found: Mapping[str, AttentionChoice], prefer: str | None, memory: int | None) -> tuple[str, str]:
+def _cheapest(found: Mapping[str, AttentionChoice], prefer: str | None, max_bytes: int | None) -> tuple[str, str]:
     """The way to take, and why if it is not just the cheapest."""
-    fitting = [way for way in found if memory is None or found[way].held <= memory]
+    fitting = [way for way in found if max_bytes is None or found[way].held <= max_bytes]
     if not fitting:
-        least = min(found, key=lambda way: found[way].held)
-        return least, f"all ways hold more than {human_bytes(memory or 0)}, this one least; "
+        smallest = math.ceil(min(choice.held for choice in found.values()))
+        raise MemoryBoundError(
+            f"attention over a sharded sequence cannot be run within max_bytes={max_bytes:,}",
+            hint=f"the smallest possible bound is {smallest:,} bytes",
+            smallest=smallest,
+        )
     best = min(fitting, key=lambda way: found[way].seconds * (HELD if way == "gather" else 1.0))
     if prefer is None:
-        return best, "" if len(fitting) == len(found) else f"at most {human_bytes(memory or 0)} held; "
+        return best, "" if len(fitting) == len(found) else f"at most {human_bytes(max_bytes or 0)} held; "
     if prefer in fitting:
         return prefer, f"{prefer} was asked for; "
     return best, f"{prefer} holds too much; " if prefer in found else f"{prefer} is not possible; "
