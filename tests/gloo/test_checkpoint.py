@@ -55,7 +55,7 @@ def settles_after_a_rank_saved_alone(folder: str) -> list[bool]:
 
     def compared() -> None:
         assert c10d._plain is not None
-        settled.append(c10d._plain._settled == c10d._settles)
+        settled.append(c10d._plain._compared == c10d._comparisons)
 
     with sw.virtual():
         state = {"x": sw.ones(8, device_mesh=mesh_of((2, 3)), placements=[sw.Replicate(), sw.Replicate()])}

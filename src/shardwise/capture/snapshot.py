@@ -59,7 +59,7 @@ class Snapshot:
                     part.copy_(value)
                 if was.tensor.__class__ is DTensor:
                     was.tensor._local_tensor, was.tensor._spec = was.local, was.spec  # pyright: ignore[reportAttributeAccessIssue]
-                    was.tensor._settled = None  # pyright: ignore[reportAttributeAccessIssue]
+                    was.tensor._reduction = None  # pyright: ignore[reportAttributeAccessIssue]
                 if was.tensor.grad is not was.grad:
                     was.tensor.grad = was.grad
         set_random_states(self.random)
@@ -70,7 +70,7 @@ def _held(tensor: torch.Tensor) -> Held:
     parts = tuple(parts_of(local))
     spec = tensor._spec if tensor.__class__ is DTensor else None  # pyright: ignore[reportAttributeAccessIssue]
     if spec is not None:
-        tensor._settled = None  # pyright: ignore[reportAttributeAccessIssue]  # what is only remembered is not state
+        tensor._reduction = None  # pyright: ignore[reportAttributeAccessIssue]  # what is only remembered is not state
     values = tuple(part.detach().clone() for part in parts)
     return Held(tensor, local, spec, tensor.grad, tensor.requires_grad, parts, values)
 

@@ -101,7 +101,7 @@ def aligned(op: Any) -> Callable[..., None]:
         parameters = bound["self"]
         back: list[tuple[Any, Any]] = []
 
-        def brought(name: str, tensor: Any, parameter: Any) -> Any:
+        def aligned(name: str, tensor: Any, parameter: Any) -> Any:
             moved = tensor if tensor.shape != parameter.shape else _laid_out_as(tensor, parameter)
             if moved is tensor:
                 return tensor
@@ -111,7 +111,7 @@ def aligned(op: Any) -> Callable[..., None]:
 
         for name, value in list(bound.items()):
             if isinstance(value, list | tuple) and value and name != "state_steps":
-                bound[name] = [brought(name, t, p) for t, p in zip(value, parameters, strict=True)]
+                bound[name] = [aligned(name, t, p) for t, p in zip(value, parameters, strict=True)]
         unless_meta(op)(**{name: _locals(value) for name, value in bound.items()})
         for tensor, moved in back:
             tensor.copy_(moved)

@@ -16,7 +16,7 @@ from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.broadcast import keeping_broadcast
-from shardwise.dispatch.operands import bringing, reduces
+from shardwise.dispatch.operands import operand_mover, reduces
 from shardwise.dispatch.owner_exchanges import exchanging_by_owner
 from shardwise.dispatch.row_exchanges import exchanging_halos, exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
@@ -376,14 +376,14 @@ def general_executor(
     """Move the operands, run on locals, wrap; `outputs` is None if shapes are known only from the results."""
     info, slots, mesh, wrapping = signature.info, signature.slots, signature.mesh, signature.wrapping
     op, writes = info.op, bool(signature.pinned)
-    bring, run_local = bringing(signature, routes), local_runner(info, slots, patches, mesh, draws)
+    move_operands, run_local = operand_mover(signature, routes), local_runner(info, slots, patches, mesh, draws)
     wraps = None if outputs is None else [wrapping.wrapper(spec) for spec in outputs]
     moving = [route.route for route in routes if route is not None and route.communicates]
 
     def run_general(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(op, moving)
-        locals_ = bring(args, kwargs)
+        locals_ = move_operands(args, kwargs)
         results = run_local(local_op or op, args, kwargs, locals_)
         if writes:
             return with_written(wrapping, info, args, kwargs, results, wraps, mesh)

@@ -17,13 +17,13 @@ from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import writes_to
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["Bring", "bringing", "reduced_first"]
+__all__ = ["MoveOperands", "operand_mover", "reduced_first"]
 
-Bring = Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
+MoveOperands = Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
 Versions = tuple[int, int] | None
 
 
-class Settled(NamedTuple):
+class Reduction(NamedTuple):
     """The reduction of a Partial tensor, and the version of the tensor at that time."""
 
     versions: Versions
@@ -31,7 +31,7 @@ class Settled(NamedTuple):
     local: torch.Tensor
 
 
-def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring:
+def operand_mover(signature: Signature, routes: Sequence[BoundRoute | None]) -> MoveOperands:
     """The function that gives the locals of a call's operands where the operator wants them."""
     slots, mesh, wrapping = signature.slots, signature.mesh, signature.wrapping
     # the base of a view may be written to
@@ -39,39 +39,39 @@ def bringing(signature: Signature, routes: Sequence[BoundRoute | None]) -> Bring
     moves = [None if route is None else route.run if signature.info.is_view else route.read for route in routes]
     flat = _flat_reductions(signature, routes) if any(remembers) else []
 
-    def bring(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def move_operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         for several in flat:
-            several.settle([slots[i].get(args, kwargs) for i in several.positions])
-        brought = []
+            several.reduce([slots[i].get(args, kwargs) for i in several.positions])
+        found = []
         for slot, route, move, remember in zip(slots, routes, moves, remembers, strict=True):
             tensor = slot.get(args, kwargs)
             if route is None or move is None:
-                brought.append(wrapping.local_of(tensor, mesh))
+                found.append(wrapping.local_of(tensor, mesh))
             elif remember:
-                brought.append(_settled(tensor, route))
+                found.append(_reduced_local(tensor, route))
             else:
-                brought.append(move(wrapping.local_of(tensor, mesh)))
-        return brought
+                found.append(move(wrapping.local_of(tensor, mesh)))
+        return found
 
-    return bring
+    return move_operands
 
 
 def reduces(route: BoundRoute | None) -> bool:
     return route is not None and route.communicates and bool(route.route.source.partial_axes)
 
 
-def _settled(tensor: Any, route: BoundRoute) -> torch.Tensor:
+def _reduced_local(tensor: Any, route: BoundRoute) -> torch.Tensor:
     """A Partial tensor reduced; as it was before, if nothing has been written to it since."""
     target = route.route.target
     kept = _remembered(tensor, target)
     if kept is None:
         kept = route.read(tensor._local_tensor)
-        tensor._settled = Settled(_versions(tensor), target, kept)
+        tensor._reduction = Reduction(_versions(tensor), target, kept)
     return kept
 
 
 def _remembered(tensor: Any, target: DTensorSpec) -> torch.Tensor | None:
-    kept: Settled | None = tensor._settled
+    kept: Reduction | None = tensor._reduction
     if kept is None or kept.target is not target or kept.versions is None or kept.versions != _versions(tensor):
         return None
     return kept.local
@@ -96,14 +96,14 @@ class _FlatReduction(NamedTuple):
     buffer: FlatBuffer
     route: BoundRoute
 
-    def settle(self, tensors: Sequence[Any]) -> None:
+    def reduce(self, tensors: Sequence[Any]) -> None:
         """Reduce them as one, unless that has been done."""
         if all(_remembered(t, target) is not None for t, target in zip(tensors, self.targets, strict=True)):
             return
         joined = self.buffer.joined(tensor._local_tensor for tensor in tensors)
         parts = self.buffer.parts(self.route.run(joined))
         for tensor, target, part in zip(tensors, self.targets, parts, strict=True):
-            tensor._settled = Settled(_versions(tensor), target, part)
+            tensor._reduction = Reduction(_versions(tensor), target, part)
 
 
 def _flat_reductions(signature: Signature, routes: Sequence[BoundRoute | None]) -> list[_FlatReduction]:
@@ -139,10 +139,12 @@ def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Ex
         new_args, new_kwargs = list(args), dict(kwargs)
         tensors = [slot.get(args, kwargs) for slot in slots]
         for several in _several({i: tensor._spec for i, tensor in enumerate(tensors)}):
-            several.settle([tensors[i] for i in several.positions])
+            several.reduce([tensors[i] for i in several.positions])
         for slot, tensor in zip(slots, tensors, strict=True):
             spec = tensor._spec.reduced()
-            slot.put(new_args, new_kwargs, wrapping.wrapper(spec)(_settled(tensor, bound_route(tensor._spec, spec))))
+            slot.put(
+                new_args, new_kwargs, wrapping.wrapper(spec)(_reduced_local(tensor, bound_route(tensor._spec, spec)))
+            )
         return info.op(*new_args, **new_kwargs)
 
     return run_on_reduced

@@ -14,7 +14,7 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
-from shardwise.dispatch.operands import bringing
+from shardwise.dispatch.operands import operand_mover
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import announced
@@ -34,7 +34,7 @@ def exchanging_by_owner(signature: Signature, sharding: OutputSharding, step: Ow
     assert program is not None, f"the rule of {info.op} exchanges by owner and has no program"
     fabric, places = fabric_of(mesh), {at: _place(step, at) for at in coordinates_here(mesh)}
     routes = routes_between(signature.specs, sharding.inputs)
-    bring = bringing(signature, routes)
+    move_operands = operand_mover(signature, routes)
     route = _route(step, sharding)
     moving = [r.route for r in routes if r is not None and r.communicates] + [route]
     wraps = [signature.wrapping.wrapper(spec) for spec in sharding.outputs]
@@ -42,7 +42,7 @@ def exchanging_by_owner(signature: Signature, sharding: OutputSharding, step: Ow
 
     def run_owner_program(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         modes.check_strict(info.op, moving)
-        locals_ = bring(args, kwargs)
+        locals_ = move_operands(args, kwargs)
         announced(route)
 
         def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:

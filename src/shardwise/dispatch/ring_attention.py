@@ -18,7 +18,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.decision import decided
 from shardwise.dispatch.executors import executor
-from shardwise.dispatch.operands import bringing
+from shardwise.dispatch.operands import operand_mover
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import BoundRoute, Rotation, bound_rotations, bound_rows
@@ -189,7 +189,7 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
     info, mesh = signature.info, signature.mesh
     inputs, outputs = choice.sharding.inputs, choice.sharding.outputs
     routes = routes_between(signature.specs, inputs)
-    bring, plan = bringing(signature, routes), _Plan(signature, choice, pairs)
+    move_operands, plan = operand_mover(signature, routes), _Plan(signature, choice, pairs)
     moving = [route.route for route in routes if route is not None and route.communicates]
     moving += [route for route in (choice.rounds, choice.back) if route is not None and route.steps]
     compute = _backward if plan.is_backward else _forward
@@ -201,7 +201,7 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
         plain = info.bind(args, kwargs)
         columns = [
             plan.fabric.parts(mesh, _stored(local, spec))
-            for local, spec in zip(bring(args, kwargs), inputs, strict=True)
+            for local, spec in zip(move_operands(args, kwargs), inputs, strict=True)
         ]
         ranks = []
         for row in zip(*columns, strict=True):
@@ -223,7 +223,7 @@ def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
     specs = dict(zip(names, inputs, strict=True))
     length, left = specs["key"].shape[SEQUENCE], choice.band[0]
     routes = routes_between(signature.specs, inputs)
-    bring, exchanges = bringing(signature, routes), [bound_rows(step) for step in choice.halo]
+    move_operands, exchanges = operand_mover(signature, routes), [bound_rows(step) for step in choice.halo]
     moving = [route.route for route in routes if route is not None and route.communicates]
     moving += [route for route, _ in exchanges if route.collectives]
     wraps = [signature.wrapping.wrapper(spec) for spec in outputs]
@@ -247,7 +247,7 @@ def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
         if moving:
             modes.check_strict(info.op, moving)
         plain = info.bind(args, kwargs)
-        locals_ = [_stored(local, spec) for local, spec in zip(bring(args, kwargs), inputs, strict=True)]
+        locals_ = [_stored(local, spec) for local, spec in zip(move_operands(args, kwargs), inputs, strict=True)]
         for i, local in zip(at, exchanges[0][1]([locals_[i] for i in at], 0), strict=True):
             locals_[i] = local
         by_rank: dict[Coordinate, list[Any]] = {}

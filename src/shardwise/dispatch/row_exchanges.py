@@ -15,7 +15,7 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.dispatch.operands import bringing
+from shardwise.dispatch.operands import operand_mover
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.views import mark_views
 from shardwise.fabric.base import fabric_of
@@ -39,7 +39,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
     fill_name = rows.fill
     routes = routes_between(signature.specs, sharding.inputs)
     route, exchanged = bound_rows(exchange)
-    bring = bringing(signature, routes)
+    move_operands = operand_mover(signature, routes)
     moving = [r.route for r in routes if r is not None and r.communicates] + ([route] if route.collectives else [])
     wraps = [signature.wrapping.wrapper(spec) for spec in sharding.outputs]
     dtype, several = exchange.after.tensor_meta.dtype, info.returns != ("Tensor",)
@@ -50,7 +50,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
         if moving:
             modes.check_strict(info.op, moving)
         fill = 0 if fill_name is None else info.bind(args, kwargs)[fill_name]
-        locals_ = [local if local.dtype is dtype else local.to(dtype) for local in bring(args, kwargs)]
+        locals_ = [local if local.dtype is dtype else local.to(dtype) for local in move_operands(args, kwargs)]
         if before is not None:
             locals_ = [before(local, fill) if i in taken else local for i, local in enumerate(locals_)]
         results = [wrap(made) for wrap, made in zip(wraps, exchanged(locals_, fill), strict=True)]
@@ -68,7 +68,7 @@ def exchanging_halos(
     """The executor of a call whose windows slide over sharded dims: halos, the operator on locals, windows added up."""
     info, mesh, halo = signature.info, signature.mesh, exchange.halo
     routes = routes_between(signature.specs, sharding.inputs)
-    bring, fabric = bringing(signature, routes), fabric_of(mesh)
+    move_operands, fabric = operand_mover(signature, routes), fabric_of(mesh)
     before, after = ([[bound_rows(step) for step in steps] for steps in s] for s in (exchange.before, exchange.after))
     exchanges = [route for steps in (*before, *after) for route, _ in steps if route.collectives]
     moving = [r.route for r in routes if r is not None and r.communicates] + exchanges
@@ -86,7 +86,7 @@ def exchanging_halos(
     def exchange_halos(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
-        own = bring(args, kwargs)
+        own = move_operands(args, kwargs)
         locals_ = list(own)
         for i, steps in enumerate(before):
             for _, step in steps:

@@ -199,7 +199,7 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
             written = wrapping.wrapper(replicated(base._spec))(_written_copy(made, base, written))
             if not refreshed:
                 write(wrapping, info, base, written, changed=True)
-        base._settled = None
+        base._reduction = None
         _count_writes(wrapping, [base])
         # views that show an element several times are computed again: only the written elements are new
         is_old = made.op in OVERLAPPING or _overlaps(parts_of(base._held)[0])
@@ -291,7 +291,7 @@ def replace_local(target: Any, value: Any) -> None:
         if not spec.broadcast:
             value_local = laid_out_like(value_local, meta.stride)
         spec = DTensorSpec.from_context(spec.context, meta)
-    target._local_tensor, target._spec, target._settled = value_local, spec, None
+    target._local_tensor, target._spec, target._reduction = value_local, spec, None
 
 
 def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any, changed: bool = False) -> None:

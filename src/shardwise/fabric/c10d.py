@@ -121,7 +121,7 @@ class C10dFabric(Fabric):
         self._checked = 0  # how often it was begun, on every rank alike
         self._worlds = 0
         self._plain: PlainCheck | None = None
-        self._settles = Counter[tuple[int, ...]]()
+        self._comparisons = Counter[tuple[int, ...]]()
         self._made: Counter[tuple[int, ...]] = Counter()  # how many groups of these ranks
 
     def exchange(self, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class C10dFabric(Fabric):
         if self._plain is not None:
             self._plain.close(wait=False)
             self._plain = None
-        self._settles.clear()
+        self._comparisons.clear()
         if former is not None:
             self._forget()
         self._restart_check()
@@ -280,9 +280,9 @@ class C10dFabric(Fabric):
             ranks: those that call it; all of the job by default.
         """
         among = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        self._settles[among] += 1  # also on a rank that compares nothing yet: all count alike
+        self._comparisons[among] += 1  # also on a rank that compares nothing yet: all count alike
         if self._plain is not None:
-            self._plain.settle(among, self._settles[among])
+            self._plain.compare_posted(among, self._comparisons[among])
             raise_found()
 
     def end(self) -> None:
@@ -337,7 +337,7 @@ class C10dFabric(Fabric):
     def settle_check(self, text: str) -> None:
         """Compare for the last time the collectives of the ranks, if they are checked. Raises on all of them."""
         if self._check is not None:
-            self._check.settle(text)
+            self._check.compare_all(text)
 
     def end_check(self) -> None:
         """Check no longer in this world; compare for the last time, unless the program is failing."""
@@ -348,7 +348,7 @@ class C10dFabric(Fabric):
         if error is not None:
             check.fail(error)
         try:
-            check.settle("the end of the process groups")
+            check.compare_all("the end of the process groups")
         finally:
             check.close()
 
@@ -660,7 +660,7 @@ def _is_product(step: AllReduce | ReduceScatter) -> bool:
 def _settle_before_destroying(fabric: C10dFabric) -> None:
     """While ranks are checked, compare them before process groups are destroyed: the store goes with them."""
     original = distributed_c10d.destroy_process_group
-    if hasattr(original, "_settles"):
+    if hasattr(original, "_compares_ranks"):
         return
 
     @functools.wraps(original)
@@ -669,7 +669,7 @@ def _settle_before_destroying(fabric: C10dFabric) -> None:
             fabric.end_check()
         original(group)
 
-    setattr(destroy_process_group, "_settles", True)  # noqa: B010  # pyright knows no attributes of functions
+    setattr(destroy_process_group, "_compares_ranks", True)  # noqa: B010  # pyright knows no attributes of functions
     dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group
 
 

@@ -160,8 +160,8 @@ class PlainCheck:
         self._counts: dict[tuple[Any, ...], itertools.count[int]] = {}
         self._posted: deque[Use] = deque()
         self._streams: dict[Ranks, _Stream] = {}
-        self._asked: dict[Ranks, int] = {}  # the number of the last `settle`, by the ranks that take part
-        self._settled: dict[Ranks, int] = {}  # the number of the last one that is done
+        self._asked: dict[Ranks, int] = {}  # the number of the last `compare_posted`, by the ranks that take part
+        self._compared: dict[Ranks, int] = {}  # the number of the last one that is done
         self._wake, self._turn, self._ended = threading.Event(), threading.Condition(), False
         self._let_others_run = let_others_run
         self._main = threading.main_thread().ident if let_others_run is None else threading.get_ident()
@@ -210,7 +210,7 @@ class PlainCheck:
         name = threading.current_thread().name
         return "backward" if name.startswith("Dummy") else name
 
-    def settle(self, ranks: Ranks, number: int, patience: float = PATIENCE) -> None:
+    def compare_posted(self, ranks: Ranks, number: int, patience: float = PATIENCE) -> None:
         """Compare everything posted so far: waits until the neighbours among `ranks` have posted as much.
 
         Args:
@@ -221,7 +221,7 @@ class PlainCheck:
         deadline = time.monotonic() + patience
         if self._thread is None:
             self._asked[ranks] = number
-            while self._settled.get(ranks, 0) < number and not self.verdict and time.monotonic() < deadline:
+            while self._compared.get(ranks, 0) < number and not self.verdict and time.monotonic() < deadline:
                 self._look()
                 self._pause()
             return
@@ -230,7 +230,7 @@ class PlainCheck:
         with self._turn:
             self._asked[ranks] = number
             self._wake.set()
-            while self._settled.get(ranks, 0) < number and self._thread.is_alive() and time.monotonic() < deadline:
+            while self._compared.get(ranks, 0) < number and self._thread.is_alive() and time.monotonic() < deadline:
                 self._turn.wait(0.1)
 
     def close(self, wait: bool) -> None:
@@ -281,9 +281,9 @@ class PlainCheck:
         for ranks, asked in to_settle.items():
             if self._neighbours_reach(ranks, asked):
                 self._receive()
-                self._hear()  # before `settle` returns, which raises disagreements
+                self._hear()  # before `compare_posted` returns, which raises disagreements
                 with self._turn:
-                    self._settled[ranks] = asked
+                    self._compared[ranks] = asked
                     self._turn.notify_all()
         happened = self._receive() or happened
         self._hear()
@@ -291,7 +291,7 @@ class PlainCheck:
 
     def _to_settle(self) -> dict[Ranks, int]:
         with self._turn:
-            return {ranks: asked for ranks, asked in self._asked.items() if asked > self._settled.get(ranks, 0)}
+            return {ranks: asked for ranks, asked in self._asked.items() if asked > self._compared.get(ranks, 0)}
 
     def _send(self) -> bool:
         fresh: dict[Ranks, list[Any]] = {}

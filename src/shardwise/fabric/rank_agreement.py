@@ -32,8 +32,8 @@ __all__ = ["CheckedGroup", "RankCheck", "exit_with"]
 T = TypeVar("T")
 # seconds of silence after which a rank is considered dead; one that holds Python's lock for long is silent, too
 SILENCE = float(os.environ.get("SHARDWISE_CHECK_SILENCE", "20"))
-SETTLED = 3  # times that ranks must be found waiting for the same before a circle is reported
-SETTLED_THREADS = 10  # the same where several threads issue collectives: another may be about to
+SIGHTINGS = 3  # times that ranks must be found waiting for the same before a circle is reported
+SIGHTINGS_THREADS = 10  # the same where several threads issue collectives: another may be about to
 HINT = "every rank must issue the same collectives in the same order"
 ENDED = "has ended its program"
 
@@ -315,7 +315,7 @@ class RankCheck:
         members = tuple(circle)
         self._circles = {members: self._circles.get(members, 0) + 1}
         threads = max([len(self._threads), *(self._state(rank)["threads"] for rank in circle[:-1])])
-        if self._circles[members] >= (SETTLED if threads < 2 else SETTLED_THREADS):
+        if self._circles[members] >= (SIGHTINGS if threads < 2 else SIGHTINGS_THREADS):
             self._tell(f"the ranks wait for each other in different collectives, and none can go on:\n{circle[-1]}")
 
     def _circle(self, trail: list[int], key: str, number: int) -> list[Any] | None:
@@ -380,7 +380,7 @@ class RankCheck:
             said = str(error).partition("\n")[0]
             self._status = f"ended with {type(error).__name__}{': ' if said else ''}{said}"
 
-    def settle(self, text: str) -> None:
+    def compare_all(self, text: str) -> None:
         """Nothing more is issued: compare all sequences with the other ranks'. Raises if they differ."""
         if self._status == "running" and not self.raised:
             self.meet(tuple(range(self.world)), text, final=True)
@@ -408,7 +408,7 @@ class RankCheck:
     def _at_exit(self) -> None:
         told = self.raised or self._status != "running"
         with contextlib.suppress(Exception):  # a difference is in the verdict; without a store nothing can be compared
-            self.settle("the end of the program")
+            self.compare_all("the end of the program")
         self.close()
         if self.verdict is not None:
             if not told:

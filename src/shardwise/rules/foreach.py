@@ -90,10 +90,10 @@ def one_by_one(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
         places = [column.start + i for column in lists if column.length == first.length]
         alike = [specs[at] for at in places]
         if not _agree(call, alike):
-            brought = _brought_to_first(alike) if call.op._schema.is_mutable else None
-            if brought is None:
+            moved = _moved_to_first(alike) if call.op._schema.is_mutable else None
+            if moved is None:
                 return None
-            for at, spec in zip(places, brought, strict=True):
+            for at, spec in zip(places, moved, strict=True):
                 wanted[at] = spec
     results = tuple(specs[first.start + i].with_meta(meta) for i, meta in enumerate(call.results[: first.length]))
     if any(result.ndim != specs[first.start + i].ndim for i, result in enumerate(results)):
@@ -101,7 +101,7 @@ def one_by_one(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
     return tuple(wanted), results
 
 
-def _brought_to_first(specs: Sequence[DTensorSpec]) -> list[DTensorSpec] | None:
+def _moved_to_first(specs: Sequence[DTensorSpec]) -> list[DTensorSpec] | None:
     """The tensors of one index in the layout of the first; None if their sizes differ, or it is Partial."""
     main = specs[0]
     if main.partial_axes or any(spec.shape != main.shape for spec in specs):

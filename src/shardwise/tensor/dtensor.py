@@ -229,7 +229,7 @@ class DTensor(CompileProtocol):
         _DATA.__set__(self, new)
         self._mark_copied(None)
         vars(self).pop("_flight", None)
-        self._settled, self._local_tensor, self._spec = None, new._local_tensor, new._spec
+        self._reduction, self._local_tensor, self._spec = None, new._local_tensor, new._spec
 
     # ---------------------------------------------------------------- to and from locals
 
@@ -547,7 +547,7 @@ intercepted = {
     name: Interception(DTensor, name)
     for name in ("__torch_dispatch__", "redistribute", "full_tensor", "to_local", "from_local")
 }
-REMEMBERED = ("_copied_view", "_settled", "_flight")  # attributes that copies do not get
+REMEMBERED = ("_copied_view", "_reduction", "_flight")  # attributes that copies do not get
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of calls of `redistribute`
 

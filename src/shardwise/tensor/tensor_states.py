@@ -36,7 +36,7 @@ class PendingState(LaidOutTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return settle(self)._local_tensor
+        return wait_for(self)._local_tensor
 
     @classmethod
     def __torch_dispatch__(
@@ -44,7 +44,7 @@ class PendingState(LaidOutTensor):
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, PendingState):
-                settle(leaf)
+                wait_for(leaf)
         return classes.ordinary.__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -59,7 +59,7 @@ def pending(local: torch.Tensor, bound: BoundRoute, target: DTensorSpec) -> Any:
     return made
 
 
-def settle(tensor: Any) -> Any:
+def wait_for(tensor: Any) -> Any:
     """Wait for the collective of a pending tensor, which is an ordinary one then; others as they are."""
     if tensor.__class__ is classes.pending:
         finish, stride = tensor._flight

@@ -22,9 +22,8 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.virtual import RankTensor, is_even
 from shardwise.parallel.tensor_parallel.forward_layouts import forward_layouts
-from shardwise.parallel.tensor_parallel.local_region import from_layer, to_layer
+from shardwise.parallel.tensor_parallel.local_region import from_layer, rows_here, to_layer
 from shardwise.parallel.tensor_parallel.module_parameters import see_on, unsee
-from shardwise.parallel.tensor_parallel.table_lookup import rows_here
 from shardwise.parallel.tensor_parallel.value_layouts import in_layout, local_of, target_of
 from shardwise.rules.embedding import zero_missing
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed

@@ -1,4 +1,4 @@
-"""The way of tensors into a layer that runs on locals, and out of it: moved and unwrapped in one step, and wrapped."""
+"""Tensors into a layer that runs on locals, and out of it: moved and unwrapped in one step, and wrapped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 from shardwise import modes
 from shardwise.core.spec import DTensorSpec
+from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
+from shardwise.rules.embedding import local_rows, missing_rows
 from shardwise.tensor import (
     DTensor,
     apply_function,
@@ -22,7 +24,7 @@ from shardwise.tensor import (
 )
 from shardwise.transforms import alive
 
-__all__ = ["from_layer", "to_layer"]
+__all__ = ["from_layer", "rows_here", "to_layer"]
 
 Specs = Sequence[DTensorSpec]
 
@@ -52,6 +54,20 @@ def from_layer(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, *,
         return apply_function(_FromLayer, alive(local), source, target, to_local)
     moved = _moved(local, source, target)
     return moved if to_local else dtensor_of(target, moved)
+
+
+def rows_here(table: DTensorSpec, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each token the row of the local table, and whether the row is missing there."""
+    fabric, rows = fabric_of(table.mesh), table.shape[0]
+
+    def missing(coordinate: Sequence[int], local: torch.Tensor) -> torch.Tensor:
+        return missing_rows(local, table.global_offset(coordinate)[0], table.local_shape(coordinate)[0], rows)
+
+    def row(coordinate: Sequence[int], local: torch.Tensor, is_missing: torch.Tensor) -> torch.Tensor:
+        return local_rows(local, is_missing, table.global_offset(coordinate)[0])
+
+    elsewhere = fabric.map(table.mesh, missing, tokens)
+    return fabric.map(table.mesh, row, tokens, elsewhere), elsewhere
 
 
 def _moved(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
