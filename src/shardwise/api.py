@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.compilers import traceable
-from shardwise.core.layout import whole_block
+from shardwise.core.layout import full_block
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -115,7 +115,7 @@ def _distribute_transformed(
 
 def cut_block(tensor: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
     """A copy of the block of a global tensor that belongs to the rank at `coordinate`."""
-    return slicer(whole_block(spec.shape), spec.block(coordinate))(tensor)
+    return slicer(full_block(spec.shape), spec.block(coordinate))(tensor)
 
 
 # ---------------------------------------------------------------- modules

@@ -35,7 +35,7 @@ __all__ = [
     "refuse_dry",
     "refuse_named",
     "release_importing_frames",
-    "taken_whole",
+    "single_node",
     "tell_compiler",
     "traceable",
 ]
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 _whole: list[Callable[..., Any]] = []
 
 
-def taken_whole(function: AnyFunction) -> AnyFunction:
+def single_node(function: AnyFunction) -> AnyFunction:
     """Declare a function as a single node of a graph: Dynamo does not trace its body.
 
     Call it from traced code after `tell_compiler()`.
@@ -64,7 +64,7 @@ def traceable(function: Callable[Given, Result]) -> Callable[Given, Result]:
         4
     """
 
-    @taken_whole
+    @single_node
     @functools.wraps(function)
     def whole(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         return function(*args, **kwargs)

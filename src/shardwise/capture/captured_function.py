@@ -60,7 +60,7 @@ MANY_UNSETTLED = 8  # calls in a row, after which there is a warning
 
 
 class _Entry(NamedTuple):
-    """A program with the recipe of its results."""
+    """A program with the descriptions of its results."""
 
     program: Program
     result: Any

@@ -24,6 +24,7 @@ __all__ = [
     "chunk",
     "dense_strides",
     "equal_chunks",
+    "full_block",
     "intersect",
     "longest",
     "misfit",
@@ -32,7 +33,6 @@ __all__ = [
     "runs_of",
     "sizes_of_parts",
     "starts_of",
-    "whole_block",
 ]  # fmt: skip
 
 
@@ -302,11 +302,11 @@ def block_of(shape: Sequence[int], runs: tuple[tuple[Run, ...], ...]) -> Block:
     return Block(local, offset, runs)
 
 
-def whole_block(shape: Sequence[int]) -> Block:
+def full_block(shape: Sequence[int]) -> Block:
     """The block of a replicated tensor of `shape`.
 
     Example:
-        >>> whole_block((4, 6)).runs
+        >>> full_block((4, 6)).runs
         ((Run(start=0, length=4),), (Run(start=0, length=6),))
     """
     return block_of(shape, tuple([(Run(0, size),) for size in shape]))

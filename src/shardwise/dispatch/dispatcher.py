@@ -28,7 +28,7 @@ from shardwise.dispatch.broadcast import (
 from shardwise.dispatch.cross_mesh import on_one_mesh
 from shardwise.dispatch.decision import Decision, decided
 from shardwise.dispatch.executors import executor, for_any_size
-from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_whole_tensors, torch_decomposition
+from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_replicated_operands, torch_decomposition
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.origins import (
     JOINING,
@@ -263,7 +263,7 @@ class OpDispatcher:
         def directly() -> Executor:
             if sharding is not None:
                 return executor(signature, sharding)
-            return on_whole_tensors(signature, metas) if drawn is None else drawing(signature, drawn)
+            return on_replicated_operands(signature, metas) if drawn is None else drawing(signature, drawn)
 
         if compute is None and all(0 not in spec.shape for spec in signature.specs):  # torch's divide by sizes
             compute = torch_decomposition(info.op)

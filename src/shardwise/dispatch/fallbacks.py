@@ -19,7 +19,7 @@ from shardwise.rules.registry import overloads
 from shardwise.schema import OpInfo
 from shardwise.torch_private import OpOverload, decomposition_of
 
-__all__ = ["LIKE", "decomposed", "made_elsewhere", "on_whole_tensors", "torch_decomposition"]
+__all__ = ["LIKE", "decomposed", "made_elsewhere", "on_replicated_operands", "torch_decomposition"]
 
 # Operators that access elements by their memory order, or refuse them. By name: torch loads `prims` when it needs
 # them.
@@ -89,10 +89,10 @@ def made_elsewhere(wrapping: Wrapping, info: OpInfo) -> Executor:
     return run_made_elsewhere
 
 
-def on_whole_tensors(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Executor:
+def on_replicated_operands(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> Executor:
     """Replicate all operands, run the operator on every rank, and warn."""
     info, specs, mesh = signature.info, signature.specs, signature.mesh
-    routes = routes_between(specs, signature.with_whole_operands())
+    routes = routes_between(specs, signature.replicated_operands())
     outputs = None if metas is None else tuple(replicated_spec(mesh, meta) for meta in metas)
     local_op = _in_memory_order(signature) if _goes_by_memory(info.op) else None
     if any_complex(specs, outputs or ()):

@@ -272,7 +272,7 @@ def drawing(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
         return _filling_new(signature, metas[0])
     if info.op is aten.native_dropout.default:
         return _dropout(signature, metas)
-    return _on_whole(signature, metas)
+    return _on_gathered_operands(signature, metas)
 
 
 def _filling_new(signature: Signature, meta: TensorMeta) -> Executor:
@@ -299,7 +299,7 @@ def _dropout(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
     with unrecorded():
         draw_mask = _cuda_mask(operand.reduced()) if mesh.device_type == "cuda" else _bernoulli_mask(mask_spec)
     if draw_mask is None:
-        return _on_whole(signature, metas)
+        return _on_gathered_operands(signature, metas)
 
     def run_dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         bound = info.bind(args, kwargs)
@@ -346,12 +346,12 @@ def _kept(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
     return x.mul(keep).mul_(0.0 if share == 0 else 1 / share)
 
 
-def _on_whole(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
+def _on_gathered_operands(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
     """Draws by the values of gathered operands, as on one device; every rank keeps its part."""
     info, slots, specs, mesh, wrapping = (
         signature.info, signature.slots, signature.specs, signature.mesh, signature.wrapping,
     )  # fmt: skip
-    routes = routes_between(specs, signature.with_whole_operands())
+    routes = routes_between(specs, signature.replicated_operands())
     moving = [route.route for route in routes if route is not None and route.communicates]
     keeps = list(_ways_back(specs[0], [replicated_spec(mesh, meta) for meta in metas]))
     wraps = [wrapping.wrapper(spec) for spec, _ in keeps]

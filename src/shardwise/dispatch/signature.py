@@ -32,12 +32,12 @@ __all__ = [
     "Wrap",
     "Wrapping",
     "fixed_sizes",
+    "gathered_local",
     "is_symbolic",
     "key_of",
     "routes_between",
     "sparse_result",
     "tensor_slots",
-    "whole_of",
 ]
 
 Executor = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -238,7 +238,7 @@ class Signature:
         pinned = tuple([i for i, (slot, _) in enumerate(found) if slot.name in info.writes]) if info.writes else ()
         return cls(info, tuple([slot for slot, _ in found]), tuple(specs), arguments, wrapping, mesh, pinned)
 
-    def with_whole_operands(self) -> tuple[DTensorSpec, ...]:
+    def replicated_operands(self) -> tuple[DTensorSpec, ...]:
         """The operands' specs after replication."""
         return tuple(map(replicated, self.specs))
 
@@ -259,7 +259,7 @@ def fixed_sizes(wrapping: Wrapping, func: OpOverload) -> Executor:
     return run_with_fixed_sizes
 
 
-def whole_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def gathered_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """A local gathered on every rank."""
     whole = replicated(spec)
     return local if whole is spec else bound_route(spec, whole).run(local)

@@ -27,7 +27,7 @@ def fill_in_graph(
     spec: DTensorSpec, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
 ) -> torch.Tensor:
     """The local of a new tensor of this spec that the in-place operator `op` fills."""
-    whole = _whole(spec, spec.tensor_meta.dtype)
+    whole = _global_tensor(spec, spec.tensor_meta.dtype)
     if op is _FROM and generator is None:
         return _part(spec, torch.ops.aten.randint_like.low_dtype(whole, *numbers))
     return _part(spec, op(whole, *numbers, generator=generator))
@@ -36,13 +36,13 @@ def fill_in_graph(
 def mask_in_graph(spec: DTensorSpec, p: float) -> torch.Tensor:
     """The local of the mask that dropout draws for a tensor of this spec."""
     if spec.mesh.device_type != "cuda":
-        share = _whole(spec, torch.float32).bernoulli_(1 - p)
+        share = _global_tensor(spec, torch.float32).bernoulli_(1 - p)
         return _part(spec.with_dtype(torch.bool), share.to(torch.bool))
-    ones = torch.ones_like(_whole(spec, spec.tensor_meta.dtype))
+    ones = torch.ones_like(_global_tensor(spec, spec.tensor_meta.dtype))
     return _part(spec.with_dtype(torch.bool), torch.ops.aten.native_dropout.default(ones, p, True)[1])
 
 
-def _whole(spec: DTensorSpec, dtype: torch.dtype) -> torch.Tensor:
+def _global_tensor(spec: DTensorSpec, dtype: torch.dtype) -> torch.Tensor:
     meta = spec.tensor_meta.dense()
     return torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=spec.mesh.device_type)
 

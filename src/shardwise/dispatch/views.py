@@ -15,7 +15,7 @@ import torch
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import has_symbols, is_tracing
-from shardwise.dispatch.signature import Executor, Wrapping, whole_of
+from shardwise.dispatch.signature import Executor, Wrapping, gathered_local
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route
@@ -209,8 +209,8 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
 
 def _written_copy(made: CopiedView, base: Any, written: Any) -> torch.Tensor:
     """The local of a replicated copy of a base, to which the values of a view of it have been written."""
-    local, values = base._local_tensor, whole_of(written._local_tensor, written._spec)
-    copy = whole_of(local, base._spec)
+    local, values = base._local_tensor, gathered_local(written._local_tensor, written._spec)
+    copy = gathered_local(local, base._spec)
     if copy is local:
         copy = copy.clone(memory_format=torch.contiguous_format)
     if made.op in PHYSICAL:
@@ -301,7 +301,7 @@ def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any, changed: bo
     """
     if not isinstance(target, wrapping.tensor_class):
         target.copy_(
-            fabric_of(value._spec.mesh).parts(value._spec.mesh, whole_of(value._local_tensor, value._spec))[0][1]
+            fabric_of(value._spec.mesh).parts(value._spec.mesh, gathered_local(value._local_tensor, value._spec))[0][1]
         )
         return
     have, want = value._spec, target._spec

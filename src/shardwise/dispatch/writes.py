@@ -67,7 +67,7 @@ def replacing_locals(signature: Signature) -> Executor:
 def through_copies(signature: Signature) -> Executor:
     """Write to gathered copies on every rank, then redistribute them to the layouts of the tensors."""
     info, slots, specs, wrapping = signature.info, signature.slots, signature.specs, signature.wrapping
-    mesh, pinned, wholes = signature.mesh, signature.pinned, signature.with_whole_operands()
+    mesh, pinned, wholes = signature.mesh, signature.pinned, signature.replicated_operands()
     local_op = seeing_conjugates(info.op) if any_complex(specs, ()) else None
     run = general_executor(signature, (None,) * len(slots), None, local_op=local_op, draws=signature.info.draws)
     wraps = [wrapping.wrapper(spec) for spec in wholes]

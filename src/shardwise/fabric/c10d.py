@@ -312,7 +312,7 @@ class C10dFabric(Fabric):
         text = f"{step.describe()} of {step.before}"
         return CheckedGroup(self._check, self.group_of(ranks, text), tuple(sorted(ranks)), text)
 
-    def _together(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
+    def _run_checked(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
         """Communication outside of steps."""
         return function() if self._check is None else self._check.run(function, tuple(sorted(ranks)), text)
 
@@ -409,11 +409,11 @@ class C10dFabric(Fabric):
                 (rank, blocks(at).contiguous()) for rank, at in zip(ranks, coordinates, strict=True) if rank != sender
             ]
             sends = [dist.P2POp(dist.isend, as_carried(block), rank, group) for rank, block in others if block.numel()]
-            self._together(ranks, text, lambda: _finish(sends))
+            self._run_checked(ranks, text, lambda: _finish(sends))
             return own
         received = torch.empty_like(own)
         receives = [dist.P2POp(dist.irecv, as_carried(received), sender, group)] if received.numel() else []
-        self._together(ranks, text, lambda: _finish(receives))
+        self._run_checked(ranks, text, lambda: _finish(receives))
         return received
 
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
@@ -424,7 +424,7 @@ class C10dFabric(Fabric):
             return [facts] * mesh.size()
         said: list[Any] = [None] * mesh.size()
         ranks = self._line(mesh, tuple(range(mesh.ndim))).ranks
-        self._together(ranks, "ranks compare", lambda: dist.all_gather_object(said, facts, group=group))
+        self._run_checked(ranks, "ranks compare", lambda: dist.all_gather_object(said, facts, group=group))
         return said
 
     # ---------------------------------------------------------------- steps

@@ -302,7 +302,7 @@ def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for i, _ in written:
         if isinstance(leaves[i], RankTensor):
             _take_sizes(leaves[i])
-    return together(results, functools.partial(_agreed, func), leaves)
+    return rank_results(results, functools.partial(_agreed, func), leaves)
 
 
 def _resize_metas(rows: Sequence[list[Any]], leaves: Sequence[Any], at: Sequence[int]) -> None:
@@ -394,7 +394,7 @@ def _sizes(local: RankTensor) -> list[Any]:
     return [of_rank(size, rank) for rank in range(len(local.tensors)) for size in (*local.shape, *local.stride())]
 
 
-def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], given: Sequence[Any] = ()) -> Any:
+def rank_results(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], given: Sequence[Any] = ()) -> Any:
     """The results of all ranks as one: tensors as a `RankTensor`, sequences item by item, other values by `plain`.
 
     An operator in place gives back the very tensor it wrote to: that is found among the `given`.
@@ -411,7 +411,7 @@ def together(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], give
                 f"an operator gives {[len(result) for result in results]} results on the virtual ranks",
                 hint="ranks run in lockstep here: take the tensor of one rank with local.tensors[rank]",
             )
-        items = (together(column, plain, given) for column in zip(*results, strict=True))
+        items = (rank_results(column, plain, given) for column in zip(*results, strict=True))
         return list(items) if isinstance(first, list) else tuple(items)
     return plain(results)
 
@@ -702,7 +702,7 @@ def _rank_by_rank(operator: LocalOperator) -> OperatorRunner:
             return op(*new_args, **new_kwargs)
 
         func = operator.op if is_nondeterministic(operator.op) else op  # `op` may be a function around it
-        return together(run_rows(func, rows, call, operator.written), lambda values: values[0])
+        return rank_results(run_rows(func, rows, call, operator.written), lambda values: values[0])
 
     return run_rank_by_rank
 
@@ -718,7 +718,7 @@ def _drawing_once(operator: LocalOperator) -> OperatorRunner:
             for other in parts_of(locals_[position])[1:]:
                 other.copy_(first[position])
         copies = [tree_map(lambda t: t.clone() if _is_tensor(t) else t, result) for _ in operator.own]
-        return together(copies, lambda values: values[0])
+        return rank_results(copies, lambda values: values[0])
 
     return run_once
 

@@ -18,7 +18,7 @@ from shardwise.rules.slicing import Taken, local_index, pieces_of, runs_along
 aten = torch.ops.aten
 
 
-def together(
+def joined_factors(
     operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True, exchanged: Collection[str] = ()
 ) -> Factors:
     """The factors of several operands whose elements are put into one result: they may be Partial, all alike."""
@@ -48,7 +48,7 @@ def cat(call: Call) -> Factors:
     own = tuple(names(ndim))
     at = wrapped(call["dim"], ndim)
     operands = tuple(own if len(m.shape) == ndim else (None,) * len(m.shape) for m in call.operands)
-    return together(operands, own, same_dtype(call), exchanged={own[at]})
+    return joined_factors(operands, own, same_dtype(call), exchanged={own[at]})
 
 
 @rule(aten.stack.default, aten._stack.default)
@@ -57,7 +57,7 @@ def stack(call: Call) -> Factors:
     own = names(len(call.operands[0].shape))
     at = wrapped(call["dim"], len(own) + 1)
     result = (*own[:at], None, *own[at:])
-    return together((tuple(own),) * len(call.operands), result, same_dtype(call))
+    return joined_factors((tuple(own),) * len(call.operands), result, same_dtype(call))
 
 
 # ---------------------------------------------------------------- a part replaced
@@ -134,9 +134,9 @@ def slice_scatter(call: Call) -> Factors:
     at = wrapped(call["dim"], ndim)
     if call["step"] != 1:
         own, src = tuple(names(ndim)), tuple(kept(ndim, [at]))
-        return together((own, src), own)
+        return joined_factors((own, src), own)
     named = tuple(names(ndim))
-    return together((named, named), named, exchanged={named[at]})
+    return joined_factors((named, named), named, exchanged={named[at]})
 
 
 @rule(aten.diagonal_scatter.default)
@@ -146,7 +146,7 @@ def diagonal_scatter(call: Call) -> Factors:
     gone = [wrapped(call["dim1"], ndim), wrapped(call["dim2"], ndim)]
     own = kept(ndim, gone)
     diagonal = [*(name for d, name in enumerate(own) if d not in gone), None]
-    return together((tuple(own), tuple(diagonal)), tuple(own))
+    return joined_factors((tuple(own), tuple(diagonal)), tuple(own))
 
 
 @rule(aten.select_scatter.default, localize=where_replaced, local_op=replace_index)
@@ -155,4 +155,4 @@ def select_scatter(call: Call) -> Factors:
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
     own = names(ndim)
-    return together((tuple(own), tuple(own[:at] + own[at + 1 :])), tuple(own))
+    return joined_factors((tuple(own), tuple(own[:at] + own[at + 1 :])), tuple(own))

@@ -14,7 +14,7 @@ from shardwise import modes
 from shardwise.compilers import (
     never_traced,
     refuse_dry,
-    taken_whole,
+    single_node,
     tell_compiler,
 )
 from shardwise.core.cache import BoundedCache
@@ -611,7 +611,7 @@ _PLACEMENTS = [Shard, StridedShard, Zigzag, Ragged, Owned, Replicate, Partial, M
 torch.serialization.add_safe_globals([_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, *_PLACEMENTS])
 
 
-@taken_whole
+@single_node
 def _from_local_in_graph(
     local: torch.Tensor,
     mesh: Any,

@@ -183,7 +183,7 @@ class Record:
             return ()
         if (self.way == "rule" or decision.why) and decision.sharding is not None:
             return decision.sharding.inputs
-        return decision.signature.with_whole_operands() if self.way == "whole tensors" else ()
+        return decision.signature.replicated_operands() if self.way == "whole tensors" else ()
 
 
 def layouts_text(specs: Iterable[Any]) -> str:

@@ -71,14 +71,14 @@ def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None]
 
 def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:
     data = _data_axes(grad._spec.mesh, data_mesh)
-    for make_goal in (_made_whole, _made_partial):
+    for make_goal in (_reduced_spec, _made_partial):
         goal = make_goal(grad._spec, leaf, data)
         if goal is not grad._spec:
             grad = grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
     return grad._local_tensor
 
 
-def _made_whole(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
+def _reduced_spec(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
     """In the layout of the leaf, but sums over data axes are left for the reduction of the bucket."""
     placements = [
         placement if axis in data and placement.is_partial("sum") else wanted

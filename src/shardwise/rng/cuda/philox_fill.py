@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.core.layout import Block, whole_block
+from shardwise.core.layout import Block, full_block
 from shardwise.rng.cuda import philox_tensor_ops
 from shardwise.rng.cuda.nvrtc import CompilerError, can_compile
 from shardwise.rng.cuda.philox_kernel import BlockFill, fill_part, threads_of
@@ -130,7 +130,7 @@ def _agrees(wanted: Draw, kernel_model: FillKernel) -> bool:
     probe = wanted._replace(shape=(numel,), numbers=numbers)
     generator = torch.Generator(wanted.device).manual_seed(_SEED)
     try:
-        (ours,) = draw(probe, [whole_block((numel,))], generator)
+        (ours,) = draw(probe, [full_block((numel,))], generator)
     except CompilerError:
         return False
     theirs, state = _by_torch(probe)
