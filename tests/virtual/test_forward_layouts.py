@@ -31,7 +31,7 @@ class Norm(nn.Module):
         wide = x.to(torch.float64)
         found = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         if self.mode == "length":
-            return found / x.shape[1]
+            return found / x.size(1)
         return found.mean(1, keepdim=True) * found if self.mode == "mean" else found
 
 
@@ -58,6 +58,23 @@ class Buffered(Norm):
 class Inherited(Norm):
     def forward(self, x: Any) -> Any:
         return super().forward(x) * 3
+
+
+class Sliced(Norm):
+    def forward(self, x: Any) -> Any:
+        return x[:, :4] * self.weight
+
+
+class Unpacked(Norm):
+    def forward(self, x: Any) -> Any:
+        first, second = x.chunk(2, 1)
+        return (first + second) * self.weight
+
+
+class InPlace(Norm):
+    def forward(self, x: Any) -> Any:
+        x.mul_(2)
+        return x * self.weight
 
 
 def runs_on_locals(module: nn.Module) -> bool:
@@ -115,6 +132,24 @@ def test_what_reads_more_than_its_input_and_constants_runs_on_dtensors(make: Any
     for factor in (2.0, 5.0):
         SCALE[0] = factor
         check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    assert not runs_on_locals(module)
+
+
+@pytest.mark.parametrize("make", [Sliced, Unpacked])
+def test_positions_and_sizes_are_global(make: Any) -> None:
+    reference, module = parallel(make())
+    for size in (4, 16, 4, 6, 8):  # four rows are all of them first, and later the first ones
+        check(reference, module, torch.randn(2, size, 8), Shard(1))
+    assert not runs_on_locals(module)
+
+
+def test_a_write_to_the_input() -> None:
+    reference, module = parallel(InPlace())
+    x = torch.randn(2, 8, 8)
+    with torch.no_grad():
+        given, own = sw.distribute_tensor(x, MESH, [Shard(1)]), x.clone()
+        torch.testing.assert_close(module(given).full_tensor(), reference(own))
+        torch.testing.assert_close(given.full_tensor(), own)
     assert not runs_on_locals(module)
 
 

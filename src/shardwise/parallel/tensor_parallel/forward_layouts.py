@@ -42,6 +42,18 @@ MAX_KEPT = 4096
 aten = torch.ops.aten
 # Backward on DTensors stores broadcast dims once. These operators only change how a value is stored.
 _STORAGE_ONLY = (aten.slice.Tensor, aten.expand.default)
+# Operators that depend on no size and no position: for any sizes of locals they compute a part of the global result.
+_OPERATORS = {
+    *(aten.abs, aten.add, aten.add_, aten.addmm, aten.alias, aten.baddbmm, aten.bmm, aten.clamp, aten.clamp_max),
+    *(aten.clamp_min, aten.clone, aten.detach, aten.div, aten.div_, aten.embedding, aten.exp, aten.gelu, aten.log),
+    *(aten.mean, aten.mm, aten.mul, aten.mul_, aten.native_layer_norm, aten.neg, aten.permute, aten.pow),
+    *(aten.reciprocal, aten.relu, aten.rsqrt, aten.sigmoid, aten.silu, aten.sqrt, aten.sub, aten.sub_, aten.sum),
+    *(aten.t, aten.tanh, aten.transpose, aten.unsqueeze, aten.var, aten._to_copy),
+}
+_OWN_SIZES = {
+    aten.view,
+    aten._unsafe_view,
+}  # only in forwards of torch, which compute the sizes from those of the input
 _MODULES = (torch, F, math)
 _BUILTINS = ("abs", "bool", "float", "int", "isinstance", "len", "list", "max", "min", "range", "tuple", "zip")
 # Names that a forward may not use: they read or change state of torch or of a tensor, which is not in any key.
@@ -49,7 +61,9 @@ _STATE = frozenset(
     ("_C", "backends", "cuda", "data", "device", "grad", "grad_fn", "manual_seed", "requires_grad", "requires_grad_")
 )
 _STATE_PREFIXES = ("are_", "get_", "is_", "set_", "use_")
-_SIZES = frozenset(("len", "ndim", "numel", "nelement", "shape", "size", "stride"))
+_SIZES = frozenset(
+    ("__len__", "len", "nbytes", "ndim", "nelement", "numel", "shape", "size", "storage_offset", "stride")
+)
 
 
 @dataclass(frozen=True)
@@ -202,6 +216,8 @@ def _is_closed(function: Any) -> bool:
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith(("STORE_", "DELETE_", "IMPORT_")) and "FAST" not in instruction.opname:
             return False
+        if instruction.opname.startswith(("BINARY_SUBSCR", "BINARY_SLICE")) or instruction.argrepr == "[]":
+            return False  # positions: torch runs no operator for a slice that takes all, so it would not be noticed
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and not _is_fixed(function, str(instruction.argval)):
             return False
     return True
@@ -237,7 +253,7 @@ class _Self:
             read[name] = value
             return value
         method = getattr(type(module), name, None)
-        if not _is_closed(method):
+        if not _is_closed(method) or _SIZES & _names(method):
             raise _Refused(name)
         return types.MethodType(method, self)  # pyright: ignore[reportArgumentType]
 
@@ -296,6 +312,14 @@ class _Calls(TorchDispatchMode):
         """The operators of backward in any order, with all arguments that are not tensors."""
         calls = [call for call in self._backward or () if call[0] not in _STORAGE_ONLY]
         return Counter((call[0], *[repr(each) for each in call[2:] if not isinstance(each, tuple)]) for call in calls)
+
+    def are_free_of_positions(self, forward: Callable[..., Any], inputs: int) -> bool:
+        """Whether forward has only operators that depend on no size or position, and that write to no input."""
+        allowed = _OPERATORS | _OWN_SIZES if forward.__module__.startswith("torch.nn.") else _OPERATORS
+        return all(
+            func.overloadpacket in allowed and not (func._schema.is_mutable and first[0] in range(inputs))
+            for func, _, first, *_ in self.forward
+        )
 
     def needed_layouts(self, parameters: Sequence[Any]) -> dict[int, DTensorSpec]:
         """The layouts that operators move parameters to, by index: an addend of a Partial must be Partial."""
@@ -366,7 +390,7 @@ def _compared(
         if on_dtensors.calls.is_row_lookup(on_dtensors.tensors):
             return on_dtensors.layouts(looks_up=True)
         on_plain = run(_Self(module, read), [_empty_local(spec) for spec in specs])
-        if _is_alike(on_dtensors, on_plain):
+        if _is_alike(on_dtensors, on_plain) and on_plain.calls.are_free_of_positions(forward, len(specs)):
             found = on_dtensors.layouts()
             return found if all(map(_is_linear, (*found.operands, *found.gradients, found.result))) else None
         needed = on_dtensors.calls.needed_layouts(on_dtensors.tensors[:-1])
