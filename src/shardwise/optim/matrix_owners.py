@@ -67,8 +67,8 @@ def by_matrix(
         else:
             results[at] = function(matrix if dtype is None else matrix.to(dtype))
     for (mesh, sent), positions in groups.items():
-        given = [_reduced(matrices[at]).to(sent) for at in positions]
-        for at, result in zip(positions, _computed(function, mesh, given, cost), strict=True):
+        given = [_reduced(matrices[at]) for at in positions]
+        for at, result in zip(positions, _computed(function, mesh, given, sent, cost), strict=True):
             results[at] = result
     return results  # pyright: ignore[reportReturnType]  # each was computed
 
@@ -83,20 +83,21 @@ def _computed(
     function: Callable[[torch.Tensor], torch.Tensor],
     mesh: DeviceMesh,
     matrices: Sequence[Any],
+    dtype: torch.dtype,
     cost: Callable[[torch.Size], float] | None,
 ) -> list[Any]:
-    """The results for DTensors of one mesh and dtype."""
-    specs = tuple([matrix.spec for matrix in matrices])
+    """The results for DTensors of one mesh, which are sent in one dtype."""
+    specs = tuple([_dense(matrix.spec, dtype) for matrix in matrices])
     costs = tuple([(cost or _cost)(spec.shape) for spec in specs])
     plan = _plans.get((specs, costs))
     if plan is None:
         plan = _plans.keep((specs, costs), transfers(specs, matrix_owners(costs, mesh.size())))
     fabric = fabric_of(mesh)
-    locals_ = [matrix.to_local().contiguous() for matrix in matrices]
+    locals_ = [matrix.to_local() for matrix in matrices]
 
     def pack(coordinate: Coordinate, *parts: torch.Tensor) -> torch.Tensor:
         sent = [parts[at].reshape(-1) for at in plan.sent_by(_number(mesh, coordinate))]
-        return torch.cat(sent) if sent else parts[0].new_empty(0)
+        return torch.cat([part.to(dtype) for part in sent]) if sent else parts[0].new_empty(0, dtype=dtype)
 
     def compute(coordinate: Coordinate, received: torch.Tensor) -> torch.Tensor:
         return plan.compute(function, coordinate[0], received)
@@ -109,8 +110,15 @@ def _computed(
     owned = sent.redistribute(placements=plan.gathering.after.placements).to_local()
     back = dtensor_of(plan.returning.before, fabric_of(flat).map(flat, compute, owned))
     returned = back.redistribute(placements=plan.returning.after.placements).to_local()
-    dense = [spec.with_meta(TensorMeta(spec.shape, dtype=spec.tensor_meta.dtype)) for spec in specs]
-    return [dtensor_of(spec, fabric.map(mesh, unpack(at), returned)) for at, spec in enumerate(dense)]
+    return [dtensor_of(spec, fabric.map(mesh, unpack(at), returned)) for at, spec in enumerate(specs)]
+
+
+def _dense(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The layout of a matrix that is stored row by row, in another dtype."""
+    meta = spec.tensor_meta
+    if meta.dtype is dtype and meta.is_contiguous:
+        return spec
+    return spec.with_meta(TensorMeta(spec.shape, dtype=dtype))
 
 
 def _cost(shape: torch.Size) -> float:
@@ -119,7 +127,10 @@ def _cost(shape: torch.Size) -> float:
 
 def _number(mesh: DeviceMesh, coordinate: Sequence[int]) -> int:
     """The place of a coordinate among all of a mesh, the first axis major."""
-    return int(np.ravel_multi_index(tuple(coordinate), mesh.shape))
+    number = 0
+    for index, size in zip(coordinate, mesh.shape, strict=True):
+        number = number * size + index
+    return number
 
 
 def matrix_owners(costs: Sequence[float], ranks: int) -> list[int]:

@@ -49,16 +49,22 @@ class Muon(torch.optim.Muon):
         momenta: list[torch.Tensor] = []
         if self._init_group(group, parameters, gradients, momenta):
             raise ValueError("Muon: complex parameters are not supported")
+        if not parameters:
+            return
         momentum, rate = group["momentum"], float(group["lr"])
-        updates = []
-        for gradient, buffer in zip(gradients, momenta, strict=True):
-            buffer.lerp_(gradient, 1 - momentum)
-            updates.append(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        updates = torch._foreach_lerp(gradients, momenta, momentum) if group["nesterov"] else momenta
 
         def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
             return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         found = by_matrix(orthogonalized, updates, dtype=torch.bfloat16)
+        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        by_rate: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # matrices of one shape have one rate
         for parameter, update in zip(parameters, found, strict=True):
-            parameter.mul_(1 - rate * group["weight_decay"])
-            parameter.add_(update, alpha=-muon_learning_rate(rate, group["adjust_lr_fn"], parameter.shape))
+            adjusted = muon_learning_rate(rate, group["adjust_lr_fn"], parameter.shape)
+            alike = by_rate.setdefault(adjusted, ([], []))
+            alike[0].append(parameter)
+            alike[1].append(update)
+        for adjusted, (targets, added) in by_rate.items():
+            torch._foreach_add_(targets, added, alpha=-adjusted)
