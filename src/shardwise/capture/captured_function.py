@@ -18,6 +18,7 @@ import torch
 from shardwise import modes
 from shardwise.capture.binding import Binding, arguments_key
 from shardwise.capture.captured_report import CapturedReport
+from shardwise.capture.compiled_program import BACKENDS, compiled_program
 from shardwise.capture.groups import recording_collectives
 from shardwise.capture.leaving import Effect, Leaving, Unsettled
 from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
@@ -79,10 +80,19 @@ class Captured(Generic[Result]):
 
     is_captured = True
 
-    def __init__(self, function: Callable[..., Result], max_programs: int, verify: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Result],
+        max_programs: int,
+        verify: bool,
+        backend: str | None = None,
+        overlap: bool = False,
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.verify = verify
+        self.backend = backend
+        self.overlap = overlap
         self.programs: BoundedCache[Any, _Entry] = BoundedCache(max_programs)
         self._codes: dict[Any, None] = {}
         self._last: _Entry | None = None
@@ -105,11 +115,11 @@ class Captured(Generic[Result]):
         On process groups these are the collectives that the program issues; on virtual ranks, those that the step
         announced when it was recorded.
         """
-        return CapturedReport.of(self._ran_last().program)
+        return CapturedReport.of(self._ran_last().program.recorded)
 
     def timeline(self) -> Timeline:
         """The program that ran last in the order of its calls; `draw(step)` is its picture."""
-        return timeline_of(self._ran_last().program)
+        return timeline_of(self._ran_last().program.recorded)
 
     def save(self, path: str | os.PathLike[str], **objects: Any) -> None:
         """Write the program that ran last into the folder `path`, one file for each rank; `load_captured` reads it.
@@ -122,9 +132,8 @@ class Captured(Generic[Result]):
             objects: the modules, tensors (also in lists and dicts) and optimizers that the program uses, by any names.
         """
         entry = self._ran_last()
-        recorded = SavedProgram(
-            entry.program, {}, dict(enumerate(entry.roots)), entry.arguments, entry.result, entry.effects, entry.written
-        )
+        program, roots = entry.program.recorded, dict(enumerate(entry.roots))
+        recorded = SavedProgram(program, {}, roots, entry.arguments, entry.result, entry.effects, entry.written)
         save_program(path, recorded, objects)
 
     def _ran_last(self) -> _Entry:
@@ -241,8 +250,11 @@ class Captured(Generic[Result]):
                 return result
             positions = {id(root): at for at, root in enumerate(roots)}
             entry = entry._replace(arguments=shape_of((args, kwargs), positions))
+            received = dict(entry.program.received)
             if self.verify:
                 result = self._verify(entry, tape, before, roots)
+            if self.backend is not None:
+                entry, result = self._compile(entry, self.backend, received, before, roots)
         except ShardwiseError:
             before.restore()
             raise
@@ -287,6 +299,8 @@ class Captured(Generic[Result]):
         meshes = [root._spec.mesh for root in roots if isinstance(root, DTensor)]
         program = Program(tape, tuple(leaving.values), _name(self.function), meshes)
         program.ranks = max((len(was.parts) for was in before.held), default=1)
+        if self.overlap:
+            program = program.overlapped()
         program.outcome = leaving.values
         renewed = [
             (effect.target, state.position(before.held[effect.target].grad))
@@ -328,6 +342,22 @@ class Captured(Generic[Result]):
                 )
         program.received = tape.received = {}
         return left_behind(entry, values, roots, before.slots)
+
+    def _compile(
+        self, entry: _Entry, backend: str, received: dict[int, Any], before: Snapshot, roots: list[torch.Tensor]
+    ) -> tuple[_Entry, Any]:
+        """Compile a program while it runs once more from the same state, and return it with what that run leaves."""
+        entry.program.received = received
+        before.restore()
+
+        def run(program: Program) -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                return program.verifying()(before.parts)
+
+        program, values = compiled_program(entry.program, backend, run)
+        program.received = entry.program.received = {}
+        entry = entry._replace(program=program)
+        return entry, left_behind(entry, values, roots, before.slots)
 
 
 def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots: Sequence[Slots]) -> Any:
@@ -425,7 +455,14 @@ def _ambient() -> tuple[Any, ...]:
     )
 
 
-def captured(function: Callable[..., Result], *, max_programs: int = 16, verify: bool = True) -> Captured[Result]:
+def captured(
+    function: Callable[..., Result],
+    *,
+    max_programs: int = 16,
+    verify: bool = True,
+    backend: str | None = None,
+    overlap: bool = False,
+) -> Captured[Result]:
     """Return `function` as one that runs as a program of local operators and collectives, without dispatch of DTensors.
 
     Args:
@@ -433,6 +470,9 @@ def captured(function: Callable[..., Result], *, max_programs: int = 16, verify:
         max_programs: how many programs are kept, one for each combination of shapes, layouts and Python values.
         verify: compare a new program with the function, bit by bit, before it is used. A call that is recorded then
             takes the memory of the state twice more.
+        backend: "inductor" compiles the operators between collectives. Values are then those of eager within rounding,
+            which is checked when a program is recorded, and not its bits.
+        overlap: wait for a collective only before the first operator that needs it. They are issued in the same order.
 
     Example:
         >>> import shardwise as sw
@@ -443,4 +483,6 @@ def captured(function: Callable[..., Result], *, max_programs: int = 16, verify:
         >>> [step(x).item() for _ in range(3)]
         [32.0, 32.0, 32.0]
     """
-    return Captured(function, max_programs, verify)
+    if backend is not None and backend not in BACKENDS:
+        raise UnsupportedError(f"captured has no backend {backend!r}", hint=f"one of {list(BACKENDS)}, or None")
+    return Captured(function, max_programs, verify, backend, overlap)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwise.capture.tape import Call, Ref, Tape, refused
 from shardwise.torch_private import tree_flatten, tree_unflatten
 
-__all__ = ["issuing", "recording_collectives"]
+__all__ = ["issuing", "recording_collectives", "starting"]
 
 _COLLECTIVES = (
     "allreduce", "_reduce_scatter_base", "_allgather_base", "alltoall_base", "allgather", "allreduce_coalesced",
@@ -76,22 +76,27 @@ def issuing(call: Call, position: int) -> Callable[..., Any]:
         call: the recorded operator of c10d.
         position: where it is in the program; unused.
     """
+    start = starting(call)
+    return lambda *tensors: start(*tensors).wait()
+
+
+def starting(call: Call) -> Callable[..., Any]:
+    """The function of tensors that issues a recorded collective and returns what can be waited for."""
     op, options = call.op, call.expected
     bound = dict(zip([argument.name for argument in op._schema.arguments], call.args, strict=False)) | call.kwargs
     match op._opname:
         case "_allgather_base_":
-            gather = _group(bound)._allgather_base
-            return lambda out, given: gather(out, given).wait()
+            return _group(bound)._allgather_base
         case "alltoall_base_":
             got, sent = list(bound["output_split_sizes"]), list(bound["input_split_sizes"])
             swap = _group(bound).alltoall_base
-            return lambda out, given: swap(out, given, got, sent).wait()
+            return lambda out, given: swap(out, given, got, sent)
         case "allreduce_" if options is not None:
             reduce = _group(bound).allreduce
-            return lambda *tensors: reduce(list(tensors), options).wait()
+            return lambda *tensors: reduce(list(tensors), options)
         case "_reduce_scatter_base_" if options is not None:
             scatter = _group(bound)._reduce_scatter_base
-            return lambda out, given: scatter(out, given, options).wait()
+            return lambda out, given: scatter(out, given, options)
         case _:
             return _by_operator(call)
 
@@ -105,12 +110,12 @@ def _by_operator(call: Call) -> Callable[..., Any]:
     leaves, tree = tree_flatten((call.args, call.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Ref)]
 
-    def issue(*tensors: Any) -> None:
+    def issue(*tensors: Any) -> Any:
         given = list(leaves)
         for i, tensor in zip(at, tensors, strict=True):
             given[i] = tensor
         args, kwargs = tree_unflatten(given, tree)
         found = call.op(*args, **kwargs)
-        (found[-1] if isinstance(found, tuple) else found).wait()
+        return found[-1] if isinstance(found, tuple) else found
 
     return issue

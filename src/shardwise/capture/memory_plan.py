@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardwise.capture.program import Program, made_by, refs_of
+from shardwise.capture.program import Program
+from shardwise.capture.tape import made_by, refs_of
 
 __all__ = ["MemoryPlan", "memory_plan"]
 

@@ -6,6 +6,7 @@ attributes are put together from its values afterwards.
 
 from __future__ import annotations
 
+import copy
 import linecache
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ import torch
 
 from shardwise.capture.call_sites import NOWHERE, Site
 from shardwise.capture.collective_calls import Collective, collective_kind, described, is_collective, of_route
-from shardwise.capture.groups import issuing
-from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit
+from shardwise.capture.groups import issuing, starting
+from shardwise.capture.overlap import Memories, issued_early, late_waits
+from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit, made_by, refs_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import AgreementError
@@ -26,7 +28,7 @@ from shardwise.tensor import dtensor_of
 from shardwise.text import human_bytes, plural
 from shardwise.torch_private import tree_leaves
 
-__all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built", "made_by", "refs_of"]
+__all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built"]
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -172,12 +174,36 @@ class Program:
         self.name = name
         self.ranks = 1  # how many ranks it runs: all of them where they are virtual
         self.outcome: dict[int, torch.Tensor] = {}  # the wanted values as the step has left them, until verified
+        self.recorded = self  # the program before any part of it was compiled
+        self.overlap = False  # whether collectives are waited for as late as possible
+        self._prepare()
+
+    def _prepare(self) -> None:
         self._operators: dict[str, Any] = {}
         self.pool: list[Any] = []
         self._names: dict[int, str] = {}
         self.collectives = self._collectives()
+        self.late = self._late() if self.overlap else {}
         self.text = self._text()
-        self.run = self._function(issuing)
+        self.run = self._function(self._issuing)
+
+    def _late(self) -> dict[int, int]:
+        """The collectives that are waited for later, by position, with the index of the call that needs them."""
+        return late_waits(self.calls, self._memories())
+
+    def _memories(self) -> Memories:
+        memory_of = self.facts.memory_of
+        return Memories(memory_of, frozenset(memory_of[number] for number in self.inputs()))
+
+    def _issuing(self, call: Call, position: int) -> Callable[..., Any]:
+        return starting(call) if position in self.late else issuing(call, position)
+
+    def overlapped(self) -> Program:
+        """The same program with collectives in flight while operators run that do not need them."""
+        self.overlap = True
+        made = self.with_calls(issued_early(self.calls, self._memories()))
+        made.recorded = made
+        return made
 
     def _collectives(self) -> dict[int, Collective]:
         """The calls of process groups by their positions."""
@@ -187,6 +213,22 @@ class Program:
             for position, call in self.calls
             if isinstance(call, Call) and is_collective(call)
         }
+
+    def with_calls(self, calls: Sequence[tuple[int, Call | Unit]]) -> Program:
+        """The same program with other calls, each with the position of the one that it comes from."""
+        made = copy.copy(self)
+        facts = self.facts
+        origins = [origin for origin, _ in calls]
+        received = {at: self.received[origin] for at, origin in enumerate(origins) if origin in self.received}
+        moves = [move._replace(position=_first_from(origins, move.position)) for move in facts.moves]
+        made.calls = [(at, call) for at, (_, call) in enumerate(calls)]
+        made.received = received
+        made.facts = facts._replace(
+            sites={at: facts.sites[origin] for at, origin in enumerate(origins) if origin in facts.sites},
+            moves=tuple(moves),
+        )
+        made._prepare()
+        return made
 
     def announce(self, moves: Sequence[Collective]) -> None:
         """Take these as the collectives that routes announced."""
@@ -211,7 +253,11 @@ class Program:
         last = self._last_uses()
         announced = {} if self.collectives else _by_position(self.facts.moves)
         lines += [f"    v{number} = inputs[{number}]" for number in sorted(self.inputs())]
-        for position, call in self.calls:
+        waits: dict[int, list[int]] = {}
+        for position, index in self.late.items():
+            waits.setdefault(index, []).append(position)
+        for index, (position, call) in enumerate(self.calls):
+            lines += [f"    work_{at}.wait()" for at in waits.get(index, ())]
             site = self.facts.sites.get(position, NOWHERE)
             if site[:2] != shown:
                 shown = site[:2]
@@ -223,6 +269,7 @@ class Program:
             dead = sorted(n for n in last.get(position, ()) if n not in self.wanted)
             if dead:
                 lines.append("    " + " = ".join(f"v{n}" for n in dead) + " = None")
+        lines += [f"    work_{at}.wait()" for at in waits.get(len(self.calls), ())]
         lines.append(f"    return ({''.join(f'v{n}, ' for n in self.wanted)})")
         return "\n".join(lines) + "\n"
 
@@ -231,6 +278,11 @@ class Program:
         for position, call in self.calls:
             for ref in (*refs_of(call), *made_by(call)):
                 last[ref.number] = position
+        for position, call in self.calls:  # what a collective uses lives until it has ended
+            if position in self.late:
+                end = min(self.late[position], len(self.calls) - 1)
+                for ref in refs_of(call):
+                    last[ref.number] = max(last[ref.number], self.calls[end][0])
         found: dict[int, set[int]] = {}
         for number, position in last.items():
             found.setdefault(position, set()).add(number)
@@ -238,10 +290,13 @@ class Program:
 
     def _line(self, position: int, call: Call | Unit) -> str:
         if isinstance(call, Unit):
-            return f"{_unit_name(call, position)}({', '.join(f'v{ref.number}' for ref in call.reads)})"
+            made = "".join(f"v{ref.number}, " for ref in call.made)
+            text = f"{_unit_name(call, position)}({', '.join(f'v{ref.number}' for ref in call.reads)})"
+            return f"{made.rstrip()} = {text}" if made else text
         if is_collective(call):
             tensors = ", ".join(f"v{ref.number}" for ref in refs_of(call))
-            return f"{collective_kind(call)}_{position}({tensors})"
+            text = f"{collective_kind(call)}_{position}({tensors})"
+            return f"work_{position} = {text}" if position in self.late else text
         if call.op is _DETACH:
             return f"v{call.made.number} = {self._show(call.args[0])}"
         arguments = [self._show(arg) for arg in call.args]
@@ -320,6 +375,11 @@ def _unit_name(unit: Unit, position: int) -> str:
     return f"{unit.name}_{position}"
 
 
+def _first_from(origins: Sequence[int], position: int) -> int:
+    """The index of the first call that comes from a position or a later one."""
+    return next((at for at, origin in enumerate(origins) if origin >= position), len(origins))
+
+
 def _words(found: Collective) -> str:
     """What a comment says of a collective."""
     kind = found.kind.replace("_", "-")
@@ -340,22 +400,6 @@ def _by_position(moves: Sequence[Collective]) -> dict[int, list[Collective]]:
     return found
 
 
-def refs_of(call: Call | Unit) -> list[Ref]:
-    """The values that a call is given, in order."""
-    if isinstance(call, Unit):
-        return list(call.reads)
-    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
-
-
-def made_by(call: Call | Unit) -> list[Ref]:
-    """The values that a call makes; not those that it gives back."""
-    if isinstance(call, Unit):
-        return []
-    given = {ref.number for ref in refs_of(call)}
-    leaves = tree_leaves(call.made)
-    return [leaf for leaf in leaves if isinstance(leaf, Ref) and leaf.number not in given]
-
-
 def _needed(calls: Sequence[Call | Unit], wanted: Sequence[int]) -> list[tuple[int, Call | Unit]]:
     """The calls without those whose results are not used, each with its position. All collectives stay."""
     used, kept = set(wanted), []
@@ -372,11 +416,20 @@ def _needed(calls: Sequence[Call | Unit], wanted: Sequence[int]) -> list[tuple[i
 
 
 def _repeating(received: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    def repeat(*tensors: torch.Tensor) -> None:
+    def repeat(*tensors: torch.Tensor) -> Any:
         for tensor, was in zip(tensors, received, strict=True):
             tensor.copy_(was)
+        return _Done
 
     return repeat
+
+
+class _Done:
+    """A collective that has ended."""
+
+    @staticmethod
+    def wait() -> None:
+        pass
 
 
 def _agreed(found: Any, expected: Any, line: str) -> None:

@@ -27,9 +27,9 @@ from shardwise.capture.collective_calls import (
 )
 from shardwise.capture.leaving import Effect
 from shardwise.capture.local_optimizer import LocalStep
-from shardwise.capture.program import Local, Made, Program, Root, Same, Sequenced, Tabled, made_by, refs_of
+from shardwise.capture.program import Local, Made, Program, Root, Same, Sequenced, Tabled
 from shardwise.capture.roots import Opaque, RootFact
-from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit
+from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit, made_by, refs_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.notation import parse_spec
 from shardwise.core.spec import DTensorSpec

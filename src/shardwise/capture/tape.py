@@ -23,7 +23,7 @@ from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
 from shardwise.torch_private import OpOverload, TorchDispatchMode, tree_flatten, tree_leaves, tree_map
 
-__all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "refused"]
+__all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "made_by", "refs_of", "refused"]
 
 _ASSERTED = (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
 # Functions of the library that read values only to raise where they are not as they must be, or are zero.
@@ -98,6 +98,23 @@ class Unit(NamedTuple):
     line: str
     writes: tuple[int, ...] = ()
     name: str = "unit"  # what the program calls it
+    made: tuple[Ref, ...] = ()  # the values that it returns
+
+
+def refs_of(call: Call | Unit) -> list[Ref]:
+    """The values that a call is given, in order."""
+    if isinstance(call, Unit):
+        return list(call.reads)
+    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
+
+
+def made_by(call: Call | Unit) -> list[Ref]:
+    """The values that a call makes; not those that it gives back."""
+    if isinstance(call, Unit):
+        return list(call.made)
+    given = {ref.number for ref in refs_of(call)}
+    leaves = tree_leaves(call.made)
+    return [leaf for leaf in leaves if isinstance(leaf, Ref) and leaf.number not in given]
 
 
 class _Memory(NamedTuple):
