@@ -75,8 +75,9 @@ def test_inductor() -> None:
     for _ in range(4):
         x = sw.randn(4, 8, device_mesh=mesh)
         torch.testing.assert_close(step(x).full_tensor(), function(x).full_tensor())
-    assert "compiled_" in step.source()
-    assert "gelu" not in step.source()
+    code = [line for line in step.source().splitlines() if not line.strip().startswith("#")]
+    assert any("compiled_" in line for line in code)
+    assert not any("gelu" in line for line in code)
     assert step.explain().operators["backward"] > 2
 
 
@@ -105,12 +106,12 @@ def test_what_a_backend_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, backend, message in (("failing", failing, "no such kernel"), ("wrong", wrong, "beyond rounding")):
         monkeypatch.setitem(compiled_program.BACKENDS, name, backend)
         step = captured(function, backend=name)
-        before, ran = total.full_tensor().clone(), 0
+        before, ran = total.full_tensor().clone(), []
         with pytest.raises(UnsupportedError, match=message):
-            for _ in range(4):
-                step()
-                ran += 1
-        assert torch.equal(total.full_tensor() - before, torch.full((4,), float(ran)))  # refused, it changed nothing
+            ran.extend(1 for _ in range(4) if step())
+        assert torch.equal(
+            total.full_tensor() - before, torch.full((4,), float(len(ran)))
+        )  # refused, it changed nothing
     monkeypatch.setitem(compiled_program.BACKENDS, "shared", shared)
     step = captured(function, backend="shared")
     found: Any = None
