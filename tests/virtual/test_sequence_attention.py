@@ -201,6 +201,19 @@ def test_the_cheapest_way_is_taken() -> None:
     assert _way((1, 2, 16, 16), 8)[0] == "gather"  # so little that two collectives are faster than seven
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_does_not_grow_with_the_ranks_by_default(device: str) -> None:
+    def peak(ranks: int) -> int:
+        with sw.dry_run() as run:
+            mesh = sw.init_device_mesh(device, (ranks,))
+            make = {"device_mesh": mesh, "placements": [S2], "dtype": torch.bfloat16, "requires_grad": True}
+            q, k, v = (sw.zeros(1, 2, 64 * ranks, 16, **make) for _ in range(3))
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).mean().backward()
+        return run.peak_bytes
+
+    assert peak(512) == peak(64) <= peak(8)
+
+
 def test_explain_says_which_way_and_why() -> None:
     way, rule = _way((1, 8, 4096, 16), 4, "ring")
     assert way == "ring"

@@ -38,8 +38,10 @@ from shardwise.text import human_bytes, human_seconds
 
 __all__ = ["AttentionChoice", "Pairs", "choose_attention", "ring_blocks", "ring_pairs"]
 
-# Gathered keys and values also take memory: their seconds count twice.
+# Gathered keys and values also take memory: their seconds count twice. That memory grows with the ranks: beyond so many
+# times a rank's own operands they are gathered only if there is no other way.
 HELD = 2.0
+GATHERED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ def choose_attention(
         return None
     if reach is not None and reach.band is not None and (near := _halo(schema, results, reach.band)) is not None:
         found["halo"] = near
-    taken, reason = _cheapest(found, prefer, max_bytes)
+    own = sum(spec.local_bytes for spec in specs)
+    taken, reason = _cheapest(found, prefer, max_bytes, own)
     costs = ", ".join(
         f"{way} {human_seconds(c.seconds)}, {human_bytes(c.received)} received and {human_bytes(c.held)} held"
         for way, c in found.items()
@@ -179,8 +182,10 @@ def choose_attention(
     return replace(found[taken], why=f"{found[taken].way} ({reason}{costs})")
 
 
-def _cheapest(found: Mapping[str, AttentionChoice], prefer: str | None, max_bytes: int | None) -> tuple[str, str]:
-    """The way to take, and why if it is not just the cheapest."""
+def _cheapest(
+    found: Mapping[str, AttentionChoice], prefer: str | None, max_bytes: int | None, own: float
+) -> tuple[str, str]:
+    """The way to take, and why if it is not just the cheapest; `own`: the bytes of a rank's operands."""
     fitting = [way for way in found if max_bytes is None or found[way].held <= max_bytes]
     if not fitting:
         smallest = math.ceil(min(choice.held for choice in found.values()))
@@ -189,7 +194,8 @@ def _cheapest(found: Mapping[str, AttentionChoice], prefer: str | None, max_byte
             hint=f"the smallest possible bound is {smallest:,} bytes",
             smallest=smallest,
         )
-    best = min(fitting, key=lambda way: found[way].seconds * (HELD if way == "gather" else 1.0))
+    small = [way for way in fitting if way != "gather" or found[way].held <= GATHERED * own] or fitting
+    best = min(small, key=lambda way: found[way].seconds * (HELD if way == "gather" else 1.0))
     if prefer is None:
         return best, "" if len(fitting) == len(found) else f"at most {human_bytes(max_bytes or 0)} held; "
     if prefer in fitting:
