@@ -11,6 +11,7 @@ the bytes that ranks lack, in one collective at most.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import random
 import sys
@@ -191,13 +192,13 @@ def main() -> None:
 
 
 def _on_pool(seeds: range, calls: bool) -> tuple[Counter[str], list[str]]:
-    from tests.gloo.processes import ProcessPool  # it starts what virtual ranks do not need
-
+    processes = importlib.import_module("tests.gloo.processes")  # which virtual ranks do not need
+    here = importlib.import_module("tests.virtual.ragged_programs")  # not as __main__: the processes import it
     counts, wrong = Counter[str](), list[str]()
-    with ProcessPool(4) as pool:
+    with processes.ProcessPool(4) as pool:
         for start in range(seeds.start, seeds.stop, 100):
             part = range(start, min(start + 100, seeds.stop))
-            results = pool.run(run_on_processes, part, calls, timeout=600)
+            results = pool.run(here.run_on_processes, part, calls, timeout=600)
             counts.update(results[0][0])
             wrong += dict.fromkeys(text for _, texts in results for text in texts)
     return counts, wrong
