@@ -31,6 +31,7 @@ from shardwise.errors import (
     MeshError,
     NotationError,
     ParityError,
+    PipelineError,
     PlainTensorError,
     RuleError,
     ShardwiseError,
@@ -59,11 +60,12 @@ from shardwise.schema import RULE_MODULES
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint, debug, hf, moe, optim, parallel
+    from shardwise import checkpoint, debug, hf, moe, optim, parallel, pipelines
     from shardwise.capture import Captured, CapturedReport, captured, load_captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.meshes import PendingTransfer, TransferPlan, transfer, transfer_plan
     from shardwise.parallel import fully_shard, replicate
+    from shardwise.pipelines import Pipeline, pipeline
 
 __version__ = "0.1.0"
 
@@ -93,6 +95,8 @@ __all__ = [
     "ParityError",
     "Partial",
     "PendingTransfer",
+    "Pipeline",
+    "PipelineError",
     "Placement",
     "PlainTensorError",
     "RNGTracker",
@@ -142,6 +146,8 @@ __all__ = [
     "optim",
     "parallel",
     "parity",
+    "pipeline",
+    "pipelines",
     "plain_tensors",
     "rand",
     "randint",
@@ -161,7 +167,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("checkpoint", "debug", "hf", "moe", "optim", "parallel")
+_PACKAGES = ("checkpoint", "debug", "hf", "moe", "optim", "parallel", "pipelines")
 _DCP = "shardwise.checkpoint.dcp"
 _STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
 _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"
@@ -169,6 +175,7 @@ _LATER = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
     **dict.fromkeys(("Captured", "CapturedReport", "captured", "load_captured"), "capture"),
+    **dict.fromkeys(("Pipeline", "pipeline"), "pipelines"),
     **dict.fromkeys(("PendingTransfer", "TransferPlan", "transfer", "transfer_plan"), "meshes"),
 }
 

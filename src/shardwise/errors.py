@@ -18,6 +18,7 @@ __all__ = [
     "MeshError",
     "NotationError",
     "ParityError",
+    "PipelineError",
     "PlainTensorError",
     "RuleError",
     "ShardwiseError",
@@ -91,6 +92,10 @@ class AgreementError(ShardwiseError, RuntimeError):
 
 class ParityError(ShardwiseError, AssertionError):
     """Values on the ranks differ from those of one device."""
+
+
+class PipelineError(ShardwiseError, RuntimeError):
+    """A stage of a pipeline has failed, on this rank or another; says which and why."""
 
 
 class ImplicitCommunicationError(ShardwiseError, RuntimeError):

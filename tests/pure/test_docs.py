@@ -50,7 +50,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     reference = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
     documented = [found["name"] for found in DOCUMENTED.finditer(reference)]
     assert len(documented) == len(set(documented)), "a name has two places"
-    packages = ("checkpoint", "checkpoint.state_dict", "debug", "hf", "moe", "optim", "parallel")
+    packages = ("checkpoint", "checkpoint.state_dict", "debug", "hf", "moe", "optim", "parallel", "pipelines")
     parts = {f"{part}.{name}" for part in packages for name in importlib.import_module(f"shardwise.{part}").__all__}
     again = {name.partition(".")[2] for name in parts}  # names that shardwise has of its packages
     own = set(shardwise.__all__) - again - set(packages)

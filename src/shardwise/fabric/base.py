@@ -17,6 +17,7 @@ from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import MeshError, ShardwiseError, UnsupportedError
+from shardwise.fabric.stage_link import StageLink
 from shardwise.plan.route import Route
 from shardwise.plan.state_transfer import StateTransfer
 from shardwise.plan.step import OwnerExchange, Rotate, RowExchange, Step
@@ -187,6 +188,10 @@ class Fabric(ABC):
     @abstractmethod
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
         """The facts of each rank of the mesh, in the order of the grid; the same list on every rank."""
+
+    def stage_link(self, meshes: Sequence[DeviceMesh]) -> StageLink | None:
+        """The connections between the ranks of these meshes; None where all of them are in this process."""
+        return None
 
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:  # noqa: B027  # most compare nothing
         """Something that must be the same on all ranks of a mesh, for the check of ranks, if that is on."""

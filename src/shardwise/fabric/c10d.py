@@ -65,6 +65,7 @@ from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.rank_agreement import CheckedGroup, RankCheck, exit_with
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.row_packing import row_parcels
+from shardwise.fabric.stage_link import StageLink
 from shardwise.fabric.state_messages import rank_transfer
 from shardwise.fabric.traced_collectives import (
     is_recorded,
@@ -351,6 +352,13 @@ class C10dFabric(Fabric):
             check.compare_all("the end of the process groups")
         finally:
             check.close()
+
+    def stage_link(self, meshes: Sequence[DeviceMesh]) -> StageLink | None:
+        ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.grid_ranks}))
+        number = self._made[ranks]
+        group = new_group(ranks) if len(ranks) > 1 and self.rank() in ranks else None
+        store = _own_store(f"shardwise_pipeline_{self._worlds}_{'_'.join(map(str, ranks))}_{number}")
+        return StageLink(group, store, self._leave_groups)
 
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:
         if self._check is not None and self.coordinate(mesh) is not None:

@@ -1,0 +1,9 @@
+"""Pipelines: a model cut into stages on different ranks, run by a schedule. The public names, nothing else."""
+
+from __future__ import annotations
+
+from shardwise.pipelines.pipeline_run import Pipeline, pipeline
+from shardwise.pipelines.pipeline_tables import Action, pipeline_table
+from shardwise.pipelines.pipeline_timeline import Timeline, timeline_of
+
+__all__ = ["Action", "Pipeline", "Timeline", "pipeline", "pipeline_table", "timeline_of"]

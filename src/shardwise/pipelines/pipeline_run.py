@@ -1,0 +1,431 @@
+"""`sw.pipeline`: the stages of a model on the ranks of a mesh axis, run by a schedule.
+
+One interpreter for every schedule and fabric: with virtual ranks it takes the actions of all ranks in turn, with
+processes those of its own rank, and waits for messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.core.mesh import DeviceMesh
+from shardwise.errors import LayoutError, PipelineError
+from shardwise.fabric.base import fabric_of
+from shardwise.fabric.stage_link import StageLink
+from shardwise.pipelines.pipeline_tables import Action, pipeline_table
+from shardwise.pipelines.pipeline_timeline import Timeline, timeline_of
+from shardwise.pipelines.stage_split import split_model, untie
+from shardwise.pipelines.stage_values import InProcess, OverLink, ValueMeta
+from shardwise.tensor import DTensor
+
+__all__ = ["Pipeline", "pipeline"]
+
+Parallelize = Callable[[nn.Module, DeviceMesh, int], object]
+MOST_VALUES = 64  # tensors that a stage may return; tags of messages count up to it
+
+
+def pipeline(
+    model: nn.Module | Sequence[nn.Module],
+    mesh: DeviceMesh | Sequence[DeviceMesh],
+    *,
+    split: Sequence[str | int] | str = "auto",
+    schedule: str = "1f1b",
+    microbatches: int,
+    stages_per_rank: int = 1,
+    parallelize: Parallelize | None = None,
+) -> Pipeline:
+    """A model cut into stages, each on its own ranks; microbatches go through them by a schedule.
+
+    Gradients of the microbatches are added up in the order of their numbers. A parameter that several stages have (tied
+    embeddings) becomes one on each of them; their gradients are added, in the order of the stages, after each step.
+
+    Args:
+        model: an `nn.Sequential`, which is cut; or a list of modules, one for each stage. A stage that returns a tuple
+            gives the next one several arguments.
+        mesh: the axis of stages, `mesh["pp"]`: stage `s` is on the ranks with coordinate `s % ranks` there, and has
+            the other axes as its mesh. Or a list with a mesh for each stage.
+        split: the children (names or numbers) with which the second stage and those after it begin. "auto": such that
+            the most parameters of a stage are as few as can be.
+        schedule: "gpipe", "1f1b" or "interleaved" (1F1B with several stages on each rank).
+        microbatches: into how many parts a batch is split. The batch must divide evenly.
+        stages_per_rank: for "interleaved".
+        parallelize: called with each stage that is here, its mesh and its number, to lay it out:
+            `parallelize_module`, `fully_shard`, checkpointing of activations.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from torch import nn
+        >>> mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> pipe = sw.pipeline(model, mesh["pp"], split=["2"], schedule="1f1b", microbatches=2)
+        >>> loss = pipe.step(torch.ones(6, 4), torch.zeros(6, 1), nn.functional.mse_loss)
+        >>> loss.shape, model[0].weight.grad.shape
+        (torch.Size([]), torch.Size([8, 4]))
+    """
+    if isinstance(mesh, DeviceMesh):
+        ranks = mesh.size()
+        homes = _stage_meshes(mesh)
+        meshes = [homes[stage % ranks] for stage in range(ranks * stages_per_rank)]
+    else:
+        meshes = list(mesh)
+        ranks = len(meshes) // stages_per_rank
+        _check_meshes(meshes, ranks)
+    table = pipeline_table(schedule, ranks, microbatches, stages_per_rank)
+    stages = split_model(model, split, len(meshes))
+    return Pipeline(stages, meshes, table, microbatches, parallelize)
+
+
+def _stage_meshes(axis: DeviceMesh) -> list[DeviceMesh]:
+    """For each coordinate of an axis the mesh of the other axes."""
+    if axis.ndim != 1 or len(axis.axes[0]) != 1:
+        raise LayoutError(f"{axis} is no single axis of a mesh", hint='give the axis of stages, as in mesh["pp"]')
+    at, names = axis.axes[0][0], axis.root.mesh_dim_names
+    grid = np.asarray(axis.grid_ranks).reshape(axis.grid_shape)
+    made = []
+    for index in range(axis.size()):
+        ranks = grid.take(index, axis=at)
+        others = None if names is None else [name for number, name in enumerate(names) if number != at]
+        if not ranks.ndim:
+            ranks, others = ranks.reshape(1), ["one"] if others is not None else None
+        made.append(DeviceMesh(axis.device_type, ranks, mesh_dim_names=others, fabric=axis.fabric))
+    return made
+
+
+def _check_meshes(meshes: Sequence[DeviceMesh], ranks: int) -> None:
+    for first, mesh in enumerate(meshes):
+        if mesh.size() != mesh.grid_size or fabric_of(mesh) is not fabric_of(meshes[0]):
+            raise LayoutError(f"{mesh} cannot be the mesh of a stage", hint="give a mesh over the ranks of the stage")
+        for second in range(first):
+            shared = not set(mesh.grid_ranks).isdisjoint(meshes[second].grid_ranks)
+            if shared and (mesh is not meshes[second] or (first - second) % ranks):
+                raise LayoutError(
+                    f"stages {second} and {first} share ranks: {meshes[second]} and {mesh}",
+                    hint="stages have ranks of their own; with stages_per_rank, stage s + ranks is on those of stage s",
+                )
+
+
+class _Saved(NamedTuple):
+    """The forward of a microbatch that waits for its backward."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]  # of the last stage, the loss
+
+
+class Pipeline:
+    """Stages and their schedule. Made by `pipeline`.
+
+    Args:
+        stages: the modules.
+        meshes: the mesh of each.
+        table: the actions of each rank.
+        microbatches: into how many parts a batch is split.
+        parallelize: lays a stage out.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        meshes: Sequence[DeviceMesh],
+        table: Sequence[Sequence[Action]],
+        microbatches: int,
+        parallelize: Parallelize | None,
+    ) -> None:
+        self.meshes, self.table, self.microbatches = list(meshes), [list(actions) for actions in table], microbatches
+        self._ties = untie(stages)
+        fabric = fabric_of(meshes[0])
+        self._here = [number for number, mesh in enumerate(meshes) if not fabric.is_outside(mesh)]
+        self.stages: dict[int, nn.Module] = {number: stages[number] for number in self._here}
+        if parallelize is not None:
+            for number, stage in self.stages.items():
+                laid = parallelize(stage, meshes[number], number)
+                self.stages[number] = laid if isinstance(laid, nn.Module) else stage
+        link = fabric.stage_link(meshes)
+        self._link: StageLink | None = link
+        self._values: InProcess | OverLink = InProcess() if link is None else OverLink(link)
+        self._steps = 0
+        self._tied: dict[int, dict[int, ValueMeta]] = {}
+        self._metas: dict[int, list[ValueMeta]] = {}  # of what each stage gives the next
+        self._saved: dict[tuple[int, int], _Saved] = {}
+
+    # ---------------------------------------------------------------- as a module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the stages that are here."""
+        for stage in self.stages.values():
+            yield from stage.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names in the model, if it was an `nn.Sequential`; else in their stage."""
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As that of a module."""
+        for stage in self.stages.values():
+            stage.zero_grad(set_to_none)
+
+    def timeline(self, forward: Any = 1.0, backward: Any = 2.0, send: float = 0.0) -> Timeline:
+        """When the actions of a step run, if stages take these times: `timeline_of` its table."""
+        return timeline_of(self.table, forward, backward, send)
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, inputs: Any, target: Any, loss_function: Callable[[Any, Any], torch.Tensor]) -> Any:
+        """Forward and backward of a batch: gradients are added to those of the parameters.
+
+        Args:
+            inputs: of the first stage, a tensor or a tuple; looked at by its ranks alone.
+            target: looked at by the ranks of the last stage alone.
+            loss_function: of the last stage's output and a target. The loss of a batch is the mean of those of its
+                microbatches, which is that of the batch where this is a mean.
+
+        Returns:
+            The loss on the ranks of the last stage, None elsewhere.
+        """
+        last = len(self.meshes) - 1
+        parts = self._parts(inputs) if 0 in self.stages else []
+        targets = self._parts(target) if last in self.stages else []
+        step = _Step(parts, targets, loss_function)
+        self._steps += 1
+        if isinstance(self._values, InProcess):
+            self._run_all(step, self._values)
+        else:
+            self._run_own(step)
+        self._add_tied_gradients()
+        if self._link is not None:
+            self._finish(self._link)
+        assert not self._saved, "every forward has its backward"
+        return None if last not in self.stages else step.loss
+
+    def _parts(self, values: Any) -> list[tuple[Any, ...]]:
+        """The microbatches of a batch."""
+        given = values if isinstance(values, tuple | list) else (values,)
+        columns = [_microbatches(value, self.microbatches) for value in given]
+        return list(zip(*columns, strict=True))
+
+    def _run_all(self, step: _Step, values: InProcess) -> None:
+        """The actions of all ranks, in turn, each as soon as what it needs is there."""
+        at = [0] * len(self.table)
+        while any(done < len(actions) for done, actions in zip(at, self.table, strict=True)):
+            before = list(at)
+            for rank, actions in enumerate(self.table):
+                if at[rank] < len(actions) and self._is_ready(actions[at[rank]], values):
+                    self._attempt(actions[at[rank]], step)
+                    at[rank] += 1
+            assert at != before, "a schedule in which every rank waits for another"
+
+    def _is_ready(self, action: Action, values: InProcess) -> bool:
+        kind, stage, microbatch = action
+        if kind == "F":
+            return stage == 0 or values.has(self._key("F", stage, microbatch, 0))
+        if (stage, microbatch) not in self._saved:
+            return False
+        wanted = [n for n, meta in enumerate(self._metas.get(stage, ())) if meta.needs_grad]
+        return all(values.has(self._key("B", stage, microbatch, n)) for n in wanted)
+
+    def _run_own(self, step: _Step) -> None:
+        for actions in self.table:
+            for action in actions:
+                if action.stage in self.stages:
+                    self._attempt(action, step)
+
+    def _attempt(self, action: Action, step: _Step) -> None:
+        try:
+            self._forward(action, step) if action.kind == "F" else self._backward(action)
+        except PipelineError:
+            raise
+        except Exception as error:
+            what = "forward" if action.kind == "F" else "backward"
+            text = (
+                f"stage {action.stage} failed in the {what} of microbatch {action.microbatch}: "
+                f"{type(error).__name__}: {error}"
+            )
+            if self._link is not None:
+                self._link.fail(text)
+            self._saved.clear()
+            raise PipelineError(text) from error
+
+    def _finish(self, link: StageLink) -> None:
+        link.finish()
+        for stage in self._here:
+            if self._steps > 1 and stage + 1 < len(self.meshes) and self._is_first(stage):
+                link.forget(f"{self._steps - 1}/{stage}")
+
+    def _is_first(self, stage: int) -> bool:
+        """Whether this process has the first rank of a stage, which speaks for it."""
+        mesh = self.meshes[stage]
+        return fabric_of(mesh).rank() == mesh.grid_ranks[0]
+
+    # ---------------------------------------------------------------- one action
+
+    def _forward(self, action: Action, step: _Step) -> None:
+        _, stage, microbatch = action
+        last = len(self.meshes) - 1
+        arguments = list(step.inputs[microbatch]) if stage == 0 else self._received(stage, microbatch)
+        result = self.stages[stage](*arguments)
+        if stage == last:
+            loss = step.loss_function(result, *step.targets[microbatch]) / self.microbatches
+            step.add_loss(loss.detach())
+            self._saved[stage, microbatch] = _Saved(arguments, [loss])
+            return
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        metas = [ValueMeta.of(output) for output in outputs]
+        if len(metas) > MOST_VALUES:
+            raise LayoutError(f"stage {stage} returns {len(metas)} tensors", hint=f"at most {MOST_VALUES} can go on")
+        self._tell_metas(stage, microbatch, metas)
+        mesh, following = self.meshes[stage], self.meshes[stage + 1]
+        for number, (output, meta) in enumerate(zip(outputs, metas, strict=True)):
+            key = self._key("F", stage + 1, microbatch, number)
+            self._values.send(key, output, meta, meta.on(following), (mesh, following))
+        self._saved[stage, microbatch] = _Saved(arguments, outputs)
+
+    def _received(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+        """The arguments of a stage, which begin a graph of their own."""
+        meshes = self.meshes[stage - 1], self.meshes[stage]
+        found = []
+        for number, meta in enumerate(self._told_metas(stage - 1, microbatch)):
+            key = self._key("F", stage, microbatch, number)
+            value = self._values.receive(key, meta, meta.on(meshes[1]), meshes)
+            found.append(value.requires_grad_() if meta.needs_grad else value)
+        return found
+
+    def _backward(self, action: Action) -> None:
+        _, stage, microbatch = action
+        arguments, outputs = self._saved.pop((stage, microbatch))
+        if stage == len(self.meshes) - 1:
+            outputs[0].backward()
+        else:
+            metas, meshes = self._metas[stage], (self.meshes[stage + 1], self.meshes[stage])
+            roots, gradients = [], []
+            for number, (output, meta) in enumerate(zip(outputs, metas, strict=True)):
+                if meta.needs_grad:
+                    key = self._key("B", stage, microbatch, number)
+                    roots.append(output)
+                    gradients.append(self._values.receive(key, meta.on(meshes[0]), meta, meshes))
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        if stage == 0:
+            return
+        meshes = self.meshes[stage], self.meshes[stage - 1]
+        for number, (argument, meta) in enumerate(zip(arguments, self._metas[stage - 1], strict=True)):
+            if meta.needs_grad:
+                gradient = torch.zeros_like(argument) if argument.grad is None else argument.grad
+                here = meta.on(meshes[0])
+                self._values.send(self._key("B", stage - 1, microbatch, number), gradient, here, meta, meshes)
+
+    def _key(self, kind: str, stage: int, microbatch: int, number: int) -> int:
+        """The tag of a message: of what arrives at a stage, for the forward or the backward of a microbatch."""
+        return ((stage * 2 + (kind == "B")) * self.microbatches + microbatch) * MOST_VALUES + number
+
+    def _tell_metas(self, stage: int, microbatch: int, metas: list[ValueMeta]) -> None:
+        """What a stage gives the next is told once in a step: all microbatches are alike."""
+        if microbatch == 0 or stage not in self._metas:
+            self._metas[stage] = metas
+            if self._link is not None and self._is_first(stage):
+                self._link.publish(f"{self._steps}/{stage}", metas)
+        elif self._metas[stage] != metas:
+            raise LayoutError(
+                f"what stage {stage} returns differs between microbatches: {self._metas[stage]} and {metas}",
+                hint="microbatches must be alike in shape and layout",
+            )
+
+    def _told_metas(self, stage: int, microbatch: int) -> list[ValueMeta]:
+        if self._link is not None and stage not in self.stages and microbatch == 0:
+            self._metas[stage] = self._link.lookup(f"{self._steps}/{stage}")
+        return self._metas[stage]
+
+    # ---------------------------------------------------------------- tied parameters
+
+    def _add_tied_gradients(self) -> None:
+        """The gradient of a parameter that several stages have is the sum of theirs, on each of them."""
+        for number, tie in enumerate(self._ties):
+            own = [(stage, name) for stage, name in tie if stage in self.stages]
+            parameters = {stage: self.stages[stage].get_parameter(name) for stage, name in own}
+            mine = {stage: _gradient_of(parameter) for stage, parameter in parameters.items()}
+            for stage, gradient in mine.items():
+                for other, _ in tie:
+                    if other != stage:
+                        self._send_tied(number, stage, other, gradient)
+            for stage, parameter in parameters.items():
+                total: Any = None
+                for other, _ in tie:
+                    part = mine[stage] if other == stage else self._receive_tied(number, other, stage)
+                    total = part if total is None else total + part
+                parameter.grad = total
+
+    def _send_tied(self, number: int, stage: int, other: int, gradient: Any) -> None:
+        metas, meshes = self._tied_metas(number), (self.meshes[stage], self.meshes[other])
+        self._values.send(self._tied_key(number, stage, other), gradient, metas[stage], metas[other], meshes)
+
+    def _receive_tied(self, number: int, other: int, stage: int) -> torch.Tensor:
+        metas, meshes = self._tied_metas(number), (self.meshes[other], self.meshes[stage])
+        return self._values.receive(self._tied_key(number, other, stage), metas[other], metas[stage], meshes)
+
+    def _tied_metas(self, number: int) -> dict[int, ValueMeta]:
+        """How each of the stages has a tied parameter. They are told once."""
+        known = self._tied.get(number)
+        if known is None:
+            tie = self._ties[number]
+            known = self._tied[number] = {
+                stage: ValueMeta.of(self.stages[stage].get_parameter(name))
+                for stage, name in tie
+                if stage in self.stages
+            }
+            for stage, meta in known.items():
+                if self._link is not None and self._is_first(stage):
+                    self._link.publish(f"tied/{number}/{stage}", meta)
+            for stage, _ in tie:
+                if stage not in known:
+                    assert self._link is not None, "all stages are here"
+                    known[stage] = self._link.lookup(f"tied/{number}/{stage}")
+        return known
+
+    def _tied_key(self, number: int, stage: int, other: int) -> int:
+        first = 2 * len(self.meshes) * self.microbatches * MOST_VALUES
+        return first + (number * len(self.meshes) + stage) * len(self.meshes) + other
+
+
+def _gradient_of(parameter: Any) -> Any:
+    """The gradient of a parameter, laid out as it is; zeros where it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    if isinstance(gradient, DTensor) and gradient._spec is not parameter._spec:
+        return gradient.redistribute(placements=parameter.placements, shard_order=parameter._spec.shard_order)
+    return gradient
+
+
+class _Step:
+    """The microbatches of a step, and its loss so far."""
+
+    def __init__(self, inputs: list[Any], targets: list[Any], loss_function: Callable[..., torch.Tensor]) -> None:
+        self.inputs, self.targets, self.loss_function = inputs, targets, loss_function
+        self.loss: Any = None
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        self.loss = loss if self.loss is None else self.loss + loss
+
+
+def _microbatches(value: Any, count: int) -> Sequence[Any]:
+    """Equal parts of a batch, consecutive rows of dim 0 in every layout: inputs and targets must have the same rows.
+
+    Parts of a sharded batch are laid out as it is; its ranks exchange rows for that.
+    """
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return [value] * count
+    if value.shape[0] % count:
+        given = value._spec if isinstance(value, DTensor) else tuple(value.shape)
+        raise LayoutError(
+            f"a batch of {given} does not split into {count} equal microbatches: their mean loss would not be that of "
+            "the batch",
+            hint="use a batch whose size is a multiple of microbatches",
+        )
+    parts = value.detach().chunk(count)
+    if not isinstance(value, DTensor):
+        return parts
+    return [part.redistribute(placements=value.placements) for part in parts]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,106 @@
+"""A chain of modules cut into stages: where the user says, or so that the largest stage is as small as can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import LayoutError
+
+__all__ = ["Tie", "split_model", "untie"]
+
+Tie = list[tuple[int, str]]  # the stages that have one parameter, and its names there
+
+
+def split_model(model: nn.Module | Sequence[nn.Module], split: Any, stages: int) -> list[nn.Module]:
+    """The stages of a model: a `nn.Sequential` that is cut, or a list that has them.
+
+    Args:
+        model: the model.
+        split: the children (names or numbers) with which stages begin, or "auto".
+        stages: how many stages are wanted.
+    """
+    if not isinstance(model, nn.Sequential):
+        if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+            raise LayoutError(
+                f"a {type(model).__name__} cannot be cut: only an nn.Sequential says in which order its modules run",
+                hint="give an nn.Sequential, or a list with one module for each stage",
+            )
+        given = list(model)
+        if len(given) != stages:
+            raise LayoutError(f"{len(given)} modules for {stages} stages", hint="one module for each stage")
+        return given
+    names = [name for name, _ in model.named_children()]
+    if split == "auto":
+        cuts = _balanced([_weight(child) for child in model.children()], stages)
+    else:
+        cuts = [0, *(_position(names, name) for name in split), len(names)]
+    if len(cuts) != stages + 1 or any(a >= b for a, b in itertools.pairwise(cuts)):
+        raise LayoutError(
+            f"split={split!r} does not cut {len(names)} modules into {stages} stages",
+            hint=f"name the {stages - 1} modules with which the second stage and those after it begin, in order",
+        )
+    made = []
+    for first, last in itertools.pairwise(cuts):
+        stage = nn.Sequential()
+        for name in names[first:last]:
+            stage.add_module(name, getattr(model, name))
+        made.append(stage)
+    return made
+
+
+def _position(names: Sequence[str], name: str | int) -> int:
+    if str(name) not in names:
+        raise LayoutError(f"split: the model has no module {name!r}", hint=f"it has {', '.join(names)}")
+    return names.index(str(name))
+
+
+def _weight(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _balanced(weights: Sequence[int], stages: int) -> list[int]:
+    """Where to cut so that the heaviest of the stages is as light as can be; none is empty.
+
+    Example:
+        >>> _balanced([4, 1, 1, 1, 3], 3)
+        [0, 1, 4, 5]
+    """
+    count = len(weights)
+    if count < stages:
+        raise LayoutError(f"{count} modules cannot be cut into {stages} stages", hint="use fewer stages")
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best: list[list[tuple[float, list[int]]]] = [[(float("inf"), [])] * (count + 1) for _ in range(stages + 1)]
+    best[0][0] = (0.0, [0])
+    for stage in range(1, stages + 1):
+        for end in range(stage, count + 1):
+            options = [
+                (max(best[stage - 1][begin][0], float(sums[end] - sums[begin])), begin)
+                for begin in range(stage - 1, end)
+            ]
+            worst, begin = min(options)
+            best[stage][end] = (worst, [*best[stage - 1][begin][1], end])
+    return best[stages][count][1]
+
+
+def untie(stages: Sequence[nn.Module]) -> list[Tie]:
+    """Give each stage its own parameter where several have one, such as tied embeddings. Returns which they were."""
+    places: dict[nn.Parameter, dict[int, list[str]]] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            places.setdefault(parameter, {}).setdefault(number, []).append(name)
+    ties = []
+    for parameter, found in places.items():
+        if len(found) > 1:
+            ties.append([(number, names[0]) for number, names in found.items()])
+            for number, names in list(found.items())[1:]:
+                own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                for name in names:
+                    owner, _, last = name.rpartition(".")
+                    setattr(stages[number].get_submodule(owner), last, own)
+    return ties

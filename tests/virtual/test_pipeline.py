@@ -1,0 +1,183 @@
+"""Pipelines on virtual ranks beside one device: losses, parameters, refusals, schedules in time."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.pipelines import pipeline_table, timeline_of
+from tests.pipelines import Block, language_model, lay_out, loss_of, one_device, train, whole
+
+CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "tied"), [(*case, tied) for case, tied in zip(CASES, (True, False, True), strict=True)]
+)
+def test_four_stages_train_as_one_device(schedule: str, chunks: int, tied: bool) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    model = language_model(7, tied)
+    losses, parameters = one_device(model, 8)
+    pipe = sw.pipeline(model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=4)
+    assert len(pipe.stages) == 4 * chunks
+    torch.testing.assert_close(torch.tensor(train(pipe, 8)), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.detach(), parameters[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), CASES)
+def test_stages_of_data_and_tensor_parallelism_train_as_one_device(schedule: str, chunks: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    model = language_model(4, tied=False, checkpointed=True)
+    losses, parameters = one_device(model, 8, 3)
+    pipe = sw.pipeline(
+        model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=2, parallelize=lay_out
+    )
+    torch.testing.assert_close(torch.tensor(train(pipe, 8, 3)), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter), parameters[name], rtol=1e-3, atol=1e-4)
+
+
+def test_stages_of_different_sizes_and_tied_embeddings() -> None:
+    """A stage on one axis of two ranks, one on a mesh of 2 x 2, one on a single rank."""
+    meshes = [
+        sw.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
+        sw.DeviceMesh("cpu", [[2, 3], [4, 5]], mesh_dim_names=("dp", "tp")),
+        sw.DeviceMesh("cpu", [6], mesh_dim_names=("dp",)),
+    ]
+    model = language_model(2, tied=True)
+    losses, parameters = one_device(model, 8, 3)
+
+    def lay(stage: nn.Module, mesh: sw.DeviceMesh, number: int) -> None:
+        if number == 1:
+            lay_out(stage, mesh, number)
+        else:
+            sw.fully_shard(stage, mesh)
+
+    pipe = sw.pipeline(model, meshes, split=["1", "3"], microbatches=2, parallelize=lay)
+    torch.testing.assert_close(torch.tensor(train(pipe, 8, 3)), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter), parameters[name], rtol=1e-3, atol=1e-4)
+    first, last = pipe.stages[0].get_parameter("0.weight"), pipe.stages[2].get_parameter("3.weight")
+    assert torch.equal(whole(first), whole(last))
+
+
+def test_gradients_are_those_of_microbatches_in_order() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(12, 5), torch.randn(12, 3)
+    for part, goal in zip(x.chunk(4), y.chunk(4), strict=True):
+        (nn.functional.mse_loss(plain(part), goal) / 4).backward()
+    for schedule in ("gpipe", "1f1b"):
+        model.zero_grad()
+        pipe = sw.pipeline(model, mesh["pp"], split=[2], schedule=schedule, microbatches=4)
+        pipe.step(x, y, nn.functional.mse_loss)
+        for have, want in zip(model.parameters(), plain.parameters(), strict=True):
+            assert have.grad is not None
+            assert want.grad is not None
+            assert torch.equal(have.grad, want.grad)
+
+
+class Two(nn.Module):
+    """Gives two tensors, one of them without a gradient."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, torch.arange(x.shape[1])
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
+def test_a_stage_may_return_several_tensors() -> None:
+    mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    stages = [nn.Sequential(first, Two()), Sum(), nn.Sequential(nn.ReLU(), last)]
+    x = torch.randn(6, 4)
+    want = nn.functional.mse_loss(last(torch.relu(first(x) * 2 + torch.arange(4))), torch.zeros(6, 4))
+    want.backward()
+    gradients = [parameter.grad for parameter in (*first.parameters(), *last.parameters())]
+    first.zero_grad()
+    last.zero_grad()
+    pipe = sw.pipeline(stages, mesh["pp"], microbatches=3)
+    torch.testing.assert_close(pipe.step(x, torch.zeros(6, 4), nn.functional.mse_loss), want.detach())
+    for parameter, gradient in zip((*first.parameters(), *last.parameters()), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such token")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = sw.pipeline(model, mesh["pp"], microbatches=4)
+    with pytest.raises(sw.LayoutError, match="4 equal microbatches"):
+        pipe.step(torch.ones(6, 4), torch.ones(6, 4), nn.functional.mse_loss)
+    with pytest.raises(sw.LayoutError, match="no schedule named"):
+        sw.pipeline(model, mesh["pp"], schedule="none", microbatches=2)
+    with pytest.raises(sw.LayoutError, match="one stage on each rank"):
+        sw.pipeline(model, mesh["pp"], stages_per_rank=2, microbatches=2)
+    with pytest.raises(sw.LayoutError, match="no module 7"):
+        sw.pipeline(model, mesh["pp"], split=[7], microbatches=2)
+    with pytest.raises(sw.LayoutError, match="does not cut 3 modules"):
+        sw.pipeline(model, mesh["pp"], split=[1, 2], microbatches=2)
+    with pytest.raises(sw.LayoutError, match="cannot be cut"):
+        sw.pipeline(Block(), mesh["pp"], microbatches=2)
+    with pytest.raises(sw.LayoutError, match="no single axis"):
+        sw.pipeline(model, mesh, microbatches=2)
+    one = sw.DeviceMesh("cpu", [0, 1])
+    with pytest.raises(sw.LayoutError, match="share ranks"):
+        sw.pipeline(model[:2], [one, sw.DeviceMesh("cpu", [1, 2])], microbatches=2)
+    with pytest.raises(sw.LayoutError, match="equal rounds"):
+        sw.pipeline(language_model(7, False), mesh["pp"], schedule="interleaved", stages_per_rank=2, microbatches=5)
+    lopsided = sw.pipeline(model[:2], [one, sw.DeviceMesh("cpu", [2])], microbatches=2)
+    with pytest.raises(sw.PipelineError, match="a plain tensor cannot go from"):
+        lopsided.step(torch.ones(6, 4), torch.ones(6, 4), nn.functional.mse_loss)
+    broken = sw.pipeline(nn.Sequential(nn.Linear(4, 4), Broken()), mesh["pp"], microbatches=2)
+    with pytest.raises(sw.PipelineError, match="stage 1 failed in the forward of microbatch 0: ValueError: no such"):
+        broken.step(torch.ones(4, 4), torch.ones(4, 4), loss_of)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 8, 12])
+def test_idle_time_is_the_published_one(ranks: int, microbatches: int) -> None:
+    """(p - 1) / (m v + p - 1), for p ranks, m microbatches and v stages on each."""
+    for schedule, chunks in CASES:
+        if schedule == "interleaved" and microbatches % ranks:
+            continue
+        timeline = timeline_of(pipeline_table(schedule, ranks, microbatches, chunks), 1.0, 2.0)
+        assert timeline.bubble == pytest.approx((ranks - 1) / (microbatches * chunks + ranks - 1))
+    held = timeline_of(pipeline_table("1f1b", ranks, microbatches)).in_flight
+    assert held == {stage: min(microbatches, ranks - stage) for stage in range(ranks)}
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), CASES)
+def test_messages_between_two_ranks_are_taken_in_the_order_in_which_they_are_sent(schedule: str, chunks: int) -> None:
+    """Backends that do not know tags match messages by their order."""
+    for ranks, microbatches in ((2, 4), (4, 8), (4, 4), (3, 9)):
+        table = pipeline_table(schedule, ranks, microbatches, chunks)
+        last = ranks * chunks - 1
+        for a in range(ranks):
+            for b in range(ranks):
+                sent = [
+                    (kind, stage + (1 if kind == "F" else -1), m)
+                    for kind, stage, m in table[a]
+                    if 0 <= stage + (1 if kind == "F" else -1) <= last
+                    and (stage + (1 if kind == "F" else -1)) % ranks == b
+                ]
+                taken = [
+                    (kind, stage, m)
+                    for kind, stage, m in table[b]
+                    if 0 <= stage - (1 if kind == "F" else -1) <= last
+                    and (stage - (1 if kind == "F" else -1)) % ranks == a
+                ]
+                for kind in "FB":
+                    assert [x for x in sent if x[0] == kind] == [x for x in taken if x[0] == kind]
