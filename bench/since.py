@@ -65,7 +65,9 @@ def probes() -> Iterator[tuple[str, float]]:
 
 def run(tree: Path, *arguments: str) -> str:
     """The last line that Python prints with the package of a tree, and the benchmarks of this one."""
-    environment = {**os.environ, "PYTHONPATH": f"{tree}/src{os.pathsep}{HERE}"}
+    # with compiled files, as an installed package has them
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {**kept, "PYTHONPATH": f"{tree}/src{os.pathsep}{HERE}"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=HERE)
     return done.stdout.splitlines()[-1]

@@ -20,6 +20,7 @@ from shardwise.core.layout import (
     Run,
     chunk,
     dense_strides,
+    equal_chunks,
     intersect,
     longest,
     normalize_dim,
@@ -229,6 +230,20 @@ def test_chunk_is_torch_chunk(size: int, parts: int) -> None:
     for index in range(parts):
         start, length = chunk(size, parts, index)
         assert torch.equal(whole.narrow(0, start, length), chunk_of(whole, parts, 0, index))
+
+
+@given(st.integers(0, 60), st.lists(st.integers(1, 5), max_size=3))
+def test_equal_chunks_are_nested_chunks_of_torch(size: int, parts: list[int]) -> None:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for levels, length in equal_chunks(size, parts):
+        for index in itertools.product(*[range(level.first, level.first + level.count) for level in levels]):
+            places = zip(index, levels, strict=True)
+            start = sum(level.start + (at - level.first) * level.extent for at, level in places)
+            found[index] = list(range(start, start + length))
+    expected: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(size)}
+    for count in parts:
+        expected = {(*at, i): each for at, t in expected.items() for i, each in enumerate(t.chunk(count))}
+    assert found == {at: each.tolist() for at, each in expected.items() if each.numel()}
 
 
 @composite

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.notation import parse_layout, parse_meta, parse_spec
+from shardwise.core.notation import parse_axes, parse_layout, parse_meta, parse_spec
 from shardwise.core.placement import Partial, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import NotationError
@@ -22,6 +22,13 @@ META = TensorMeta((8, 32))
 
 
 # ---------------------------------------------------------------- there and back
+
+
+@given(st.lists(st.integers(1, 31), min_size=1, max_size=4))
+def test_axes_read_back(sizes: list[int]) -> None:
+    names = tuple("abcd"[: len(sizes)])
+    assert parse_axes("x".join(map(str, sizes))) == (tuple(sizes), None)
+    assert parse_axes(", ".join(f"{n}={size}" for n, size in zip(names, sizes, strict=True))) == (tuple(sizes), names)
 
 
 @given(specs(dtype=dtypes()))
