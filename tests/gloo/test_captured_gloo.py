@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.capture import captured
 from tests.gloo.processes import ProcessPool
 from tests.gloo.schedules import Event, disagreement, events_of
-from tests.virtual import captured_steps
+from tests.virtual import captured_data_parallel, captured_steps
 from tests.virtual.captured_steps import compare
 from tests.virtual.saved_programs import train_saved
 
@@ -82,3 +82,23 @@ def _swapped(events: list[Event]) -> list[Event]:
     """The events with two of them that differ in each other's place."""
     at = next(at for at in range(1, len(events)) if events[at] != events[at - 1])
     return [*events[: at - 1], events[at], events[at - 1], *events[at + 1 :]]
+
+
+def data_parallel_steps(names: list[str]) -> list[tuple[int, int]]:
+    found = []
+    for name in names:
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        over = mesh["dp"] if name == "tensor parallel" else mesh
+        wanted = mesh if name in captured_data_parallel.PLANE else sw.init_device_mesh("cpu", (4,))
+
+        def place(batch: torch.Tensor, over: sw.DeviceMesh = over) -> Any:
+            return sw.distribute_tensor(batch, over, [sw.Shard(0)] * over.ndim).to_local()
+
+        found.append(captured_data_parallel.compare(name, wanted, place))
+    return found
+
+
+def test_data_parallel_steps(gloo4: ProcessPool) -> None:
+    names = ["tensor parallel", "hybrid", "bfloat16", "checkpointed dropout", "microbatches"]
+    found: Any = gloo4.run(data_parallel_steps, names, timeout=300)
+    assert all(ran >= 1 for of_rank in found for ran, _ in of_rank), found

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.capture import captured
 from shardwise.errors import UnsupportedError
-from tests.transformer import Transformer, batch, loss_of, shard_all, tensor_parallel
+from tests.transformer import Transformer, batch, loss_of, tensor_parallel
 from tests.virtual import captured_steps
 
 FACTOR = 2.0
@@ -258,16 +258,6 @@ def test_a_live_graph_is_refused() -> None:
     step()
     with pytest.raises(UnsupportedError, match="graph of autograd"):
         [step() for _ in range(2)]
-
-
-def test_fully_sharded_modules_are_refused_by_name() -> None:
-    model = Transformer(1)
-    shard_all(model, mesh_of(4))
-    step = captured(lambda tokens: model(tokens).detach())
-    tokens, _ = batch(0)
-    step(tokens)
-    with pytest.raises(UnsupportedError, match="fully_shard"):
-        step(tokens)
 
 
 def test_unknown_objects_are_refused() -> None:

@@ -26,6 +26,7 @@ from shardwise.capture.program import Program, built
 from shardwise.capture.program_file import SavedProgram
 from shardwise.capture.program_folder import save_program
 from shardwise.capture.reachable import Reachable, Slots, global_hooks
+from shardwise.capture.recorded_states import recording_states
 from shardwise.capture.roots import RootFact, facts_of, shape_of
 from shardwise.capture.snapshot import Snapshot, local_of, random_states
 from shardwise.capture.tape import Call, Tape, Unit
@@ -213,9 +214,11 @@ class Captured(Generic[Result]):
         slots = [*state.slots, *given.slots]
         if any(part.is_meta for root in roots for part in parts_of(local_of(root))):  # a dry run
             return self.function(*args, **kwargs)
+        stepped = [*state.stepped, *given.stepped]
+        for each in stepped:
+            each.settle()
         before = Snapshot(slots, roots)
         tape = Tape(before.parts, only_checks=not knows)
-        watch = Watch(lambda: tape.is_paused)
         shape = state_shape(state.optimizers)
         try:
             with (
@@ -225,10 +228,13 @@ class Captured(Generic[Result]):
                 own_results(),
                 modes.recorded(),
                 tape.sites.tracking(),
+                recording_states(tape),
                 tape,
-                watch,
+                Watch(lambda: tape.is_paused) as watch,
             ):
                 result = self.function(*args, **kwargs)
+                for each in stepped:
+                    each.settle()
             if tape.is_flying:
                 raise UnsupportedError(
                     "captured: a collective is issued by other means than the methods of a process group",
@@ -256,6 +262,8 @@ class Captured(Generic[Result]):
             if self.backend is not None:
                 entry, result = self._compile(entry, self.backend, received, before, roots)
         except ShardwiseError:
+            for each in stepped:
+                each.abandon()
             before.restore()
             raise
         self._unsettled = 0
@@ -286,8 +294,8 @@ class Captured(Generic[Result]):
         random = any(isinstance(call, Call) and draws(call.op) for call in tape.calls)
         if watch.sets_state and random:
             raise UnsupportedError(
-                "captured: checkpointing puts random states back, and random numbers are drawn",
-                hint="checkpoint(..., preserve_rng_state=False), or no dropout inside of checkpointed code",
+                "captured: random numbers are drawn, and a random state is put back that is not recorded",
+                hint="only CPU states that torch keeps itself are recorded; elsewhere use preserve_rng_state=False",
             )
         for generator in tape.generators.values():
             known = any(id(generator) in reached._seen for reached in (state, given))

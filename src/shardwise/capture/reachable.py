@@ -16,10 +16,10 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.modules import module as nn_module
@@ -58,6 +58,7 @@ def _folders(*paths: str | Path) -> tuple[str, ...]:
 
 _LIBRARIES = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
 _PARALLEL = _folders(Path(__file__).parents[1] / "parallel")
+_DATA_PARALLEL = _folders(Path(__file__).parents[1] / "parallel" / "data_parallel")  # it says itself what is read
 _STANDARD = _folders(sysconfig.get_paths()["stdlib"])
 _ADDED = _folders(sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 # Modules of torch, of this library, and of type checks in tests.
@@ -77,7 +78,7 @@ def is_program_code(filename: str) -> bool:
     if filename.startswith(("<frozen", "<@beartype")):
         return False
     if filename.startswith(_PARALLEL):
-        return True
+        return not filename.startswith(_DATA_PARALLEL)
     if filename.startswith((*_LIBRARIES, *_DEPENDENCIES)):
         return False
     return filename.startswith(_ADDED) or not filename.startswith(_STANDARD)
@@ -153,6 +154,30 @@ def cell_contents(cell: types.CellType) -> Any:
         return MISSING
 
 
+@runtime_checkable
+class Stepped(Protocol):
+    """An object that changes in a step and is afterwards as before, but for some attributes: a data parallel module's.
+
+    A dict with `between_steps` is known by its contents.
+    """
+
+    def between_steps(self) -> Iterable[tuple[Any, tuple[str, ...]]]:
+        """Objects with the names of those attributes that a step depends on; all others are caches."""
+        ...
+
+    def why_unsettled(self) -> str | None:
+        """Why nothing can be recorded from here."""
+        ...
+
+    def settle(self) -> None:
+        """Drop caches."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up a step that has failed."""
+        ...
+
+
 class Reachable:
     """All that was reached from some values.
 
@@ -178,6 +203,7 @@ class Reachable:
         self.problems: list[str] = []
         self.tables: list[dict[str, Any]] = []  # attributes of tensors
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.stepped: list[Stepped] = []
         self.functions: list[types.FunctionType] = []
         self.objects: list[Any] = []
         self.slotted: list[tuple[Any, tuple[str, ...]]] = []  # objects with attributes outside of a dict
@@ -263,6 +289,8 @@ class Reachable:
             self.visit(value.function, path)
         elif kind is BoundedCache:  # the contents of a cache change no value
             self._identity(value)
+        elif hasattr(kind, "between_steps") and not isinstance(value, dict):
+            self._stepped(value, path)
         elif isinstance(value, dict):
             parts.append((kind, len(value)))
             self.slots.append(Slots(value, path))
@@ -270,7 +298,9 @@ class Reachable:
                 shown = repr(name) if isinstance(name, str | int) else f"<{type(name).__name__}>"
                 self.visit(name, f"{path}: key {shown}")
                 self.visit(item, f"{path}[{shown}]")
-            if kind not in (dict, collections.OrderedDict, collections.defaultdict):
+            if kind not in (dict, collections.OrderedDict, collections.defaultdict) and not hasattr(
+                kind, "between_steps"
+            ):
                 self._attributes(value, path)
         elif isinstance(value, list | collections.deque):
             parts.append((kind, len(value)))
@@ -321,9 +351,6 @@ class Reachable:
 
     def _attributes(self, value: Any, path: str) -> None:
         kind = value.__class__
-        if kind.__module__.startswith("shardwise.parallel.data_parallel"):
-            self.problems.append(f"{path}, of fully_shard or replicate: their hooks keep state from call to call")
-            return
         self.parts.append("object")
         self.objects.append(value)
         self.visit(kind, f"type({path})")
@@ -419,6 +446,21 @@ class Reachable:
                 self.visit(item, f"{path}.{name}")
                 if name == "state" and tuned:
                     self.states.update(range(first, len(self.tensors)))
+
+    def _stepped(self, value: Stepped, path: str) -> None:
+        self.stepped.append(value)
+        if (why := value.why_unsettled()) is not None:
+            self.problems.append(f"{path}, of a data parallel module: {why}")
+        for owner, names in value.between_steps():
+            self._named(owner, names, f"{path}: {type(owner).__name__}")
+
+    def _named(self, value: Any, names: tuple[str, ...], path: str) -> None:
+        """Some attributes of an object."""
+        held = vars(value)
+        self._kept.append(value)
+        self.slots.append(Slots(held, path, names))
+        for name in names:
+            self.visit(held[name], f"{path}.{name}")
 
     def _tensor(self, value: Any, path: str) -> None:
         if self.known is not None and (at := self.known._seen.get(id(value))) is not None:

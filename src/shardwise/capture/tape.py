@@ -276,8 +276,9 @@ class Tape(TorchDispatchMode):
             return NotImplemented  # it comes back here as operators on locals
         if self._paused or func.namespace == "profiler":
             return func(*args, **kwargs)
-        if any(kind not in _ORDINARY for kind in types):
-            raise refused(f"{func} on a {next(k for k in types if k not in _ORDINARY).__name__}", "use other tensors")
+        for kind in types:
+            if kind not in _ORDINARY and not getattr(kind, "is_gathered", False):
+                raise refused(f"{func} on a {kind.__name__}", "use other tensors")
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if func in _LIFTS:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from shardwise.capture import recorded_states
 from shardwise.capture.reachable import is_program_code
+from shardwise.capture.recorded_states import is_put_back
 from shardwise.fabric import rank_generators
 from shardwise.rng import cpu_stream
 
@@ -19,8 +21,8 @@ __all__ = ["Watch"]
 
 _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 _VALUE_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
-_LISTENED = str(rank_generators.__file__)
-_CALIBRATED = str(cpu_stream.__file__)
+# Files that set random states and tell the recorder, or have generators of their own.
+_KNOWN_SETTERS = frozenset(str(module.__file__) for module in (rank_generators, recorded_states, cpu_stream))
 _COMPARING = ("shardwise/fabric/digests.py", "shardwise/dispatch/random_ops.py")  # ranks; nothing follows from it
 _SCHEDULES = str(lr_scheduler.__file__)
 _OUTPUT = frozenset({"print", "open", "input", "breakpoint"})
@@ -45,7 +47,7 @@ class Watch:
         self.codes: dict[types.CodeType, None] = {}
         self.spent: set[Any] = set()  # nodes of autograd
         self.problem: tuple[str, str, str] | None = None  # the problem, the line, a hint
-        self.sets_state = False  # checkpointing puts random states back
+        self.sets_state = False  # random states are put back that are not recorded
         self._is_paused = is_paused
         self._previous: Any = None
         self._collects = False
@@ -104,13 +106,10 @@ class Watch:
                     "compute with the tensor, or return it and read it outside of the captured function",
                 )
         elif name in _STATES and isinstance(owner, torch.Generator):
-            if name == "set_state" and _puts_back(frame):
-                self.sets_state = True
-            elif frame.f_code.co_filename in (
-                _LISTENED,
-                _CALIBRATED,
-            ):  # it notifies the recorder itself, or has its own
+            if frame.f_code.co_filename in _KNOWN_SETTERS:
                 pass
+            elif name == "set_state" and is_put_back(frame):
+                self.sets_state = True
             elif not self._is_paused():
                 self._refuse(frame, f"the state of a random generator is set ({name})", "do that outside")
         elif name in _OUTPUT and getattr(function, "__module__", None) in ("builtins", "io", "_io"):
@@ -157,16 +156,4 @@ def _is_importing(frame: types.FrameType | None) -> bool:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back
-    return False
-
-
-def _puts_back(frame: types.FrameType) -> bool:
-    """Whether a random state is set by torch's `fork_rng` or by checkpointing."""
-    at: types.FrameType | None = frame
-    for _ in range(4):
-        if at is None:
-            return False
-        if at.f_code.co_name == "fork_rng" or at.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            return True
-        at = at.f_back
     return False

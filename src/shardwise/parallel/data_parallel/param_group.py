@@ -109,6 +109,7 @@ class ParameterGroup:
         self._whole: tuple[Placement, ...] = (Replicate(),) * data_mesh.ndim
         self._scattered: tuple[Placement, ...] = (*self._whole[:-1], Shard(0)) if self.is_sharded else self._whole
         self._is_offered, self._was_offered = False, False
+        self._offered: dict[nn.Module, ParametersInBackward] = {}  # what modules held when leaves were last offered
 
     def check_copied(self) -> None:
         """Refuse to be copied while the modules have gathered parameters, which are not parameters of theirs."""
@@ -336,8 +337,10 @@ class ParameterGroup:
                 held: Any = module._parameters
                 if held.__class__ is ParametersInBackward:
                     held.leaves.update(leaves)
-                else:
-                    offered = ParametersInBackward(held)
+                else:  # the same object each time, so that nothing has changed after a step
+                    offered = self._offered.setdefault(module, ParametersInBackward())
+                    offered.clear()
+                    offered.update(held)
                     offered.leaves = dict(leaves)
                     module.__dict__["_parameters"] = offered
 
@@ -418,7 +421,8 @@ class ParameterGroup:
     @torch.no_grad()
     def reduce(self, bucket: Bucket, all_reduce: bool) -> list[Finish]:
         """Start to reduce the gradients of a bucket; the result waits, and sets those of the stored parameters."""
-        pending, bucket.pending = bucket.pending, {}
+        pending = dict(bucket.pending)
+        bucket.pending.clear()
         found: list[Finish] = []
         for key in dict.fromkeys([*bucket.unreduced, *pending]):
             found += self._reduce(bucket, key, pending.get(key, {}), all_reduce)

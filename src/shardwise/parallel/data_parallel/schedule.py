@@ -11,7 +11,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -472,6 +472,38 @@ class ModuleState:
         for finish in reductions:
             finish(give)
 
+    # ---------------------------------------------------------------- captured functions
+
+    def between_steps(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """What a step depends on: settings, stored parameters, gradients that wait for a reduction."""
+        yield self, _GUARDED
+        for group in self.groups:
+            yield group, ("data_mesh", "_source")
+            for parameter in group.parameters:
+                yield parameter, ("stored",)
+            for bucket in group.buckets:
+                yield bucket, ("indices", "pending", "unreduced")
+
+    def why_unsettled(self) -> str | None:
+        """Why a program cannot be recorded from here; None where all is as between steps."""
+        if any(group.shown is not None for group in self.groups) or (self.is_held and self.reshard_after_backward):
+            return "unshard() has gathered its parameters; call reshard() first"
+        if self.reductions or not self.is_last_backward:
+            return "reductions are left to a later backward (set_is_last_backward(False))"
+        return None
+
+    def settle(self) -> None:
+        """Be as between steps, with nothing gathered: what is gathered is a cache of the stored parameters."""
+        self.awaits_backward = False
+        for group in self.groups:
+            group.drop()
+
+    def abandon(self) -> None:
+        """Give up a forward or backward that may be under way, with all modules that take part in it."""
+        if self.backward is not None:
+            self.backward.give_up()
+        self.give_up()
+
     def give_up(self) -> None:
         """A forward or backward has failed: drop its state, gradients that are not reduced included."""
         self.is_held, self.run = False, None
@@ -490,6 +522,8 @@ _SETTINGS = (
     "requires_all_reduce",
     "is_last_backward",
 )
+# What decides which operators and collectives run.
+_GUARDED = (*_SETTINGS, "policy", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
 
 def _ahead(chosen: list[ModuleState] | None, following: ModuleState | None) -> Iterable[ModuleState]:

@@ -43,6 +43,8 @@ class GatheredParameter(nn.Parameter):
         1
     """
 
+    is_gathered = True  # to those who record operators: a plain tensor
+
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.detach()
@@ -62,6 +64,10 @@ class ParametersInBackward(dict[str, Any]):
 
     __slots__ = ("leaves",)
     leaves: dict[str, Callable[[Any], Any]]
+
+    def between_steps(self) -> tuple[()]:
+        """What a step depends on besides the parameters: nothing."""
+        return ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {name: copy.deepcopy(dict.__getitem__(self, name), memo) for name in self}
