@@ -64,10 +64,11 @@ class Back:
                 f"back: weights of shape {tuple(weights.shape)} for expert_ids of shape {self._shape}",
                 hint="one weight for each choice of each token",
             )
+        if self._plan is not None and self._shape[1] == 1:  # a token has one result: it is weighted where the token is
+            y = mapped(outputs, self._plan.tokens, transposed=True)
+            return y if weights is None else _weighted(y, _as_dtensor(weights, self._plan_mesh))
         if weights is not None:
-            each = self.weights_of_rows(weights)
-            weighted = outputs * each.view(-1, *[1] * (outputs.dim() - 1))
-            outputs = weighted if weighted.dtype is outputs.dtype else weighted.to(outputs.dtype)
+            outputs = _weighted(outputs, self.weights_of_rows(weights))
         if self._plan is not None:
             return mapped(outputs, self._plan.tokens, transposed=True)
         assert self._rows is not None
@@ -91,6 +92,12 @@ class Back:
     @property
     def _plan_mesh(self) -> DeviceMesh:
         return self.offs.device_mesh
+
+
+def _weighted(rows: Any, weights: Any) -> Any:
+    """Rows times a number for each, in the dtype of the rows."""
+    product = rows * weights.view(-1, *[1] * (rows.dim() - 1))
+    return product if product.dtype is rows.dtype else product.to(rows.dtype)
 
 
 def dispatch(
