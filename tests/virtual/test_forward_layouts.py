@@ -200,6 +200,9 @@ def spec(shape: tuple[int, ...], placement: Any, dtype: torch.dtype = torch.floa
         (nn.Linear(8, 16), [Replicate()] * 3, None, [Replicate()] * 3, Replicate()),
         (nn.Linear(8, 16), [Replicate(), Replicate(), Shard(0)], None, [Partial(), Partial(), Shard(0)], Shard(0)),
         (nn.LayerNorm(8), [Replicate(), Replicate(), Shard(1)], None, [Partial(), Partial(), Shard(1)], Shard(1)),
+        (nn.Linear(8, 16, bias=False), [Shard(0), Replicate()], None, [Shard(0), Partial()], Shard(2)),
+        (nn.Linear(8, 16, bias=False), [Shard(1), Shard(2)], None, [Shard(1), Shard(2)], Partial()),
+        (nn.RMSNorm(8), [Replicate(), Shard(1)], None, [Partial(), Shard(1)], Shard(1)),
     ],
 )
 def test_layouts_come_from_the_rules(

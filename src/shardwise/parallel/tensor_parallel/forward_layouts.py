@@ -50,10 +50,8 @@ _OPERATORS = {
     *(aten.reciprocal, aten.relu, aten.rsqrt, aten.sigmoid, aten.silu, aten.sqrt, aten.sub, aten.sub_, aten.sum),
     *(aten.t, aten.tanh, aten.transpose, aten.unsqueeze, aten.var, aten._to_copy),
 }
-_OWN_SIZES = {
-    aten.view,
-    aten._unsafe_view,
-}  # only in forwards of torch, which compute the sizes from those of the input
+_OWN_SIZES = {aten.view}  # only in forwards of torch, which compute the sizes from those of the input
+_SAME_AS = {aten._unsafe_view.default: aten.view.default}  # the same values, by another name
 _MODULES = (torch, F, math)
 _BUILTINS = ("abs", "bool", "float", "int", "isinstance", "len", "list", "max", "min", "range", "tuple", "zip")
 # Names that a forward may not use: they read or change state of torch or of a tensor, which is not in any key.
@@ -299,7 +297,7 @@ class _Calls(TorchDispatchMode):
         calls = self.forward if self._backward is None else self._backward
         made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         if made or any(isinstance(leaf, torch.Tensor) for leaf in leaves):  # else it computes a dtype or a size
-            calls.append((func, str(tree), *[self._described(leaf) for leaf in leaves]))
+            calls.append((_SAME_AS.get(func, func), str(tree), *[self._described(leaf) for leaf in leaves]))
         self.number(*made)
         return result
 
