@@ -63,7 +63,11 @@ __all__ = [
     "dynamo_frames",
     "flex_attention",
     "flex_attention_backward",
+    "foreach_add_",
     "foreach_copy_",
+    "foreach_lerp",
+    "foreach_lerp_",
+    "foreach_mul_",
     "forward_ad",
     "function_mode_count",
     "functorch",
@@ -151,6 +155,8 @@ opaque_types: Any = getattr(_library, "opaque_object", None)  # classes whose va
 # ---------------------------------------------------------------- operators
 assert_async = torch._assert_async  # indices are checked without a synchronisation
 foreach_copy_ = torch._foreach_copy_  # many small copies as one kernel
+foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_  # an optimizer's step on all parameters at once
+foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 
 
 def current_raw_stream(device: int) -> int:

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from shardwise.optim.matrix_owners import by_matrix
-from shardwise.torch_private import muon_learning_rate, newton_schulz
+from shardwise.torch_private import (
+    foreach_add_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    muon_learning_rate,
+    newton_schulz,
+)
 
 __all__ = ["Muon"]
 
@@ -52,14 +59,14 @@ class Muon(torch.optim.Muon):
         if not parameters:
             return
         momentum, rate = group["momentum"], float(group["lr"])
-        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
-        updates = torch._foreach_lerp(gradients, momenta, momentum) if group["nesterov"] else momenta
+        foreach_lerp_(momenta, gradients, 1 - momentum)
+        updates = foreach_lerp(gradients, momenta, momentum) if group["nesterov"] else momenta
 
         def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
             return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         found = by_matrix(orthogonalized, updates, dtype=torch.bfloat16)
-        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         by_rate: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # matrices of one shape have one rate
         for parameter, update in zip(parameters, found, strict=True):
             adjusted = muon_learning_rate(rate, group["adjust_lr_fn"], parameter.shape)
@@ -67,4 +74,4 @@ class Muon(torch.optim.Muon):
             alike[0].append(parameter)
             alike[1].append(update)
         for adjusted, (targets, added) in by_rate.items():
-            torch._foreach_add_(targets, added, alpha=-adjusted)
+            foreach_add_(targets, added, alpha=-adjusted)
