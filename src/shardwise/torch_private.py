@@ -74,6 +74,7 @@ __all__ = [
     "guard_managers",
     "has_thread_object",
     "higher_order_ops",
+    "inductor_compile",
     "is_alias_of",
     "is_key_excluded",
     "keep_thread_object",
@@ -188,3 +189,10 @@ def decomposition_of(op: OpOverload) -> Any:
     import torch._decomp
 
     return torch._decomp.decomposition_table.get(op)
+
+
+def inductor_compile() -> Any:
+    """The function of inductor that compiles a graph of local operators. Importing inductor takes seconds."""
+    import torch._inductor
+
+    return torch._inductor.compile

@@ -17,6 +17,7 @@ from shardwise.capture.program import Program
 from shardwise.capture.segments import Segment, segments_of
 from shardwise.capture.tape import Call, Geometry, Ref, Unit
 from shardwise.errors import UnsupportedError
+from shardwise.torch_private import inductor_compile
 
 __all__ = ["BACKENDS", "compiled_program"]
 
@@ -24,9 +25,7 @@ Function = Callable[..., Sequence[torch.Tensor]]
 
 
 def _inductor(graph: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
-    import torch._inductor
-
-    return torch._inductor.compile(graph, list(examples))  # pyright: ignore[reportReturnType]
+    return inductor_compile()(graph, list(examples))
 
 
 BACKENDS: dict[str, Callable[[GraphModule, Sequence[torch.Tensor]], Function]] = {"inductor": _inductor}
