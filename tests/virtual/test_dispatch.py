@@ -356,7 +356,7 @@ def test_one_warning_for_an_operator_and_line(mesh):
 def test_operands_on_different_meshes_are_refused(mesh):
     other = sw.init_device_mesh("cpu", (2, 2))
     with pytest.raises(sw.MeshError, match="different meshes"):
-        sharded(mesh, 4, 2) + sw.distribute_tensor(torch.randn(4, 2, dtype=FLOAT), other, [sw.Replicate()] * 2)
+        sharded(mesh, 4, 2) + sw.distribute_tensor(torch.randn(4, 2, dtype=FLOAT), other, [sw.Shard(0), sw.Replicate()])
 
 
 def test_dispatcher_counts_misses(mesh):

@@ -67,7 +67,7 @@ def _balanced(weights: Sequence[int], stages: int) -> list[int]:
 
     Example:
         >>> _balanced([4, 1, 1, 1, 3], 3)
-        [0, 1, 4, 5]
+        [0, 1, 3, 5]
     """
     count = len(weights)
     if count < stages:

@@ -68,7 +68,7 @@ def line_of(before: DTensorSpec, after: DTensorSpec) -> LineChange | None:
         >>> spec = DTensorSpec(DeviceMesh("cpu", range(3)), [Ragged(0, (5, 0, 3))], TensorMeta((8,)))
         >>> change = line_of(spec, spec.with_placements([Shard(0)]))
         >>> change.sent_by(0), change.got_by(1), change.received
-        ([3, 2, 0], [2, 0, 1], 6.666666666666667)
+        ([3, 2, 0], [2, 0, 1], 4.0)
     """
     mesh, meta = before.mesh, before.tensor_meta
     if not (before.is_ragged or after.is_ragged) or mesh is not after.mesh or meta.is_symbolic:

@@ -31,7 +31,7 @@ def granular_placements(shapes: Sequence[Sequence[int]], granules: Sequence[int]
 
     Example:
         >>> granular_placements([(8, 4), (4, 4)], [4, 4], 2)
-        [Ragged(0, (8, 0)), Ragged(0, (0, 4))]
+        [Ragged(0, (4, 4)), Ragged(0, (0, 4))]
         >>> granular_placements([(8, 4), (4, 4)], [2, 1], 2)
         [Ragged(0, (6, 2)), Ragged(0, (0, 4))]
     """
