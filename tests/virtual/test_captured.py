@@ -342,3 +342,36 @@ def test_copies_of_a_model_have_programs_of_their_own() -> None:
     x = sw.ones(2, 4, device_mesh=mesh)
     for each in (model, other, model, other, model):
         assert same(step(each, x), each(x).detach())
+
+
+@pytest.mark.parametrize("clears", ["never", "before"])
+def test_gradients_of_plain_parameters(clears: str) -> None:
+    mesh = mesh_of(2)
+
+    def job() -> tuple[Any, Any, Any, Callable[..., Any]]:
+        split = nn.Parameter(sw.ones(4, device_mesh=mesh, placements=[sw.Shard(0)]))
+        plain, unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        unused.grad = torch.ones(4)
+        optimizer = torch.optim.SGD([split, plain, unused], lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            if clears == "before":
+                optimizer.zero_grad()
+            ((split * x).sum() + (plain * x).square().sum()).backward()
+            optimizer.step()
+
+        return split, plain, unused, step
+
+    eager, other = job(), job()
+    run = captured(other[3])
+    for call in range(5):
+        x = torch.full((4,), 1.0 + call)
+        for each in (eager, other):
+            each[2].grad = torch.ones(4)
+        eager[3](x)
+        run(x)
+        for ours, theirs in zip(other[1:3], eager[1:3], strict=True):
+            assert torch.equal(ours, theirs), call
+            assert (ours.grad is None) == (theirs.grad is None), call
+            assert ours.grad is None or torch.equal(ours.grad, theirs.grad), call
+    assert run.programs

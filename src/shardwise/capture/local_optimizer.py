@@ -106,16 +106,19 @@ class LocalStep:
             # torch prefers other kernels for plain tensors than for DTensors
             if group.get("foreach") is None and not group.get("fused") and _has_subclasses(own["params"]):
                 group["foreach"] = False
+        before = [parameter.grad for parameter in self._parameters]  # a plain parameter is its own local
         at = 0
         for parameter, count in zip(self._parameters, self.counts, strict=True):
             if count:
                 parameter.grad = RankTensor(grads[at : at + count]) if _is_ranks(parameter) else grads[at]
                 at += count
+            else:
+                parameter.grad = None
         try:
             self._step(self._shadow)
         finally:
-            for parameter in self._parameters:
-                parameter.grad = None
+            for parameter, grad in zip(self._parameters, before, strict=True):
+                parameter.grad = grad
 
 
 def _is_ranks(parameter: torch.Tensor) -> bool:
