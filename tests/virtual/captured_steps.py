@@ -17,11 +17,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.capture import captured
 from shardwise.fabric.virtual import parts_of
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.parallel import (
+    ColwiseParallel,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ReplicateModule,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 CALLS = 11
 CHANGED = (4, 6, 7, 9)  # the calls before which something changes
@@ -61,6 +69,7 @@ class Settings:
         self.scale = 1.0
         self.power = 2
         self.clip: float | None = 1.0
+        self.factor = torch.ones(())
         self.names = ["a", "b"]
 
 
@@ -84,18 +93,22 @@ class Model(torch.nn.Module):
         self.calls = 0
         self.counts = draw.random() < 0.1
         self.keeps = draw.random() < 0.3
+        self.recomputes = draw.random() < 0.3
         self.kept: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.counts:
             self.calls += 1
-        h = self.second(F.leaky_relu(self.first(x), self.slope))
-        h = self.norm(self.dropout(h))
+        h = checkpoint(self.inner, x, use_reentrant=False) if self.recomputes else self.inner(x)
         if self.statistics is not None:
             h = self.statistics(h)
         if self.keeps:
             self.kept = h.detach().clone()
         return self.last(h) + self.table
+
+    def inner(self, x: torch.Tensor) -> Any:
+        h = self.second(F.leaky_relu(self.first(x), self.slope))
+        return self.norm(self.dropout(h))
 
 
 class Job:
@@ -107,9 +120,11 @@ class Job:
         self.mesh = mesh
         self.model = Model(draw)
         tp = mesh if mesh.ndim == 1 else mesh["tp"]
-        self.plan = draw.choice(["tp", "tp", "replicated", "rows"])
+        self.plan = draw.choice(["tp", "tp", "replicated", "rows", "fully_shard", "replicate"])
         if self.plan == "tp":
             parallelize_module(self.model, tp, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        elif self.plan in ("fully_shard", "replicate"):
+            self.make_data_parallel(draw)
         else:
             layout = [sw.Replicate() if self.plan == "replicated" else sw.Shard(0)] * mesh.ndim
             for module in self.model.modules():
@@ -122,8 +137,23 @@ class Job:
         self.optimizer = OPTIMIZERS[draw.choice(list(OPTIMIZERS))](self.model.parameters())
         self.settings = Settings()
         self.gives = draw.choice(["DTensor", "plain"]) if self.plan == "tp" else "DTensor"
+        self.splits = 0  # the dim that the batch is split along, where it is
         self.hooks: list[Any] = []
         self.step = self.make_step(draw)
+
+    def make_data_parallel(self, draw: random.Random) -> None:
+        model, mesh = self.model, self.mesh
+        whole = [sw.Replicate()] * mesh.ndim
+        model.table = sw.distribute_tensor(model.table, mesh, whole)
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = half if draw.random() < 0.2 else None
+        if self.plan == "replicate":
+            sw.replicate(model, mesh, bucket_cap_mb=0.001, mp_policy=policy)
+            return
+        keeps = draw.choice([None, True, False])
+        for layer in (model.first, model.second):
+            sw.fully_shard(layer, mesh, reshard_after_forward=keeps, mp_policy=policy)
+        sw.fully_shard(model, mesh, mp_policy=policy)
 
     def make_step(self, draw: random.Random) -> Callable[..., Any]:
         model, optimizer, settings = self.model, self.optimizer, self.settings
@@ -143,6 +173,7 @@ class Job:
             else:
                 out = model(x)
             loss = (out - y).abs().pow(settings.power).mean() * (SCALE * settings.scale * weight * extra)
+            loss = loss * settings.factor
             loss.backward()
             norm = None
             if settings.clip is not None and settings.names[0] == "a":
@@ -156,7 +187,11 @@ class Job:
             nonlocal weight
             weight = value
 
-        self.set_weight = set_weight
+        def set_cast(value: bool) -> None:
+            nonlocal cast
+            cast = value
+
+        self.set_weight, self.set_cast = set_weight, set_cast
         return step
 
     def data(self, draw: random.Random, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +200,9 @@ class Job:
         if self.plan == "tp" and self.gives == "plain":
             return x, y
         whole = [sw.Replicate()] * self.mesh.ndim
-        split = [sw.Shard(0), *whole[1:]] if self.plan != "tp" else whole
+        split = [sw.Shard(self.splits), *whole[1:]] if self.plan != "tp" else whole
+        if self.plan in ("fully_shard", "replicate"):
+            split = [sw.Shard(0)] * self.mesh.ndim
         mesh = self.mesh if self.plan != "tp" or self.mesh.ndim == 1 else self.mesh["tp"]
         return tuple(sw.distribute_tensor(t, mesh, split[: mesh.ndim]) for t in (x, y))  # pyright: ignore[reportReturnType]
 
@@ -219,6 +256,29 @@ def _change(job: Job, what: str, number: float) -> None:
                 job.hooks.append(model.last.register_forward_hook(lambda module, args, out: factor * out))  # pyright: ignore[reportOperatorIssue]
         case "tensor hook":
             job.hooks.append(model.second.weight.register_hook(lambda grad: grad * 0.5))
+        case "hook after accumulation":
+            job.hooks.append(model.last.weight.register_post_accumulate_grad_hook(_double))
+        case "backward hook":
+            job.hooks.append(model.last.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,)))  # pyright: ignore[reportArgumentType]
+        case "layout":
+            job.splits = 1 - job.splits
+        case "layout of a buffer":
+            if isinstance(model.table, sw.DTensor) and job.plan not in ("fully_shard", "replicate"):
+                kept = [sw.Replicate()] * (job.mesh.ndim - 1)
+                model.table = model.table.redistribute(
+                    placements=[sw.Shard(0) if number < 0.5 else sw.Replicate(), *kept]
+                )
+        case "dtype":
+            model.table = model.table.to(torch.float64 if number < 0.5 else torch.bfloat16)
+        case "cast":
+            job.set_cast(number < 0.5)
+        case "recomputes":
+            model.recomputes = not model.recomputes
+        case "factor":
+            settings.factor.fill_(number)
+        case "synchronizes":
+            if isinstance(model, FSDPModule | ReplicateModule):
+                model.set_requires_gradient_sync(number < 0.5)
         case "no gradients":
             for p in model.parameters():
                 p.grad = None
@@ -239,9 +299,16 @@ def _change(job: Job, what: str, number: float) -> None:
             raise AssertionError(what)
 
 
+def _double(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
 CHANGES = (
     "lr", "lr", "lr", "hyperparameter", "scale", "weight", "global", "power", "clip", "names", "slope", "p", "mode",
-    "frozen", "epsilon", "momentum", "hook", "tensor hook", "no gradients", "values", "data", "replaced", "module",
+    "frozen", "epsilon", "momentum", "hook", "tensor hook", "hook after accumulation", "backward hook", "layout",
+    "layout of a buffer", "dtype", "cast", "recomputes", "factor", "synchronizes",
+    "no gradients", "values", "data", "replaced", "module",
     "state",
 )  # fmt: skip
 
