@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any, Self, SupportsIndex
+from typing import Any, ClassVar, Self, SupportsIndex
 
 import torch
 
@@ -208,8 +208,10 @@ class Ragged(AnyShard):
     _fields = ("dim", "sizes", "blocks")
     sizes: tuple[int, ...]
     blocks: tuple[int, ...] | None
+    in_use: ClassVar[bool] = False  # whether any was made: until then no call can have one
 
     def __new__(cls, dim: SupportsIndex, sizes: Iterable[Any], blocks: Iterable[SupportsIndex] | None = None) -> Ragged:
+        Ragged.in_use = True
         kept = tuple(sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes)
         if any(size.__class__ is not int for size in kept):
             kept = tuple([_as_int(size, "Ragged", "size") for size in kept])

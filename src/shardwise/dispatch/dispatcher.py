@@ -13,6 +13,7 @@ import torch
 from shardwise.compilers import COMPILER, release_importing_frames
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Ragged
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import named, unrecorded
 from shardwise.dispatch.broadcast import (
@@ -158,7 +159,7 @@ class OpDispatcher:
             raise_found()
         if is_symbolic(key):
             return self._resolve_symbolic(named(key), func, args, kwargs)
-        ragged = is_ragged(key)
+        ragged = Ragged.in_use and is_ragged(key)
         run = None if ragged else self._known_calls.find(key)
         if run is None:
             run = self.resolve(key, func, args, kwargs)
@@ -272,15 +273,19 @@ class OpDispatcher:
         return watched(self.wrapping, info, run)
 
     def _results(
-        self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], as_known: bool = True
     ) -> tuple[tuple[TensorMeta, ...] | None, OutputSharding | None]:
-        """What an operator gives, and where everything lies if a rule speaks for the call."""
-
-        def work_out(signature: Signature) -> tuple[tuple[TensorMeta, ...] | None, OutputSharding | None]:
-            metas = self._metas.find(signature, key, args, kwargs)
-            return metas, _sharding(signature, metas)
-
-        return self._ragged_calls.find(signature, key, work_out) if is_ragged(key) else work_out(signature)
+        """The results of a call, and its layouts by its rule, if the rule applies; `as_known`: as of calls like it."""
+        if as_known and Ragged.in_use and is_ragged(key):
+            return self._ragged_calls.find(
+                signature, key, lambda other: self._results(other, key, args, kwargs, as_known=False)
+            )
+        metas, op = self._metas.find(signature, key, args, kwargs), signature.info.op
+        # of random operators only a rule of their own may speak, where nothing is drawn; torch's tags do not
+        if metas is None or (signature.info.draws and op not in RULES):
+            return metas, None
+        schema = OpSchema(op, signature.arguments, signature.specs, signature.info.rule)
+        return metas, ShardingPropagator().propagate(schema, metas, signature.pinned)
 
     def _resolve_outside(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -294,7 +299,11 @@ class OpDispatcher:
     def _laid_out(self, signature: Signature, key: Key, sharding: OutputSharding) -> Executor:
         """A call that runs as its rule has laid it out; those that differ from it in their sizes alone will too."""
         make = for_any_size(signature, sharding)
-        if make is not None and not sharding.outputs[0].tensor_meta.is_symbolic and not is_ragged(key):
+        if (
+            make is not None
+            and not sharding.outputs[0].tensor_meta.is_symbolic
+            and not (Ragged.in_use and is_ragged(key))
+        ):
             self._known_calls.keep(key, sharding.outputs[0], make)
             if not any(spec.broadcast for spec in signature.specs):
                 return make(sharding.outputs[0])
@@ -359,16 +368,6 @@ def _other_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> UnsupportedErr
         f"{info.op} was called with the device {device}, but the operands are on {mesh}",
         hint="a DTensor stays on the devices of its mesh; take full_tensor() or to_local() elsewhere",
     )
-
-
-def _sharding(signature: Signature, metas: tuple[TensorMeta, ...] | None) -> OutputSharding | None:
-    """The layouts of the call by its rule, if the rule applies."""
-    op = signature.info.op
-    # of random operators only a rule of their own may speak, where nothing is drawn; torch's tags do not
-    if metas is None or (signature.info.draws and op not in RULES):
-        return None
-    schema = OpSchema(op, signature.arguments, signature.specs, signature.info.rule)
-    return ShardingPropagator().propagate(schema, metas, signature.pinned)
 
 
 def _worth_decomposing(signature: Signature, sharding: OutputSharding) -> bool:

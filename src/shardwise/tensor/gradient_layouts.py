@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
@@ -59,19 +59,8 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 }
 
 
-Specs = ParamSpec("Specs")
-
-
-def _remembered(function: Callable[Specs, DTensorSpec]) -> Callable[Specs, DTensorSpec]:
-    """`function` of specs with its results kept, unless a spec has given sizes: these may never come again."""
-    known = functools.lru_cache(maxsize=4096)(function)
-
-    @functools.wraps(function)
-    def of_specs(*specs: Specs.args, **kwargs: Specs.kwargs) -> DTensorSpec:
-        ragged = any(spec is not None and spec.is_ragged for spec in specs)  # pyright: ignore[reportAttributeAccessIssue]
-        return function(*specs, **kwargs) if ragged else known(*specs, **kwargs)  # pyright: ignore[reportArgumentType]
-
-    return of_specs
+# At most so many results are kept: given sizes may be met once and never again, and their specs with them.
+_remembered = functools.lru_cache(maxsize=1024)
 
 
 @_remembered
