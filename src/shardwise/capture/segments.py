@@ -91,6 +91,9 @@ class _Splitting:
         for index, (_, call) in enumerate(program.calls):
             for ref in refs_of(call):
                 self.last[ref.number] = max(self.last.get(ref.number, 0), index)
+            for number in call.writes if isinstance(call, Call) else ():
+                memory = self.memory_of[number]  # a segment with this call is given all of the memory
+                self.last[memory] = max(self.last.get(memory, 0), index)
             if isinstance(call, Call) and call.op is _AS_STRIDED:
                 self.placed[self.memory_of[refs_of(call)[0].number]] = index
 

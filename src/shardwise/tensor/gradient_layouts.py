@@ -60,7 +60,7 @@ GRADIENT_OF: dict[type[Placement], Callable[[Any], Placement]] = {
 
 
 # At most so many results are kept: given sizes may be met once and never again, and their specs with them.
-_remembered = functools.lru_cache(maxsize=1024)
+_remembered = functools.lru_cache(maxsize=512)
 
 
 @_remembered
