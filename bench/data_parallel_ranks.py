@@ -8,6 +8,7 @@ the fake group would make one copy for each rank in an all-gather, which from 51
 The ratio with these copies is printed beside it, and the collectives and bytes of a step on both sides.
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -56,18 +57,21 @@ def training_step(fully_shard: Any, mesh: Any, width: int = WIDTH, **options: An
 
 
 def calls(step: Callable[[], None]) -> int:
-    """Python and C functions that a step enters."""
+    """Python and C functions that a step enters; those of a garbage collection are not its own."""
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(profile)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
