@@ -67,11 +67,7 @@ def noting_origin(signature: Signature, run: Executor) -> Executor:
     if spec.is_strided or not any(axes if dim is None else [axes]):
         return run
 
-    def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        _note(args[0], spec)
-        return run(args, kwargs)
-
-    return note_and_run
+    return _noting(0, spec, run)
 
 
 def noting_split_dims(signature: Signature, run: Executor) -> Executor:
@@ -84,8 +80,14 @@ def noting_split_dims(signature: Signature, run: Executor) -> Executor:
     if not any(len(group.outputs) > 1 and sharded.intersection(group.inputs) for group in groups_of(spec.shape, after)):
         return run
 
+    return _noting(0, spec, run)
+
+
+def _noting(at: int, spec: DTensorSpec, run: Executor) -> Executor:
+    """`run`, after the layout of the operand at this position is noted."""
+
     def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        _note(args[0], spec)
+        _note(args[at], spec)
         return run(args, kwargs)
 
     return note_and_run
@@ -105,13 +107,7 @@ def noting_experts(signature: Signature, run: Executor) -> Executor:
     noted = [i for i in groups if signature.specs[i].dim_axes[0]]
     if len(groups) != 1 or not noted or signature.specs[noted[0]].is_strided:
         return run
-    at = noted[0]
-
-    def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        _note(args[at], signature.specs[at])
-        return run(args, kwargs)
-
-    return note_and_run
+    return _noting(noted[0], signature.specs[noted[0]], run)
 
 
 def noting_base(signature: Signature, run: Executor) -> Executor:
