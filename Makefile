@@ -57,8 +57,8 @@ pure: $(READY)
 # WITHOUT=pure leaves out what `make check` has just run. Annotations are checked at run time in the pure tier; in this
 # one that would double the time: TYPES=1 does it.
 test: $(READY)
-	$(if $(TYPES),,SHARDWISE_NO_BEARTYPE=1) $(PYTEST) -n 2 -m 'not (gloo or peer or gpu or models$(if $(WITHOUT), or $(WITHOUT)))'
-	$(PYTEST) -m 'gloo or peer or gpu'
+	$(if $(TYPES),,SHARDWISE_NO_BEARTYPE=1) $(PYTEST) -n 2 -m 'not (gloo or hosts or peer or gpu or models$(if $(WITHOUT), or $(WITHOUT)))'
+	$(PYTEST) -m 'gloo or hosts or peer or gpu'
 
 bench: $(READY)
 	$(PY) -m bench $(BENCH)

@@ -15,7 +15,7 @@ import torch
 from tests.gloo.processes import ProcessPool, child_processes
 
 ROOT = Path(__file__).parent.parent
-TIERS = ("pure", "virtual", "gloo", "peer", "gpu", "models")
+TIERS = ("pure", "virtual", "gloo", "hosts", "peer", "gpu", "models")
 LEFT_CHILDREN = pytest.StashKey[list[str]]()
 
 

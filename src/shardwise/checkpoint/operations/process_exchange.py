@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import socket
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -81,14 +82,14 @@ class Processes:
             return [outcome.value]
         packed = outcome.attempt(lambda: pickle.dumps(outcome.value), b"")
         received = self._all_gather((_portable(outcome.error), packed if outcome.error is None else b""))
-        failed = [(rank, error) for rank, (error, _) in zip(self.ranks, received, strict=True) if error is not None]
-        for rank, error in failed:
+        failed = [(rank, *error) for rank, (error, _) in zip(self.ranks, received, strict=True) if error is not None]
+        for rank, host, error in failed:
             if isinstance(error, Replaced):  # takes precedence over other errors: all start over
-                raise _of_rank(rank, error)
+                raise _of_rank(rank, host, error)
         if outcome.error is not None:
             raise outcome.error
-        for rank, error in failed:
-            raise _of_rank(rank, error)
+        for rank, host, error in failed:
+            raise _of_rank(rank, host, error)
         return [pickle.loads(data) for _, data in received]
 
     def _all_gather(self, mine: Any) -> list[Any]:
@@ -160,18 +161,18 @@ class Processes:
 _groups: dict[tuple[int, ...], Any] = of_one_rank({})  # groups by ranks; the key () has the world they belong to
 
 
-def _portable(error: BaseException | None) -> ShardwiseError | str | None:
-    """An error in a form that can be sent: errors of this library unchanged, others as text."""
-    if error is None or isinstance(error, ShardwiseError):
-        return error
-    return f"{type(error).__name__}: {error}"
+def _portable(error: BaseException | None) -> tuple[str, ShardwiseError | str] | None:
+    """An error in a form that can be sent: the host, and errors of this library unchanged, others as text."""
+    if error is None:
+        return None
+    return socket.gethostname(), error if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
 
 
-def _of_rank(rank: int, error: ShardwiseError | str) -> Exception:
+def _of_rank(rank: int, host: str, error: ShardwiseError | str) -> Exception:
     if isinstance(error, ShardwiseError):
-        error.add_note(f"raised by rank {rank}")
+        error.add_note(f"raised by rank {rank} on {host}")
         return error
-    return CheckpointError(f"rank {rank}: {error}")
+    return CheckpointError(f"rank {rank} on {host}: {error}")
 
 
 def processes_of(outcome: Outcome, tensors: Iterable[torch.Tensor], group: Any = None) -> Processes:

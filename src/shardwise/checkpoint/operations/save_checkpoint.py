@@ -7,6 +7,7 @@ checkpoint is published. The steps after the first exchange can run on a thread 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -328,6 +329,12 @@ def write_files(directory: Path, files: dict[int, list[tuple[WriteShare, BlockTo
     sizes: dict[str, int] = {}
     stored: list[tuple[str, StoredBlock]] = []
     total = sum(item.nbytes for shares in files.values() for _, item in shares)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory.parent} is not shared by all processes: a directory made there by the first process is not "
+            f"on {socket.gethostname()}",
+            hint="save to a file system that all hosts share; it may also have been removed meanwhile",
+        )
     with Progress("saving", total, shown=shown) as progress, atomic.disk_errors(f"{directory} cannot be written"):
         for rank, shares in files.items():
             name = f"blocks-{rank:05d}.safetensors"
