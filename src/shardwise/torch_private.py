@@ -75,6 +75,7 @@ __all__ = [
     "has_thread_object",
     "higher_order_ops",
     "inductor_compile",
+    "input_metadata",
     "is_alias_of",
     "is_key_excluded",
     "keep_thread_object",
@@ -139,6 +140,13 @@ dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack  # modes
 # `forward_ad._current_level` changes. It is read where it is needed: a function would cost a frame.
 current_autograd_node = _C._current_autograd_node  # the line of a gradient; the layout of its forward
 current_graph_task = _C._current_graph_task_id  # which backward runs; -1 outside
+
+
+def input_metadata(node: Any) -> Any:
+    """Shape, dtype and device of each gradient that a node of autograd takes: what the engine fits gradients to."""
+    return node._input_metadata
+
+
 autograd_sequence_number = torch.autograd._get_sequence_nr  # pairs operators of forward and backward
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # runs at the end of a backward
 saved_tensor_hooks = _C._autograd  # whether hooks for saved tensors are in place

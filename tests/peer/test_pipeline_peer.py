@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
+import shardwise as sw
 from shardwise.pipelines import pipeline_table
+from shardwise.pipelines.pipeline_tables import stage_ranks
 
 SIZES = [(1, 2), (2, 2), (2, 3), (2, 6), (3, 6), (4, 4), (4, 8), (8, 16)]
 
@@ -28,14 +30,25 @@ class Stage:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb1p", 1), ("zb1p", 2), ("zbv", 2),
+     ("dualpipev", 2)],
+)  # fmt: skip
 def test_their_validator_accepts_ours(schedule: str, chunks: int, ranks: int, microbatches: int) -> None:
-    if schedule == "interleaved" and microbatches % max(1, microbatches // ranks):
-        pytest.skip("refused")
+    refused = {
+        "interleaved": microbatches % max(1, microbatches // ranks),
+        "zb1p": microbatches % max(1, microbatches // ranks),
+        "dualpipev": microbatches < 2 * ranks,
+    }
+    if refused.get(schedule):
+        with pytest.raises(sw.LayoutError):
+            pipeline_table(schedule, ranks, microbatches, chunks)
+        return
     table = pipeline_table(schedule, ranks, microbatches, chunks)
     actions = {rank: as_theirs(row) for rank, row in enumerate(table)}
     homes = theirs._validate_schedule(actions, ranks, ranks * chunks, microbatches)
-    assert homes == {stage: stage % ranks for stage in range(ranks * chunks)}
+    assert homes == dict(enumerate(stage_ranks(schedule, ranks, ranks * chunks)))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 3), (3, 7), (4, 4), (4, 8)])
@@ -56,4 +69,25 @@ def test_interleaved_is_theirs(ranks: int, microbatches: int, chunks: int) -> No
     stages: Any = [Stage(0, chunk * ranks, ranks, chunks * ranks) for chunk in range(chunks)]
     other = theirs.ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda *_: None)
     for rank, row in enumerate(pipeline_table("interleaved", ranks, microbatches, chunks)):
+        assert [action for action in other.pipeline_order[rank] if action is not None] == as_theirs(row)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 2), (2, 4), (3, 6), (4, 4), (4, 8), (4, 12), (8, 16)])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_zero_bubble_interleaved_is_theirs(ranks: int, microbatches: int, chunks: int) -> None:
+    stages: Any = [Stage(0, chunk * ranks, ranks, chunks * ranks) for chunk in range(chunks)]
+    other = theirs.ScheduleInterleavedZeroBubble(stages, microbatches, loss_fn=lambda *_: None)
+    for rank, row in enumerate(pipeline_table("zb1p", ranks, microbatches, chunks)):
+        assert [action for action in other.pipeline_order[rank] if action is not None] == as_theirs(row)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 2), (2, 3), (2, 8), (3, 4), (4, 4), (4, 8), (8, 20)])
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+def test_schedules_in_the_shape_of_a_v_are_theirs(name: str, ranks: int, microbatches: int) -> None:
+    if name == "dualpipev" and microbatches < 2 * ranks:
+        pytest.skip("refused there and here")
+    kind: Any = {"zbv": theirs.ScheduleZBVZeroBubble, "dualpipev": theirs.ScheduleDualPipeV}[name]
+    stages: Any = [Stage(0, 0, ranks, 2 * ranks), Stage(0, 2 * ranks - 1, ranks, 2 * ranks)]
+    other = kind(stages, microbatches, loss_fn=lambda *_: None)
+    for rank, row in enumerate(pipeline_table(name, ranks, microbatches)):
         assert [action for action in other.pipeline_order[rank] if action is not None] == as_theirs(row)

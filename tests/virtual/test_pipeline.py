@@ -10,17 +10,17 @@ import shardwise as sw
 from shardwise.pipelines import pipeline_table, timeline_of
 from tests.pipelines import Block, language_model, lay_out, loss_of, one_device, train, whole
 
-CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb1p", 1), ("zb1p", 2), ("zbv", 2), ("dualpipev", 2)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "tied"), [(*case, tied) for case, tied in zip(CASES, (True, False, True), strict=True)]
+    ("schedule", "chunks", "tied"), [(*case, number % 2 == 0) for number, case in enumerate(CASES)]
 )
 def test_four_stages_train_as_one_device(schedule: str, chunks: int, tied: bool) -> None:
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     model = language_model(7, tied)
     losses, parameters = one_device(model, 8)
-    pipe = sw.pipeline(model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=4)
+    pipe = sw.pipeline(model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=8)
     assert len(pipe.stages) == 4 * chunks
     torch.testing.assert_close(torch.tensor(train(pipe, 8)), torch.tensor(losses), rtol=1e-4, atol=1e-5)
     for name, parameter in pipe.named_parameters():
@@ -33,7 +33,7 @@ def test_stages_of_data_and_tensor_parallelism_train_as_one_device(schedule: str
     model = language_model(4, tied=False, checkpointed=True)
     losses, parameters = one_device(model, 8, 3)
     pipe = sw.pipeline(
-        model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=2, parallelize=lay_out
+        model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=4, parallelize=lay_out
     )
     torch.testing.assert_close(torch.tensor(train(pipe, 8, 3)), torch.tensor(losses), rtol=1e-4, atol=1e-5)
     for name, parameter in pipe.named_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.pipelines.pipeline_run import Pipeline, pipeline
-from shardwise.pipelines.pipeline_tables import Action, pipeline_table
+from shardwise.pipelines.pipeline_tables import Action, Overlapped, pipeline_table
 from shardwise.pipelines.pipeline_timeline import Timeline, timeline_of
 
-__all__ = ["Action", "Pipeline", "Timeline", "pipeline", "pipeline_table", "timeline_of"]
+__all__ = ["Action", "Overlapped", "Pipeline", "Timeline", "pipeline", "pipeline_table", "timeline_of"]

@@ -17,8 +17,16 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import LayoutError, PipelineError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.stage_link import StageLink
-from shardwise.pipelines.pipeline_tables import Action, pipeline_table
-from shardwise.pipelines.pipeline_timeline import Timeline, timeline_of
+from shardwise.pipelines.pipeline_tables import (
+    Action,
+    Overlapped,
+    actions_of,
+    pipeline_table,
+    stage_ranks,
+    stages_on_each,
+)
+from shardwise.pipelines.pipeline_timeline import Timeline, Times, timeline_of
+from shardwise.pipelines.split_backward import WeightPart, input_gradients
 from shardwise.pipelines.stage_split import split_model, untie
 from shardwise.pipelines.stage_values import InProcess, OverLink, ValueMeta
 from shardwise.tensor import DTensor
@@ -36,7 +44,7 @@ def pipeline(
     split: Sequence[str | int] | str = "auto",
     schedule: str = "1f1b",
     microbatches: int,
-    stages_per_rank: int = 1,
+    stages_per_rank: int | None = None,
     parallelize: Parallelize | None = None,
 ) -> Pipeline:
     """A model cut into stages, each on its own ranks; microbatches go through them by a schedule.
@@ -47,13 +55,14 @@ def pipeline(
     Args:
         model: an `nn.Sequential`, which is cut; or a list of modules, one for each stage. A stage that returns a tuple
             gives the next one several arguments.
-        mesh: the axis of stages, `mesh["pp"]`: stage `s` is on the ranks with coordinate `s % ranks` there, and has
-            the other axes as its mesh. Or a list with a mesh for each stage.
+        mesh: the axis of stages, `mesh["pp"]`: stage `s` is on the ranks with coordinate `s % ranks` there (in the
+            shape of a V: 0, 1, ..., 1, 0), and has the other axes as its mesh. Or a list with a mesh for each stage.
         split: the children (names or numbers) with which the second stage and those after it begin. "auto": such that
             the most parameters of a stage are as few as can be.
-        schedule: "gpipe", "1f1b" or "interleaved" (1F1B with several stages on each rank).
+        schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages on each rank), "zb1p" (zero bubble), "zbv" or
+            "dualpipev" (in the shape of a V, two stages on each rank).
         microbatches: into how many parts a batch is split. The batch must divide evenly.
-        stages_per_rank: for "interleaved".
+        stages_per_rank: for "interleaved" and "zb1p".
         parallelize: called with each stage that is here, its mesh and its number, to lay it out:
             `parallelize_module`, `fully_shard`, checkpointing of activations.
 
@@ -67,15 +76,18 @@ def pipeline(
         >>> loss.shape, model[0].weight.grad.shape
         (torch.Size([]), torch.Size([8, 4]))
     """
+    each = stages_on_each(schedule, stages_per_rank)
     if isinstance(mesh, DeviceMesh):
         ranks = mesh.size()
         homes = _stage_meshes(mesh)
-        meshes = [homes[stage % ranks] for stage in range(ranks * stages_per_rank)]
+        meshes = [homes[rank] for rank in stage_ranks(schedule, ranks, ranks * each)]
     else:
         meshes = list(mesh)
-        ranks = len(meshes) // stages_per_rank
-        _check_meshes(meshes, ranks)
-    table = pipeline_table(schedule, ranks, microbatches, stages_per_rank)
+        ranks = len(meshes) // each
+        if not meshes or len(meshes) % each:
+            raise LayoutError(f"{len(meshes)} meshes for {each} stages on each rank", hint="a mesh for each stage")
+        _check_meshes(meshes, stage_ranks(schedule, ranks, len(meshes)))
+    table = pipeline_table(schedule, ranks, microbatches, each)
     stages = split_model(model, split, len(meshes))
     return Pipeline(stages, meshes, table, microbatches, parallelize)
 
@@ -96,17 +108,22 @@ def _stage_meshes(axis: DeviceMesh) -> list[DeviceMesh]:
     return made
 
 
-def _check_meshes(meshes: Sequence[DeviceMesh], ranks: int) -> None:
+def _check_meshes(meshes: Sequence[DeviceMesh], homes: Sequence[int]) -> None:
     for first, mesh in enumerate(meshes):
         if mesh.size() != mesh.grid_size or fabric_of(mesh) is not fabric_of(meshes[0]):
             raise LayoutError(f"{mesh} cannot be the mesh of a stage", hint="give a mesh over the ranks of the stage")
         for second in range(first):
             shared = not set(mesh.grid_ranks).isdisjoint(meshes[second].grid_ranks)
-            if shared and (mesh is not meshes[second] or (first - second) % ranks):
+            together = homes[first] == homes[second]
+            if shared != together or (together and mesh is not meshes[second]):
                 raise LayoutError(
-                    f"stages {second} and {first} share ranks: {meshes[second]} and {mesh}",
-                    hint="stages have ranks of their own; with stages_per_rank, stage s + ranks is on those of stage s",
+                    f"stages {second} and {first} {'share ranks' if shared else 'share no ranks'}: "
+                    f"{meshes[second]} and {mesh}",
+                    hint=f"by this schedule stages are on meshes number {', '.join(map(str, homes))}",
                 )
+
+
+_NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward (gradients of weights)"}
 
 
 class _Saved(NamedTuple):
@@ -131,7 +148,7 @@ class Pipeline:
         self,
         stages: Sequence[nn.Module],
         meshes: Sequence[DeviceMesh],
-        table: Sequence[Sequence[Action]],
+        table: Sequence[Sequence[Action | Overlapped]],
         microbatches: int,
         parallelize: Parallelize | None,
     ) -> None:
@@ -151,6 +168,9 @@ class Pipeline:
         self._tied: dict[int, dict[int, ValueMeta]] = {}
         self._metas: dict[int, list[ValueMeta]] = {}  # of what each stage gives the next
         self._saved: dict[tuple[int, int], _Saved] = {}
+        self._sent: set[tuple[int, int]] = set()  # forwards in this process that the next stage has not taken
+        self._weights: dict[tuple[int, int], WeightPart] = {}  # of backwards of which this part is left
+        self._rows = [list(actions_of(row)) for row in self.table]
 
     # ---------------------------------------------------------------- as a module
 
@@ -169,9 +189,17 @@ class Pipeline:
         for stage in self.stages.values():
             stage.zero_grad(set_to_none)
 
-    def timeline(self, forward: Any = 1.0, backward: Any = 2.0, send: float = 0.0) -> Timeline:
+    def timeline(
+        self,
+        forward: Times = 1.0,
+        backward: Times = 2.0,
+        send: float = 0.0,
+        *,
+        weight: Times | None = None,
+        overlap: float = 1.0,
+    ) -> Timeline:
         """When the actions of a step run, if stages take these times: `timeline_of` its table."""
-        return timeline_of(self.table, forward, backward, send)
+        return timeline_of(self.table, forward, backward, send, weight=weight, overlap=overlap)
 
     # ---------------------------------------------------------------- a step
 
@@ -187,11 +215,25 @@ class Pipeline:
         Returns:
             The loss on the ranks of the last stage, None elsewhere.
         """
+        self._steps += 1
+        try:
+            return self._run(inputs, target, loss_function)
+        except PipelineError:
+            self._drop()
+            raise
+        except Exception as error:  # before the first action or after the last
+            self._drop()
+            if self._link is None:
+                raise
+            stages = ", ".join(map(str, self._here))
+            self._link.fail(f"a rank of stage {stages} failed outside of its actions: {type(error).__name__}: {error}")
+            raise
+
+    def _run(self, inputs: Any, target: Any, loss_function: Callable[[Any, Any], torch.Tensor]) -> Any:
         last = len(self.meshes) - 1
         parts = self._parts(inputs) if 0 in self.stages else []
         targets = self._parts(target) if last in self.stages else []
         step = _Step(parts, targets, loss_function)
-        self._steps += 1
         if isinstance(self._values, InProcess):
             self._run_all(step, self._values)
         else:
@@ -200,7 +242,15 @@ class Pipeline:
         if self._link is not None:
             self._finish(self._link)
         assert not self._saved, "every forward has its backward"
+        assert not self._weights, "every backward has both parts"
         return None if last not in self.stages else step.loss
+
+    def _drop(self) -> None:
+        """A step has failed: forget what is under way."""
+        self._saved.clear()
+        self._weights.clear()
+        self._sent.clear()
+        self._values.drop()
 
     def _parts(self, values: Any) -> list[tuple[Any, ...]]:
         """The microbatches of a batch."""
@@ -210,10 +260,10 @@ class Pipeline:
 
     def _run_all(self, step: _Step, values: InProcess) -> None:
         """The actions of all ranks, in turn, each as soon as what it needs is there."""
-        at = [0] * len(self.table)
-        while any(done < len(actions) for done, actions in zip(at, self.table, strict=True)):
+        at = [0] * len(self._rows)
+        while any(done < len(actions) for done, actions in zip(at, self._rows, strict=True)):
             before = list(at)
-            for rank, actions in enumerate(self.table):
+            for rank, actions in enumerate(self._rows):
                 if at[rank] < len(actions) and self._is_ready(actions[at[rank]], values):
                     self._attempt(actions[at[rank]], step)
                     at[rank] += 1
@@ -222,32 +272,38 @@ class Pipeline:
     def _is_ready(self, action: Action, values: InProcess) -> bool:
         kind, stage, microbatch = action
         if kind == "F":
-            return stage == 0 or values.has(self._key("F", stage, microbatch, 0))
+            return stage == 0 or (stage - 1, microbatch) in self._sent
+        if kind == "W":
+            return (stage, microbatch) in self._weights
         if (stage, microbatch) not in self._saved:
             return False
         wanted = [n for n, meta in enumerate(self._metas.get(stage, ())) if meta.needs_grad]
         return all(values.has(self._key("B", stage, microbatch, n)) for n in wanted)
 
     def _run_own(self, step: _Step) -> None:
-        for actions in self.table:
+        for actions in self._rows:
             for action in actions:
                 if action.stage in self.stages:
                     self._attempt(action, step)
 
     def _attempt(self, action: Action, step: _Step) -> None:
         try:
-            self._forward(action, step) if action.kind == "F" else self._backward(action)
+            if action.kind == "F":
+                self._forward(action, step)
+            elif action.kind == "W":
+                self._weights.pop((action.stage, action.microbatch)).run()
+            else:
+                self._backward(action)
         except PipelineError:
             raise
         except Exception as error:
-            what = "forward" if action.kind == "F" else "backward"
+            what = "loss" if step.in_loss else _NAMES[action.kind]
             text = (
                 f"stage {action.stage} failed in the {what} of microbatch {action.microbatch}: "
                 f"{type(error).__name__}: {error}"
             )
             if self._link is not None:
                 self._link.fail(text)
-            self._saved.clear()
             raise PipelineError(text) from error
 
     def _finish(self, link: StageLink) -> None:
@@ -269,54 +325,68 @@ class Pipeline:
         arguments = list(step.inputs[microbatch]) if stage == 0 else self._received(stage, microbatch)
         result = self.stages[stage](*arguments)
         if stage == last:
-            loss = step.loss_function(result, *step.targets[microbatch]) / self.microbatches
+            loss = step.loss_of(result, microbatch) / self.microbatches
             step.add_loss(loss.detach())
             self._saved[stage, microbatch] = _Saved(arguments, [loss])
             return
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         metas = [ValueMeta.of(output) for output in outputs]
         if len(metas) > MOST_VALUES:
-            raise LayoutError(f"stage {stage} returns {len(metas)} tensors", hint=f"at most {MOST_VALUES} can go on")
+            raise LayoutError(f"stage {stage} returns {len(metas)} values", hint=f"at most {MOST_VALUES} can go on")
         self._tell_metas(stage, microbatch, metas)
         mesh, following = self.meshes[stage], self.meshes[stage + 1]
         for number, (output, meta) in enumerate(zip(outputs, metas, strict=True)):
-            key = self._key("F", stage + 1, microbatch, number)
-            self._values.send(key, output, meta, meta.on(following), (mesh, following))
+            if meta.is_tensor:
+                key = self._key("F", stage + 1, microbatch, number)
+                self._values.send(key, output, meta, meta.on(following), (mesh, following))
         self._saved[stage, microbatch] = _Saved(arguments, outputs)
+        self._sent.add((stage, microbatch))
 
-    def _received(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+    def _received(self, stage: int, microbatch: int) -> list[Any]:
         """The arguments of a stage, which begin a graph of their own."""
         meshes = self.meshes[stage - 1], self.meshes[stage]
         found = []
         for number, meta in enumerate(self._told_metas(stage - 1, microbatch)):
+            if not meta.is_tensor:
+                found.append(meta.value)
+                continue
             key = self._key("F", stage, microbatch, number)
             value = self._values.receive(key, meta, meta.on(meshes[1]), meshes)
             found.append(value.requires_grad_() if meta.needs_grad else value)
+        self._sent.discard((stage - 1, microbatch))
         return found
 
     def _backward(self, action: Action) -> None:
-        _, stage, microbatch = action
+        kind, stage, microbatch = action
         arguments, outputs = self._saved.pop((stage, microbatch))
-        if stage == len(self.meshes) - 1:
-            outputs[0].backward()
+        roots, gradients = self._output_gradients(stage, microbatch, outputs)
+        before = self._metas[stage - 1] if stage else []
+        numbers = [number for number, meta in enumerate(before) if meta.needs_grad]
+        leaves = [arguments[number] for number in numbers]
+        if kind == "I":
+            found, self._weights[stage, microbatch] = input_gradients(roots, gradients, leaves)
         else:
-            metas, meshes = self._metas[stage], (self.meshes[stage + 1], self.meshes[stage])
-            roots, gradients = [], []
-            for number, (output, meta) in enumerate(zip(outputs, metas, strict=True)):
-                if meta.needs_grad:
-                    key = self._key("B", stage, microbatch, number)
-                    roots.append(output)
-                    gradients.append(self._values.receive(key, meta.on(meshes[0]), meta, meshes))
             if roots:
                 torch.autograd.backward(roots, gradients)
-        if stage == 0:
-            return
+            found = [leaf.grad for leaf in leaves]
         meshes = self.meshes[stage], self.meshes[stage - 1]
-        for number, (argument, meta) in enumerate(zip(arguments, self._metas[stage - 1], strict=True)):
+        for number, leaf, gradient in zip(numbers, leaves, found, strict=True):
+            gradient = torch.zeros_like(leaf) if gradient is None else gradient
+            key, here = self._key("B", stage - 1, microbatch, number), before[number].on(meshes[0])
+            self._values.send(key, gradient, here, before[number], meshes)
+
+    def _output_gradients(self, stage: int, microbatch: int, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The results of a forward that need gradients, and these."""
+        if stage == len(self.meshes) - 1:
+            return outputs, [torch.ones_like(outputs[0])]
+        metas, meshes = self._metas[stage], (self.meshes[stage + 1], self.meshes[stage])
+        roots, gradients = [], []
+        for number, (output, meta) in enumerate(zip(outputs, metas, strict=True)):
             if meta.needs_grad:
-                gradient = torch.zeros_like(argument) if argument.grad is None else argument.grad
-                here = meta.on(meshes[0])
-                self._values.send(self._key("B", stage - 1, microbatch, number), gradient, here, meta, meshes)
+                key = self._key("B", stage, microbatch, number)
+                roots.append(output)
+                gradients.append(self._values.receive(key, meta.on(meshes[0]), meta, meshes))
+        return roots, gradients
 
     def _key(self, kind: str, stage: int, microbatch: int, number: int) -> int:
         """The tag of a message: of what arrives at a stage, for the forward or the backward of a microbatch."""
@@ -406,6 +476,16 @@ class _Step:
     def __init__(self, inputs: list[Any], targets: list[Any], loss_function: Callable[..., torch.Tensor]) -> None:
         self.inputs, self.targets, self.loss_function = inputs, targets, loss_function
         self.loss: Any = None
+        self.in_loss = False
+
+    def loss_of(self, result: Any, microbatch: int) -> torch.Tensor:
+        self.in_loss = True
+        loss = self.loss_function(result, *self.targets[microbatch])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            have = f"{type(loss).__name__} of {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise LayoutError(f"the loss of a microbatch must be one number, got {have}", hint="return its mean")
+        self.in_loss = False
+        return loss
 
     def add_loss(self, loss: torch.Tensor) -> None:
         self.loss = loss if self.loss is None else self.loss + loss

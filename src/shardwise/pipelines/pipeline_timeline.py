@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise.pipelines.pipeline_tables import Action, Table
+from shardwise.pipelines.pipeline_tables import Action, Overlapped, Table, actions_of
 
-__all__ = ["Span", "Timeline", "timeline_of"]
+__all__ = ["Span", "Timeline", "Times", "timeline_of"]
 
 
 class Span(NamedTuple):
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The actions of each rank in time.
+    """The actions of each rank in time. `print` shows a picture of letters, `draw` one of boxes.
 
     Args:
         ranks: the actions of each rank.
@@ -41,7 +41,10 @@ class Timeline(NamedTuple):
         return 1 - busy / (self.seconds * len(self.ranks))
 
     def __str__(self) -> str:
-        """A picture: a row for each rank; a forward is a digit, a backward a letter, a dot is idle."""
+        """A picture: a row for each rank; a forward is a digit, a backward a letter, a dot is idle.
+
+        Of a backward in two parts, the gradients of weights are capital letters.
+        """
         unit = min(span.stop - span.start for spans in self.ranks for span in spans)
         lines = []
         for rank, spans in enumerate(self.ranks):
@@ -51,19 +54,29 @@ class Timeline(NamedTuple):
                 for at in range(round(start / unit), round(stop / unit)):
                     cells[at] = mark
             lines.append(f"rank {rank}  {''.join(cells)}")
-        return "\n".join([*lines, f"idle {self.bubble:.1%}, forwards 0 to 9, backwards a to j (microbatch modulo 10)"])
+        split = any(span.action.kind == "W" for spans in self.ranks for span in spans)
+        weights = ", those of weights A to J" if split else ""
+        legend = f"idle {self.bubble:.1%}, forwards 0 to 9, backwards a to j{weights} (microbatch modulo 10)"
+        return "\n".join([*lines, legend])
 
 
 def _mark(action: Action) -> str:
     digit = action.microbatch % 10
-    return str(digit) if action.kind == "F" else "abcdefghij"[digit]
+    letter = "abcdefghij"[digit]
+    return str(digit) if action.kind == "F" else letter.upper() if action.kind == "W" else letter
+
+
+Times = float | Sequence[float]
 
 
 def timeline_of(
     table: Table,
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
+    forward: Times = 1.0,
+    backward: Times = 2.0,
     send: float = 0.0,
+    *,
+    weight: Times | None = None,
+    overlap: float = 1.0,
 ) -> Timeline:
     """When the actions of a table run, each as soon as its rank is free and what it needs is there.
 
@@ -72,6 +85,8 @@ def timeline_of(
         forward: seconds of a forward of each stage, or of all.
         backward: the same of a backward.
         send: seconds from the end of an action until another rank has its result.
+        weight: the part of a backward's seconds that gradients of weights take; half of it by default.
+        overlap: seconds of an overlapped forward and backward, as a fraction of those of both.
 
     Example:
         >>> from shardwise.pipelines.pipeline_tables import pipeline_table
@@ -80,44 +95,73 @@ def timeline_of(
         rank 1  .01.a2b.c.
         rank 2  ..0a1b2c..
         idle 40.0%, forwards 0 to 9, backwards a to j (microbatch modulo 10)
+        >>> print(timeline_of(pipeline_table("zbv", 2, 3)))
+        rank 0  0120aA1bBaA2cCbBcC
+        rank 1  .001aA12bBabccABC.
+        idle 5.6%, forwards 0 to 9, backwards a to j, those of weights A to J (microbatch modulo 10)
     """
-    home = {action.stage: rank for rank, actions in enumerate(table) for action in actions}
+    home = {action.stage: rank for rank, row in enumerate(table) for action in actions_of(row)}
     last = max(home)
-    done: dict[Action, float] = {}
+
+    def seconds(action: Action) -> float:
+        if action.kind == "F":
+            return _of_stage(forward, action.stage)
+        whole = _of_stage(backward, action.stage)
+        part = whole / 2 if weight is None else _of_stage(weight, action.stage)
+        return {"B": whole, "I": whole - part, "W": part}[action.kind]
+
+    done: dict[tuple[str, int, int], float] = {}  # when results are there; those of "B" are those of "I"
     spans: list[list[Span]] = [[] for _ in table]
-    left = sum(map(len, table))
-    while left:
-        moved = False
-        for rank, actions in enumerate(table):
-            while len(spans[rank]) < len(actions):
-                action = actions[len(spans[rank])]
-                needs = _needs(action, last)
+    at = [0] * len(table)
+    while any(position < len(row) for position, row in zip(at, table, strict=True)):
+        before = list(at)
+        for rank, row in enumerate(table):
+            while at[rank] < len(row):
+                entry = row[at[rank]]
+                actions = [entry] if isinstance(entry, Action) else list(entry)
+                needs = [need for action in actions for need in _needs(action, last)]
                 if not all(need in done for need in needs):
                     break
-                ready = [done[need] + (send if home[need.stage] != rank else 0.0) for need in needs]
+                ready = [done[need] + (send if home[need[1]] != rank else 0.0) for need in needs]
                 start = max([spans[rank][-1].stop if spans[rank] else 0.0, *ready])
-                times = forward if action.kind == "F" else backward
-                done[action] = start + (times if isinstance(times, float | int) else times[action.stage])
-                spans[rank].append(Span(action, start, done[action]))
-                left, moved = left - 1, True
-        assert moved, "a table in which every rank waits for another"
+                share = overlap if isinstance(entry, Overlapped) else 1.0
+                stop = start + share * sum(map(seconds, actions))
+                for action in actions:
+                    end = stop if action is actions[-1] else start + share * seconds(action)
+                    spans[rank].append(Span(action, start, end))
+                    done[_result(action)] = stop
+                    start = end
+                at[rank] += 1
+        assert at != before, "a table in which every rank waits for another"
     return Timeline(tuple(map(tuple, spans)), _in_flight(table))
 
 
-def _needs(action: Action, last: int) -> list[Action]:
-    """The actions whose results an action takes."""
+def _of_stage(times: Times, stage: int) -> float:
+    return float(times) if isinstance(times, float | int) else times[stage]
+
+
+def _result(action: Action) -> tuple[str, int, int]:
+    return "I" if action.kind == "B" else action.kind, action.stage, action.microbatch
+
+
+def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
+    """The results that an action takes."""
     kind, stage, microbatch = action
     if kind == "F":
-        return [Action("F", stage - 1, microbatch)] if stage else []
-    own = Action("F", stage, microbatch)
-    return [own] if stage == last else [own, Action("B", stage + 1, microbatch)]
+        return [("F", stage - 1, microbatch)] if stage else []
+    if kind == "W":
+        return [("I", stage, microbatch)]
+    own = ("F", stage, microbatch)
+    return [own] if stage == last else [own, ("I", stage + 1, microbatch)]
 
 
 def _in_flight(table: Table) -> dict[int, int]:
+    """Activations are held from a forward to the end of its backward."""
     most: dict[int, int] = {}
-    for actions in table:
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    for row in table:
         held: dict[int, int] = {}
-        for action in actions:
-            held[action.stage] = held.get(action.stage, 0) + (1 if action.kind == "F" else -1)
+        for action in actions_of(row):
+            held[action.stage] = held.get(action.stage, 0) + change[action.kind]
             most[action.stage] = max(most.get(action.stage, 0), held[action.stage])
     return dict(sorted(most.items()))

@@ -25,21 +25,35 @@ from shardwise.tensor.laid_out import dtensor_of
 __all__ = ["InProcess", "OverLink", "ValueMeta"]
 
 
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
 class ValueMeta(NamedTuple):
-    """A tensor without its values: its spec, or shape and dtype of a plain one; and whether it needs a gradient."""
+    """A tensor without its values: its spec, or shape and dtype of a plain one; and whether it needs a gradient.
+
+    A value that is no tensor is its own description.
+    """
 
     spec: DTensorSpec | None
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: no tensor
     needs_grad: bool
+    value: Any = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether there is something to send."""
+        return self.dtype is not None
 
     @classmethod
     def of(cls, value: Any) -> ValueMeta:
-        """That of a tensor that a stage returns."""
+        """That of a value that a stage returns."""
+        if isinstance(value, CONSTANTS):
+            return cls(None, (), None, False, value)
         if not isinstance(value, torch.Tensor):
             raise LayoutError(
-                f"a stage returns {type(value).__name__}, and only tensors go to the next stage",
-                hint="return a tensor or a tuple of tensors",
+                f"a stage returns a {type(value).__name__}, which cannot go to the next stage",
+                hint="return a tuple of tensors, numbers, strings and None",
             )
         spec = value._spec.reduced().materialized() if isinstance(value, DTensor) else None
         return cls(spec, tuple(value.shape), value.dtype, value.requires_grad)
@@ -70,6 +84,10 @@ class InProcess:
     def receive(self, key: Any, old: ValueMeta, new: ValueMeta, meshes: Any) -> torch.Tensor:
         """What was sent."""
         return self._kept.pop(key)
+
+    def drop(self) -> None:
+        """Forget what nobody asked for: a step has failed."""
+        self._kept.clear()
 
 
 def _moved(value: Any, old: ValueMeta, new: ValueMeta) -> torch.Tensor:
@@ -126,6 +144,10 @@ class OverLink:
             for message, buffer in zip(bucket.receives, buffers, strict=True):
                 message.unpack(buffer, [local])
         return dtensor_of(spec, local)
+
+    def drop(self) -> None:
+        """Forget what nobody asked for: a step has failed."""
+        self._own.drop()
 
     def _messages(self, old: DTensorSpec, new: DTensorSpec) -> RankTransfer:
         found = self._known.get((old, new))
