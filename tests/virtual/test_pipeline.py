@@ -8,6 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.pipelines import pipeline_table, timeline_of
+from shardwise.pipelines.pipeline_tables import actions_of, stage_ranks
 from tests.pipelines import Block, language_model, lay_out, loss_of, one_device, train, whole
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb1p", 1), ("zb1p", 2), ("zbv", 2), ("dualpipev", 2)]
@@ -125,6 +126,10 @@ def test_what_cannot_be_is_refused() -> None:
         sw.pipeline(model, mesh["pp"], schedule="none", microbatches=2)
     with pytest.raises(sw.LayoutError, match="one stage on each rank"):
         sw.pipeline(model, mesh["pp"], stages_per_rank=2, microbatches=2)
+    with pytest.raises(sw.LayoutError, match="two stages on each rank, not 3"):
+        sw.pipeline(model, mesh["pp"], schedule="zbv", stages_per_rank=3, microbatches=2)
+    with pytest.raises(sw.LayoutError, match="a microbatch for each of its 4 stages, not 3"):
+        sw.pipeline(language_model(3, False), mesh["pp"], schedule="dualpipev", microbatches=3)
     with pytest.raises(sw.LayoutError, match="no module 7"):
         sw.pipeline(model, mesh["pp"], split=[7], microbatches=2)
     with pytest.raises(sw.LayoutError, match="does not cut 3 modules"):
@@ -151,7 +156,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_idle_time_is_the_published_one(ranks: int, microbatches: int) -> None:
     """(p - 1) / (m v + p - 1), for p ranks, m microbatches and v stages on each."""
     for schedule, chunks in CASES:
-        if schedule == "interleaved" and microbatches % ranks:
+        if schedule not in ("gpipe", "1f1b", "interleaved") or (chunks > 1 and microbatches % ranks):
             continue
         timeline = timeline_of(pipeline_table(schedule, ranks, microbatches, chunks), 1.0, 2.0)
         assert timeline.bubble == pytest.approx((ranks - 1) / (microbatches * chunks + ranks - 1))
@@ -161,23 +166,53 @@ def test_idle_time_is_the_published_one(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), CASES)
 def test_messages_between_two_ranks_are_taken_in_the_order_in_which_they_are_sent(schedule: str, chunks: int) -> None:
-    """Backends that do not know tags match messages by their order."""
+    """Backends that do not know tags match messages by their order: that of forwards, and that of backwards."""
     for ranks, microbatches in ((2, 4), (4, 8), (4, 4), (3, 9)):
-        table = pipeline_table(schedule, ranks, microbatches, chunks)
-        last = ranks * chunks - 1
-        for a in range(ranks):
-            for b in range(ranks):
-                sent = [
-                    (kind, stage + (1 if kind == "F" else -1), m)
-                    for kind, stage, m in table[a]
-                    if 0 <= stage + (1 if kind == "F" else -1) <= last
-                    and (stage + (1 if kind == "F" else -1)) % ranks == b
-                ]
-                taken = [
-                    (kind, stage, m)
-                    for kind, stage, m in table[b]
-                    if 0 <= stage - (1 if kind == "F" else -1) <= last
-                    and (stage - (1 if kind == "F" else -1)) % ranks == a
-                ]
-                for kind in "FB":
-                    assert [x for x in sent if x[0] == kind] == [x for x in taken if x[0] == kind]
+        if schedule == "dualpipev" and microbatches < 2 * ranks:
+            continue
+        homes = stage_ranks(schedule, ranks, ranks * chunks)
+        sent: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        taken: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+        for rank, row in enumerate(pipeline_table(schedule, ranks, microbatches, chunks)):
+            for kind, stage, microbatch in actions_of(row):
+                if kind == "W":
+                    continue
+                way, name = (1, "F") if kind == "F" else (-1, "B")
+                if 0 <= stage + way < len(homes):
+                    sent.setdefault((rank, homes[stage + way], name), []).append((stage + way, microbatch))
+                if 0 <= stage - way < len(homes):
+                    taken.setdefault((homes[stage - way], rank, name), []).append((stage, microbatch))
+        assert sent == taken
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 6])
+def test_idle_time_of_zero_bubble_schedules_is_the_published_one(ranks: int, more: int) -> None:
+    """With F forward, B backward and W its part for weights: ZB1P (p - 1)(F + B - 2W), DualPipeV on p ranks
+    (p - 1)(F&B + B - 3W), ZBV nothing between the first and the last action of a rank, if all parts take equally long.
+    """
+
+    def idle(schedule: str, microbatches: int, *times: float) -> float:
+        timeline = timeline_of(pipeline_table(schedule, ranks, microbatches), times[0], times[1], weight=times[2])
+        return timeline.seconds * timeline.bubble
+
+    microbatches = 2 * ranks + more * ranks
+    assert idle("zb1p", microbatches, 1, 2, 1) == pytest.approx((ranks - 1) * (1 + 2 - 2 * 1))
+    assert idle("zb1p", microbatches, 2, 4, 1.5) == pytest.approx((ranks - 1) * (2 + 4 - 2 * 1.5))
+    assert idle("dualpipev", microbatches, 1, 2, 1) == pytest.approx((ranks - 1) * (3 + 2 - 3 * 1))
+    v = timeline_of(pipeline_table("zbv", ranks, microbatches))
+    for spans in v.ranks:
+        assert sum(span.stop - span.start for span in spans) == pytest.approx(spans[-1].stop - spans[0].start)
+    assert v.seconds * v.bubble == pytest.approx(ranks - 1)  # ranks begin one after the other
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_activations_in_flight_are_the_published_ones(ranks: int) -> None:
+    """Of a rank, both of its stages: ZBV as many as 1F1B has (p of twice the size), DualPipeV one more."""
+    for schedule, most in (("zbv", 2 * ranks), ("dualpipev", 2 * ranks + 1)):
+        for row in pipeline_table(schedule, ranks, 4 * ranks):
+            held = peak = 0
+            for action in actions_of(row):
+                held += {"F": 1, "I": 0}.get(action.kind, -1)
+                peak = max(peak, held)
+            assert peak <= most

@@ -27,7 +27,7 @@ class Scaled(torch.autograd.Function):
         return x * w
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, w = ctx.saved_tensors
         EVENTS.append("scaled")
         return gradient * w, (gradient * x).sum(0)
@@ -175,6 +175,7 @@ def test_distributed_tensors(placements: Any) -> None:
     plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
     value, gradient = torch.randn(6, 4), torch.randn(6, 4)
     x = sw.distribute_tensor(value, mesh, placements).requires_grad_()
+    found = None
     for _ in range(2):
         (found,), rest = input_gradients([model(x)], [sw.distribute_tensor(gradient, mesh, placements)], [x])
         assert isinstance(found, sw.DTensor)
@@ -182,6 +183,7 @@ def test_distributed_tensors(placements: Any) -> None:
     leaf = value.clone().requires_grad_()
     for _ in range(2):
         plain(leaf).backward(gradient)
+    assert isinstance(found, sw.DTensor)
     torch.testing.assert_close(2 * found.full_tensor(), leaf.grad)
     for have, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert isinstance(have.grad, sw.DTensor)

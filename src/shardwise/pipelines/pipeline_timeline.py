@@ -96,9 +96,9 @@ def timeline_of(
         rank 2  ..0a1b2c..
         idle 40.0%, forwards 0 to 9, backwards a to j (microbatch modulo 10)
         >>> print(timeline_of(pipeline_table("zbv", 2, 3)))
-        rank 0  0120aA1bBaA2cCbBcC
-        rank 1  .001aA12bBabccABC.
-        idle 5.6%, forwards 0 to 9, backwards a to j, those of weights A to J (microbatch modulo 10)
+        rank 0  0120aA1bBaA2cCbBcC.
+        rank 1  .0011aA2aA2bBbccBCC
+        idle 5.3%, forwards 0 to 9, backwards a to j, those of weights A to J (microbatch modulo 10)
     """
     home = {action.stage: rank for rank, row in enumerate(table) for action in actions_of(row)}
     last = max(home)

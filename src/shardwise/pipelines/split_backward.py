@@ -207,7 +207,8 @@ def _run_in_backward(work: Callable[[], None], edges: Sequence[_Edge]) -> None:
         anchor = torch.zeros((), requires_grad=True)
         called = _Within.apply(anchor, work)
     with _without_hooks([edge.node for edge in wanted]):
-        torch.autograd.grad([called, *wanted], [anchor, *wanted], [torch.ones(()), *zeros], allow_unused=True)
+        asked: Any = [anchor, *wanted]
+        torch.autograd.grad([called, *wanted], asked, [torch.ones(()), *zeros], allow_unused=True)
 
 
 @contextlib.contextmanager
