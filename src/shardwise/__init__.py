@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise import loading, optimizer_hook, raw_memory
+from shardwise import loading, optimizer_hook, raw_memory, recurrent_states
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import DeviceMesh, on_first_mesh
 from shardwise.core.placement import (
@@ -38,6 +38,7 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.extend import check_rule, local_map, register_sharding
+from shardwise.fabric.c10d import take_meshes_as_groups
 from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import init_device_mesh, is_main, virtual
@@ -214,6 +215,8 @@ RULE_MODULES.append("shardwise.decompose")
 on_first_mesh.append(loading.wrap_load_state_dict)
 on_first_mesh.append(raw_memory.wrap_to_dlpack)
 on_first_mesh.append(raw_memory.wrap_jiterator)
+on_first_mesh.append(recurrent_states.wrap_recurrent_modules)
 on_first_mesh.append(optimizer_hook.install)
 on_first_mesh.append(lambda: when_imported("torch.distributed.checkpoint.state_dict", _wrap_torch_state_dict))
+on_first_mesh.append(lambda: when_imported("torch.distributed._functional_collectives", take_meshes_as_groups))
 on_first_mesh.append(lambda: when_imported("torch.nn.attention.flex_attention", _register_flex_attention))

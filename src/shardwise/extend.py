@@ -201,7 +201,6 @@ def local_map(
             out_shapes=out_shapes,
         )  # fmt: skip
 
-    @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         mesh = next((leaf.device_mesh for leaf in leaves if is_dtensor(leaf)), None)
@@ -217,7 +216,8 @@ def local_map(
         shapes = out_shapes(*args, **kwargs) if callable(out_shapes) else out_shapes
         return _as_dtensors(result, mesh, out_placements, shapes)
 
-    return mapped
+    # compilers do not read the attributes of every callable
+    return mapped if torch.compiler.is_compiling() else functools.wraps(func)(mapped)
 
 
 def _locals_of(

@@ -7,6 +7,8 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import shardwise as sw
@@ -120,3 +122,18 @@ def test_adapters_around_layers_of_a_plan(gloo4: ProcessPool) -> None:
         for a, b in zip(gradients, theirs, strict=True):
             assert type(a) is torch.Tensor
             torch.testing.assert_close(a, b)
+
+
+def functional_collectives() -> list[tuple[float, float, list[int]]]:
+    """torch's functional collectives over our meshes: of one axis, of an axis of two, and inside compiled code."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine, name = torch.tensor([float(mesh.get_rank())]), dist.ReduceOp.SUM.name
+    over_dp = funcol.all_reduce(mine, reduceOp=name, group=mesh["dp"])
+    over_tp = funcol.all_reduce(mine, reduceOp=name, group=(mesh, 1))
+    joined = funcol.all_gather_tensor(mine, 0, group=mesh["dp", "tp"]._flatten("all"))
+    return [(over_dp.item(), over_tp.item(), joined.int().tolist())]
+
+
+def test_functional_collectives_take_meshes(gloo4: ProcessPool) -> None:
+    found = [result for (result,) in gloo4.run(functional_collectives)]
+    assert found == [(0.0 + 2 + 2 * (rank % 2), 1.0 + 4 * (rank // 2), [0, 1, 2, 3]) for rank in range(4)]

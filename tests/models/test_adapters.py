@@ -20,24 +20,26 @@ PLAN = {
 }
 
 
-def adapted(model: nn.Module) -> Any:
+def adapted(model: nn.Module, use_dora: bool) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False))
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, use_dora=use_dora)
+    return peft.get_peft_model(model, config)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("order", ["the plan first", "the adapters first"])
-def test_adapters_and_a_plan(order: str) -> None:
+def test_adapters_and_a_plan(order: str, use_dora: bool) -> None:
     llama = ARCHITECTURES["llama"]
     if missing(llama.library) or missing("peft"):
         pytest.skip("needs transformers and peft")
     mesh, tokens = sw.init_device_mesh("cpu", (2,)), llama.batch()["input_ids"]
     if order == "the plan first":
-        ours = adapted(parallelize_module(llama.model(), mesh, PLAN))
+        ours = adapted(parallelize_module(llama.model(), mesh, PLAN), use_dora)
     else:
-        ours = adapted(llama.model())
+        ours = adapted(llama.model(), use_dora)
         parallelize_module(ours.get_base_model(), mesh, PLAN)
-    theirs = adapted(llama.model())
+    theirs = adapted(llama.model(), use_dora)
     found = []
     for model in (ours, theirs):
         logits = model(tokens).logits
@@ -50,5 +52,6 @@ def test_adapters_and_a_plan(order: str) -> None:
     assert len(trained) == len(others) > 10
     for (name, a), b in zip(trained, others, strict=True):
         assert "lora" in name
-        grad = a.grad.tensors[0] if isinstance(a.grad, sw.RankTensor) else a.grad
+        grad = a.grad.full_tensor() if isinstance(a.grad, sw.DTensor) else a.grad
+        grad = grad.tensors[0] if isinstance(grad, sw.RankTensor) else grad
         torch.testing.assert_close(grad, b.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("decompose",),
     ("api", "random", "interop"),
-    ("factories", "loading", "raw_memory", "optimizer_hook"),
+    ("factories", "loading", "raw_memory", "recurrent_states", "optimizer_hook"),
     ("extend", "moe"),
     ("parallel", "checkpoint", "debug", "optim", "meshes"),
     ("capture", "hf", "pipelines"),

@@ -346,3 +346,21 @@ def test_plans_in_inference_mode() -> None:
         with torch.inference_mode():
             found: Any = model(x)
         torch.testing.assert_close(found.tensors[0], wanted)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_a_norm_becomes_a_parameter(shape: tuple[int, ...]) -> None:
+    """`nn.Parameter` detaches, and wants a tensor of the same class: DoRA of peft does this with a norm."""
+    mesh = sw.init_device_mesh("cpu", shape)
+    x: Any = sw.distribute_tensor(torch.randn(5, 6), mesh, [sw.Shard(1)] + [sw.Replicate()] * (len(shape) - 1))
+    norms = torch.linalg.norm(x.requires_grad_(), dim=1)
+    parameter: Any = torch.nn.Parameter(norms)
+    torch.testing.assert_close(parameter.full_tensor(), x.full_tensor().norm(dim=1))
+    with torch.no_grad():
+        parameter.mul_(-2)  # no layout of norms has negative values
+    torch.testing.assert_close(parameter.full_tensor(), norms.full_tensor())
+    torch.testing.assert_close(norms.full_tensor(), -2 * x.full_tensor().norm(dim=1))
+    fresh = torch.linalg.norm(x, dim=1)
+    fresh.detach()
+    fresh.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), (x / x.norm(dim=1, keepdim=True)).full_tensor().detach())

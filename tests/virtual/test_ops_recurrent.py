@@ -97,3 +97,44 @@ def test_networks_without_kernels_of_their_own(kind: Any, options: dict[str, Any
     sum(t.sin().sum() for t in tree_leaves(wanted)).backward()
     for ours, theirs in zip(parallel.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3,), (2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.nn.LSTM, {"proj_size": 2, "num_layers": 2}),
+        (torch.nn.LSTM, {"batch_first": True, "bidirectional": True}),
+        (torch.nn.GRU, {"num_layers": 2}),
+        (torch.nn.RNN, {"batch_first": True}),
+        (torch.nn.LSTMCell, {}),
+        (torch.nn.GRUCell, {}),
+        (torch.nn.RNNCell, {}),
+    ],
+)
+def test_first_states_are_not_of_the_global_batch(
+    kind: Any, options: dict[str, Any], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, is_cell = sw.init_device_mesh("cpu", shape), issubclass(kind, torch.nn.RNNCellBase)
+    dim = 0 if is_cell or options.get("batch_first") else 1
+    network = kind(FEATURES, HIDDEN, **options).double()
+    x = torch.randn([7, FEATURES] if is_cell else [7, TIME, FEATURES] if dim == 0 else [TIME, 7, FEATURES]).double()
+    wanted = network(x)
+    parallel = sw.distribute_module(copy.deepcopy(network), mesh)
+    zeros, sizes = torch.zeros, list[int]()
+
+    def counted_zeros(*size: Any, **kwargs: Any) -> torch.Tensor:
+        sizes.append((made := zeros(*size, **kwargs)).numel())
+        return made
+
+    monkeypatch.setattr(torch, "zeros", counted_zeros)
+    found = parallel(sw.distribute_tensor(x, mesh, [sw.Shard(dim)] + [R] * (len(shape) - 1)))
+    monkeypatch.undo()
+    assert not {7 * HIDDEN, 14 * HIDDEN} & set(sizes)
+    for ours, theirs in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+        assert any(placement.is_shard() for placement in ours.placements)
+    sum(t.sin().sum() for t in tree_leaves(found)).full_tensor().backward()
+    sum(t.sin().sum() for t in tree_leaves(wanted)).backward()
+    for ours, theirs in zip(parallel.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

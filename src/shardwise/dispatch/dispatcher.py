@@ -30,7 +30,7 @@ from shardwise.dispatch.cross_mesh import on_one_mesh
 from shardwise.dispatch.decision import Decision, decided
 from shardwise.dispatch.executors import executor, for_any_size
 from shardwise.dispatch.fallbacks import LIKE, decomposed, made_elsewhere, on_replicated_operands, torch_decomposition
-from shardwise.dispatch.operands import reduced_first
+from shardwise.dispatch.operands import reduced_first, reduced_in_place
 from shardwise.dispatch.origins import (
     JOINING,
     PUTTING_BACK,
@@ -240,7 +240,8 @@ class OpDispatcher:
         info = signature.info
         if info.is_view and is_norm(signature.specs[0]):  # a write reduces it, and must reach its views
             decided("reduced first", signature)
-            return copied_view(info, reduced_first(info, self.wrapping, signature.slots[:1]))
+            copied = copied_view(info, reduced_first(info, self.wrapping, signature.slots[:1]))
+            return reduced_in_place(info, copied) if info.op is torch.ops.aten.detach.default else copied
         metas, sharding = self._results(signature, key, args, kwargs)
         compute = DECOMPOSITIONS.get(info.op)
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None

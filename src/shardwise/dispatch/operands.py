@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.flat_buffer import FlatBuffer, alike
 from shardwise.dispatch.signature import Executor, Signature, Wrapping
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.virtual import writes_to
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["MoveOperands", "operand_mover", "reduced_first"]
+__all__ = ["MoveOperands", "operand_mover", "reduced_first", "reduced_in_place"]
 
 MoveOperands = Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
 Versions = tuple[int, int] | None
@@ -146,5 +147,23 @@ def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Ex
                 new_args, new_kwargs, wrapping.wrapper(spec)(_reduced_local(tensor, bound_route(tensor._spec, spec)))
             )
         return info.op(*new_args, **new_kwargs)
+
+    return run_on_reduced
+
+
+def reduced_in_place(info: OpInfo, copied: Executor) -> Executor:
+    """The same call on its operand, which keeps the reduced value: the view shares memory with it.
+
+    Not in a traced program, and not for an operand that is a copied view itself: `copied` computes a copy of these.
+    """
+
+    def run_on_reduced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensor = args[0]
+        if is_tracing() or tensor._copied_view is not None:
+            return copied(args, kwargs)
+        goal = tensor._spec.reduced()
+        tensor._local_tensor = bound_route(tensor._spec, goal).run(tensor._local_tensor)
+        tensor._spec, tensor._reduction = goal, None
+        return info.op(*args, **kwargs)
 
     return run_on_reduced

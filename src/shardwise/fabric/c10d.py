@@ -93,7 +93,7 @@ from shardwise.plan.step import (
 )
 from shardwise.torch_private import dispatch_mode_count
 
-__all__ = ["C10dFabric", "c10d", "new_group"]
+__all__ = ["C10dFabric", "c10d", "new_group", "take_meshes_as_groups"]
 
 T = TypeVar("T")
 _Tensor = torch.Tensor
@@ -717,6 +717,29 @@ def _of_this_world(
         return made(local)
 
     return check_world_first
+
+
+def take_meshes_as_groups(functional_collectives: Any) -> None:
+    """Let torch's functional collectives take a DeviceMesh, or a mesh and an axis, in place of a process group.
+
+    Args:
+        functional_collectives: the module `torch.distributed._functional_collectives`.
+    """
+    for name in ("_resolve_group", "_resolve_group_name"):
+        if (original := getattr(functional_collectives, name, None)) is not None:
+            setattr(functional_collectives, name, _with_meshes(original))
+
+
+def _with_meshes(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(resolve)
+    def resolve_group(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(group, DeviceMesh):
+            group = group.get_group()
+        elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+            group = group[0].get_group(group[1])
+        return resolve(group, *args, **kwargs)
+
+    return resolve_group
 
 
 _numbers = itertools.count()
