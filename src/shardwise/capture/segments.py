@@ -40,6 +40,7 @@ class Segment(NamedTuple):
         again: the views of them that are made again after it, as calls.
         origin: the position of its first call.
         operators: how many calls it stands for.
+        eps: the precision of the coarsest floating point values in it, given and made.
     """
 
     graph: GraphModule
@@ -49,6 +50,7 @@ class Segment(NamedTuple):
     again: tuple[Call, ...]
     origin: int
     operators: int
+    eps: float
 
 
 class _NotSeparable(Exception):
@@ -146,8 +148,13 @@ class _Splitting:
         outputs, again = self._leaving([number for number in made if self.last.get(number, -1) >= end], given, end)
         return Segment(
             graph.module(outputs), tuple(given), tuple(outputs), tuple(self.geometry[n] for n in outputs), tuple(again),
-            run[0][0], len(run),
+            run[0][0], len(run), self._eps([*given, *made]),
         )  # fmt: skip
+
+    def _eps(self, numbers: Sequence[int]) -> float:
+        dtypes = {self.geometry[number].dtype for number in numbers}
+        rounded = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        return max((torch.finfo(dtype).eps for dtype in rounded), default=0.0)
 
     def _leaving(self, escaping: Sequence[int], given: Sequence[int], end: int) -> tuple[list[int], list[Call]]:
         """The values that a run returns, and the views that are made again from these."""
