@@ -71,6 +71,7 @@ __all__ = [
     "forward_ad",
     "function_mode_count",
     "functorch",
+    "gradient_edge",
     "guard_managers",
     "has_thread_object",
     "higher_order_ops",
@@ -197,6 +198,13 @@ def decomposition_of(op: OpOverload) -> Any:
     import torch._decomp
 
     return torch._decomp.decomposition_table.get(op)
+
+
+def gradient_edge(tensor: torch.Tensor) -> Any:
+    """The node of autograd that adds to the gradient of a leaf."""
+    from torch.autograd.graph import get_gradient_edge
+
+    return get_gradient_edge(tensor).node
 
 
 def inductor_compile() -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.capture.dict_versions import DictVersions, dict_of_class, names_of, table_of
-from shardwise.capture.reachable import Reachable, cell_contents
+from shardwise.capture.reachable import Reachable, cell_contents, storage_key
 from shardwise.capture.snapshot import local_of
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
@@ -60,14 +60,14 @@ class Binding:
         self._empty += [held for held in holders if isinstance(held, set) and not held]
         full = [table_of(held) for held in dicts.values() if held] + [table_of(vars(each), each) for each in objects]
         full += [names_of(values, names) for values, names in state.global_names()]
-        self._volatile = [table for table in full if not isinstance(table.held, dict)]  # compared by their contents
-        self._tables = [table for table in full if isinstance(table.held, dict)]
+        self._volatile = [table for table in full if not _has_version(table.held)]  # compared by their contents
+        self._tables = [table for table in full if _has_version(table.held)]
         self._versions = DictVersions(self._tables)
 
     def _freeze_others(self) -> None:
         state = self.state
         whole = [slots.holder for slots in state.slots if slots.names is None]
-        self._sets = [(held, set(held)) for held in whole if isinstance(held, set) and held]
+        self._sets = [(held, list(held)) for held in whole if isinstance(held, set) and held]
         self._lists = [held for held in whole if isinstance(held, list | collections.deque)]
         self._lengths = list(map(len, self._lists))
         self._items = list(chain.from_iterable(self._lists))
@@ -144,7 +144,10 @@ class Binding:
         for each, name, was in self._slots:
             if getattr(each, name, None) is not was:
                 return False
-        return all(held == was for held, was in self._sets) and all(table.is_same() for table in self._volatile)
+        for held, was in self._sets:
+            if len(held) != len(was) or not all(map(operator.is_, held, was)):
+                return False
+        return all(table.is_same() for table in self._volatile)
 
     def renew(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Take new gradients in place of those that were there; whether they are of the same kind.
@@ -163,6 +166,8 @@ class Binding:
             tensors[at] = new
             first = self.first[at]
             parts = parts_of(local_of(new))
+            if not self._move_memories(parts_of(local_of(old)), parts):
+                return False
             self.inputs[first : first + len(parts)] = parts
             self._empty[tables[id(old.__dict__)]] = new.__dict__
             self._rows[owner], self._rows[at] = _row(tensors[owner]), _row(new)
@@ -171,6 +176,21 @@ class Binding:
             if at in self._plain:
                 self._plain[at] = _geometry(new)
         return True
+
+    def _move_memories(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
+        """Note new memory in place of old; whether each tensor has one of its own."""
+        memories = self.state._memories
+        numbers = [memories.pop(storage_key(part), None) for part in old]
+        keys = [storage_key(part) for part in new]
+        if None in numbers or len(set(keys)) != len(keys) or any(key in memories for key in keys):
+            return False
+        memories.update(zip(keys, numbers, strict=True))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return True
+
+
+def _has_version(held: Mapping[Any, Any]) -> bool:
+    """Whether each change of a dict gives it another version. The order of an ordered one may change without."""
+    return isinstance(held, dict) and not isinstance(held, collections.OrderedDict)
 
 
 def _row(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -183,7 +203,7 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return _GEOMETRY(tensor), tensor.stride(), tensor.storage_offset()
+    return _GEOMETRY(tensor), tensor.stride(), tensor.data_ptr()
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -200,8 +220,8 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
 def arguments_key(args: tuple[Any, ...], state: Reachable) -> tuple[Any, ...] | None:
     """The key of arguments that are tensors alone, quickly; None for all others."""
     found: list[Any] = []
-    seen = state._seen
-    ids = set()
+    seen, memories = state._seen, state._memories
+    ids: set[int] = set()
     for arg in args:
         kind = arg.__class__
         if kind is DTensor:
@@ -209,10 +229,12 @@ def arguments_key(args: tuple[Any, ...], state: Reachable) -> tuple[Any, ...] | 
             if local.__class__ is not torch.Tensor:
                 return None
             found += (arg._spec, local.stride(), local.storage_offset(), local.device)
+            memory = storage_key(local)
         elif kind is torch.Tensor:
             found += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.device, arg.layout)
-            if arg.is_conj() or arg.is_neg():
+            if arg.is_conj() or arg.is_neg() or arg.layout is not torch.strided:
                 return None
+            memory = storage_key(arg)
         else:
             return None
         plain = arg.grad_fn is None and not arg.requires_grad and arg.grad is None and not arg._backward_hooks
@@ -221,10 +243,12 @@ def arguments_key(args: tuple[Any, ...], state: Reachable) -> tuple[Any, ...] | 
             or arg.is_inference()
             or id(arg) in seen
             or id(arg) in ids
+            or memory in memories
+            or memory in ids
             or (arg.__dict__ and kind is not DTensor)
         ):
             return None
         if kind is DTensor and (arg._copied_view is not None or any(n not in REMEMBERED for n in arg.__dict__)):
             return None
-        ids.add(id(arg))
+        ids.update((id(arg), memory))
     return tuple(found)

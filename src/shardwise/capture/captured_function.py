@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,12 +26,13 @@ from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recordi
 from shardwise.capture.program import Program, built
 from shardwise.capture.program_file import SavedProgram
 from shardwise.capture.program_folder import save_program
-from shardwise.capture.reachable import Reachable, Slots, global_hooks
+from shardwise.capture.reachable import Reachable, Slots, code_inside, global_hooks
 from shardwise.capture.recorded_states import recording_states
 from shardwise.capture.roots import RootFact, facts_of, shape_of
 from shardwise.capture.snapshot import Snapshot, local_of, random_states
 from shardwise.capture.tape import Call, Tape, Unit
 from shardwise.capture.timeline import timeline_of
+from shardwise.capture.value_reads import hooked_node, outside_randomness, refusing_conversions
 from shardwise.capture.watch import Watch
 from shardwise.core.cache import BoundedCache
 from shardwise.debug.pictures.draw_timeline import Timeline
@@ -54,6 +56,7 @@ from shardwise.torch_private import (
 __all__ = ["Captured", "captured", "is_watched", "left_behind"]
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()
+_recording = threading.RLock()  # recording replaces functions of torch: one thread at a time
 on_new_world.append(lambda: [each.forget() for each in list(_all)])
 Result = TypeVar("Result")
 
@@ -217,11 +220,20 @@ class Captured(Generic[Result]):
         stepped = [*state.stepped, *given.stepped]
         for each in stepped:
             each.settle()
+        if any(map(hooked_node, roots)):
+            raise UnsupportedError(
+                "captured: there are hooks on the node of autograd that adds to the gradient of a tensor, which cannot "
+                "be compared from call to call",
+                hint="use tensor.register_hook or tensor.register_post_accumulate_grad_hook",
+            )
         before = Snapshot(slots, roots)
         tape = Tape(before.parts, only_checks=not knows)
         shape = state_shape(state.optimizers)
+        randomness = outside_randomness()
         try:
             with (
+                _recording,
+                torch.autograd.set_multithreading_enabled(False),  # so that hooks run where they are watched
                 recording_steps(tape),
                 recording_collectives(tape),
                 listen_to_states(tape),
@@ -229,12 +241,15 @@ class Captured(Generic[Result]):
                 modes.recorded(),
                 tape.sites.tracking(),
                 recording_states(tape),
+                refusing_conversions(tape),
                 tape,
                 Watch(lambda: tape.is_paused) as watch,
             ):
                 result = self.function(*args, **kwargs)
                 for each in stepped:
                     each.settle()
+            if tape.refusal is not None:
+                raise tape.refusal
             if tape.is_flying:
                 raise UnsupportedError(
                     "captured: a collective is issued by other means than the methods of a process group",
@@ -243,7 +258,14 @@ class Captured(Generic[Result]):
             if watch.problem is not None:
                 what, line, hint = watch.problem
                 raise UnsupportedError(f"captured: {what} (at {line})", hint=hint)
+            if outside_randomness() != randomness:
+                raise UnsupportedError(
+                    "captured: random numbers of Python or numpy are drawn, which a program would not repeat",
+                    hint="draw them outside and pass tensors, or use torch's random operators",
+                )
             new = [code for code in watch.codes if code not in self._codes]
+            if not new and knows:
+                self._check_reached(watch, state, given)
             if new or not knows or shape != state_shape(state.optimizers):
                 if new:
                     self._codes.update(watch.codes)
@@ -270,6 +292,19 @@ class Captured(Generic[Result]):
         self.programs.keep(key, entry)
         self._last = entry
         return result
+
+    @staticmethod
+    def _check_reached(watch: Watch, *reached: Reachable) -> None:
+        """All code of the program that runs must be that of functions which were reached, whose values are guarded."""
+        known = code_inside(function.__code__ for each in reached for function in each.functions)
+        for code in watch.codes:
+            if code not in known:
+                raise UnsupportedError(
+                    f"captured: the function calls {code.co_name} "
+                    f"({code.co_filename}:{code.co_firstlineno}), which it does not reach by its variables, so that "
+                    "changes of what that reads cannot be detected",
+                    hint="call it by a name, an attribute or an item of a list or dict",
+                )
 
     def _unsettle(self, why: str) -> None:
         """The step was not recorded. Caches fill once; a value that changes on every call would prevent it for ever."""

@@ -35,6 +35,8 @@ def recording_collectives(tape: Tape) -> Iterator[None]:
     original_wait = vars(work_kind)["wait"]
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tape.is_own_thread():
+            return original_wait.__get__(self)(*args, **kwargs)
         tape.pause()
         try:
             return original_wait.__get__(self)(*args, **kwargs)
@@ -43,6 +45,8 @@ def recording_collectives(tape: Tape) -> Iterator[None]:
 
     def recorded(original: Any) -> Callable[..., Any]:
         def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tape.is_own_thread():
+                return original.__get__(self)(*args, **kwargs)
             given = (*args, *kwargs.values())
             tape.options = next((arg for arg in given if isinstance(arg, _OPTIONS)), None)
             try:
@@ -55,11 +59,18 @@ def recording_collectives(tape: Tape) -> Iterator[None]:
 
         return issue
 
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise refused("a message to one rank", "exchange with collectives, or send outside of the captured function")
+    def refusing(original: Any) -> Callable[..., Any]:
+        def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tape.is_own_thread():
+                return original.__get__(self)(*args, **kwargs)
+            raise refused(
+                "a message to one rank", "exchange with collectives, or send outside of the captured function"
+            )
+
+        return refuse
 
     for name, original in originals.items():
-        setattr(kind, name, refuse if name in _TO_ONE else recorded(original))
+        setattr(kind, name, refusing(original) if name in _TO_ONE else recorded(original))
     work_kind.wait = wait
     try:
         yield

@@ -150,6 +150,8 @@ class Leaving:
 
     def _contents(self, slots: Slots, now: Any) -> Any:
         path = slots.path
+        if isinstance(slots.holder, type):
+            raise Unsettled(f"an attribute of {path}, a class, is changed")
         if isinstance(now, dict):
             if any(value is MISSING for value in now.values()):
                 raise refused(f"{path}: a name is deleted by the step", "do that outside")

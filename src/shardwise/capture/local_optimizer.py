@@ -134,7 +134,7 @@ def recording_steps(tape: Tape) -> Iterator[None]:
     """Inside, the step of an elementwise optimizer is one entry of the tape."""
 
     def before(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not is_elementwise(optimizer):
+        if not tape.is_own_thread() or not is_elementwise(optimizer):
             return
         if len(args) > 1 or kwargs:
             raise refused("an optimizer is given a closure", "compute the loss and call backward before the step")
@@ -159,7 +159,7 @@ def recording_steps(tape: Tape) -> Iterator[None]:
         tape.pause()
 
     def after(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if is_elementwise(optimizer):
+        if tape.is_own_thread() and is_elementwise(optimizer):
             tape.resume()
 
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

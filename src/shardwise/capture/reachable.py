@@ -6,12 +6,16 @@ without a value by identity. An object that can be neither compared nor identifi
 
 from __future__ import annotations
 
+import abc
 import collections
 import dis
 import enum
 import functools
+import importlib.util
 import operator
+import os
 import re
+import sys
 import sysconfig
 import threading
 import types
@@ -35,7 +39,17 @@ from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
 from shardwise.torch_private import OpOverload, OpOverloadPacket
 
-__all__ = ["MISSING", "Reachable", "Slots", "cell_contents", "global_hooks", "is_program_code"]
+__all__ = [
+    "MISSING",
+    "Reachable",
+    "Slots",
+    "cell_contents",
+    "code_inside",
+    "global_hooks",
+    "is_program_code",
+    "is_standard",
+    "storage_key",
+]
 
 MAX_OBJECTS = 500_000
 MISSING: Any = object()
@@ -44,10 +58,10 @@ _BY_VALUE: frozenset[type] = frozenset({
     torch.layout, torch.memory_format,
 })  # fmt: skip
 _BY_IDENTITY = (
-    DeviceMesh, DTensorSpec, Fabric, Placement, OpOverload, OpOverloadPacket, enum.Enum, types.BuiltinFunctionType,
+    DeviceMesh, DTensorSpec, Fabric, Placement, OpOverload, OpOverloadPacket,
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.ModuleType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern, torch.Generator,
-    torch.ScriptObject, torch.finfo, torch.iinfo, types.UnionType, types.GenericAlias,
+    types.ClassMethodDescriptorType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern,
+    torch.Generator, torch.ScriptObject, torch.finfo, torch.iinfo, types.UnionType, types.GenericAlias,
 )  # fmt: skip
 
 
@@ -84,6 +98,24 @@ def is_program_code(filename: str) -> bool:
     return filename.startswith(_ADDED) or not filename.startswith(_STANDARD)
 
 
+@functools.cache
+def is_standard(filename: str) -> bool:
+    """Whether a file belongs to the standard library."""
+    return filename.startswith((*_STANDARD, "<frozen")) and not filename.startswith(_ADDED)
+
+
+def code_inside(codes: Iterable[types.CodeType]) -> set[types.CodeType]:
+    """Code, with that of the functions and classes which it makes."""
+    found: set[types.CodeType] = set()
+    waiting = list(codes)
+    while waiting:
+        code = waiting.pop()
+        if code not in found:
+            found.add(code)
+            waiting += [item for item in code.co_consts if isinstance(item, types.CodeType)]
+    return found
+
+
 def global_hooks() -> list[dict[Any, Any]]:
     """Hooks of all modules and of all optimizers."""
     tables = [*vars(nn_module).items(), *register_optimizer_step_pre_hook.__globals__.items()]
@@ -108,6 +140,8 @@ class Slots:
             return {name: holder.get(name, MISSING) for name in self.names}
         if isinstance(holder, types.CellType):
             return {"": cell_contents(holder)}
+        if isinstance(holder, type):
+            return {name: item for name, item in vars(holder).items() if not name.startswith(_OF_CLASSES)}
         if isinstance(holder, dict):
             return dict(holder)
         if isinstance(holder, set):
@@ -134,6 +168,13 @@ class Slots:
         if isinstance(holder, types.CellType):
             if contents[""] is not MISSING:
                 holder.cell_contents = contents[""]
+        elif isinstance(holder, type):
+            now = self.now()
+            for name in now.keys() - contents.keys():
+                delattr(holder, name)
+            for name, item in contents.items():
+                if now.get(name, MISSING) is not item:
+                    setattr(holder, name, item)
         elif self.names is not None:
             holder.update({name: value for name, value in contents.items() if value is not MISSING})
         elif isinstance(holder, list):
@@ -210,6 +251,9 @@ class Reachable:
         self.classes: list[type] = []  # those whose dicts were looked at
         self.states: set[int] = set()  # positions of tensors that only the step of an optimizer uses
         self.known = known
+        self._names: frozenset[str] | None = None
+        self._module_names: dict[types.ModuleType, frozenset[str]] = {}
+        self._memories: dict[int, int] = {}  # of tensors, by their storages
         self._looked_up: list[tuple[dict[str, Any], frozenset[str]]] = []  # global names, also those of builtins
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that identities stay those of the same objects
@@ -226,6 +270,14 @@ class Reachable:
             return at
         at = self._seen.get(id(tensor))
         return None if at is None or not isinstance(tensor, torch.Tensor) else first + at
+
+    def memory(self, part: torch.Tensor) -> int:
+        """A number that tensors in the same memory have in common."""
+        storage = storage_key(part)
+        if self.known is not None and (found := self.known._memories.get(storage)) is not None:
+            return found
+        first = len(self.known._memories) if self.known is not None else 0
+        return self._memories.setdefault(storage, first + len(self._memories))
 
     @property
     def count(self) -> int:
@@ -259,7 +311,13 @@ class Reachable:
             parts.append((kind, len(value)))
             for at, item in enumerate(value):
                 self.visit(item, f"{path}[{at}]")
+            if kind is not tuple and getattr(value, "__dict__", None) and not self._again(value):
+                self._attributes(value, path)
+        elif isinstance(value, _NUMPY_SCALAR):
+            parts.append((kind, value.tobytes()))
         elif not self._again(value):
+            if isinstance(value, _VALUES):  # a class derived from one: its value is not among its attributes
+                self.visit(_plain_value(value), path)
             self._object(value, kind, path)
 
     def _again(self, value: Any) -> bool:
@@ -307,6 +365,8 @@ class Reachable:
             self.slots.append(Slots(value, path))
             for at, item in enumerate(value):
                 self.visit(item, f"{path}[{at}]")
+            if kind not in (list, collections.deque):
+                self._attributes(value, path)
         elif isinstance(value, set | frozenset):
             self._set(value, kind, path)
         elif isinstance(value, types.FunctionType):
@@ -328,7 +388,20 @@ class Reachable:
             parts.append("property")
             for accessor in (value.fget, value.fset):
                 self.visit(accessor, path)
-        elif isinstance(value, (weakref.ref, _BY_IDENTITY)):
+        elif isinstance(value, weakref.ref):
+            self._identity(value)
+            self.visit(value(), f"{path}()")
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            self._identity(value)
+            owner = value.__self__
+            if not isinstance(owner, types.ModuleType | type | None) and not _is_of_pybind(owner):
+                self.visit(owner, f"{path}.__self__")
+        elif isinstance(value, types.ModuleType):
+            self._module(value, self._attribute_names(), path)
+        elif isinstance(value, enum.Enum):
+            self._identity(value)
+            self._attributes(value, path)
+        elif isinstance(value, _BY_IDENTITY):
             self._identity(value)
         elif isinstance(value, types.MappingProxyType):
             self.problems.append(f"{path}, a {kind.__name__}")
@@ -343,11 +416,9 @@ class Reachable:
     def _set(self, value: Any, kind: type, path: str) -> None:
         if isinstance(value, set):
             self.slots.append(Slots(value, path))
-        if all(item.__class__ in _BY_VALUE for item in value):
-            self.parts.append((kind, frozenset(value)))
-        else:
-            self.parts.append((kind, frozenset(map(id, value))))
-            self._kept.extend(value)
+        self.parts.append((kind, len(value)))
+        for item in value:  # in the order in which the function meets them
+            self.visit(item, f"an item of {path}")
 
     def _attributes(self, value: Any, path: str) -> None:
         kind = value.__class__
@@ -370,14 +441,16 @@ class Reachable:
     def _class(self, value: type, path: str) -> None:
         """A class by identity; for a class of the program also the contents of its dictionary."""
         self._identity(value)
+        if type(value) not in _METACLASSES:
+            self.visit(type(value), f"type({path})")
         for base in value.__mro__:
-            functions = [item for item in vars(base).values() if isinstance(item, types.FunctionType)]
             if base is not value:
                 self.visit(base, f"{path}.{base.__name__}")
-            elif any(is_program_code(function.__code__.co_filename) for function in functions):
+            elif _is_program_class(base):
                 self.classes.append(value)
+                self.slots.append(Slots(value, path))
                 for name, item in list(vars(base).items()):
-                    if isinstance(item, types.FunctionType) or not name.startswith(("__", "_abc_")):
+                    if isinstance(item, types.FunctionType) or not name.startswith(_OF_CLASSES):
                         self.parts.append(name)
                         if hasattr(item, "__get__") and not isinstance(item, _FOLLOWED):
                             self._identity(item)  # a descriptor made in C
@@ -404,6 +477,12 @@ class Reachable:
             return
         if code not in self.codes:
             return
+        if value.__dict__:
+            held = value.__dict__
+            self.slots.append(Slots(held, path))
+            for name, item in held.items():
+                self.parts.append(name)
+                self.visit(item, f"{path}.{name}")
         self.visit(value.__defaults__, f"{path}.__defaults__")
         self.visit(value.__kwdefaults__, f"{path}.__kwdefaults__")
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
@@ -414,17 +493,53 @@ class Reachable:
         names = _names_of(code)
         self._looked_up.append((value.__globals__, names))
         self._globals(code, value.__globals__, names)
+        for module in _imported_by(code, value.__globals__.get("__package__")):
+            self._module(module, _attributes_of(code), module.__name__)
 
     def _globals(self, code: types.CodeType, values: dict[str, Any], used: frozenset[str]) -> None:
-        """The global names that code may read, and the names of modules of the program."""
+        """The global names that code may read, and the names of modules."""
         names = tuple(sorted(name for name in used if name in values and not name.startswith("__")))
         self.parts.append(names)
         self.slots.append(Slots(values, f"globals of {code.co_name}", names))
         for name in names:
             value = values[name]
-            self.visit(value, name)
-            if isinstance(value, types.ModuleType) and is_program_code(getattr(value, "__file__", None) or "<frozen>"):
-                self._globals(code, vars(value), _attributes_of(code))
+            if isinstance(value, types.ModuleType):
+                self._module(value, _attributes_of(code), name)
+            else:
+                self.visit(value, name)
+
+    def _attribute_names(self) -> frozenset[str]:
+        """The names that any code of the program uses."""
+        if self._names is None:
+            self._names = frozenset(chain.from_iterable(map(_attributes_of, self.codes)))
+        return self._names
+
+    def _module(self, module: types.ModuleType, used: frozenset[str], path: str) -> None:
+        """The values of those names of a module that code may read; of a library, only its data."""
+        self._identity(module)
+        new = used - self._module_names.get(module, frozenset())
+        self._module_names[module] = new | self._module_names.get(module, frozenset())
+        values = vars(module)
+        own = is_program_code(getattr(module, "__file__", None) or "<frozen>")
+        names = tuple(sorted(name for name in new if name in values and not name.startswith("__")))
+        if own and not used.isdisjoint(_ANY_NAME):  # by names that are computed
+            names = tuple(sorted({*names, *(name for name, item in values.items() if _is_data(name, item))}))
+        if module is os and "getenv" in names:
+            names = (*names, "environ")
+        self._kept.append(module)
+        self.parts.append(names)
+        self.slots.append(Slots(values, path, names))
+        for name in names:
+            value = values[name]
+            if isinstance(value, types.ModuleType):
+                self._module(value, used, f"{path}.{name}")
+            elif module is sys and name == "modules":
+                self.problems.append("sys.modules")
+            elif own or value.__class__ in _DATA or (module is os and name == "environ"):
+                self.visit(value, f"{path}.{name}")
+            else:
+                self._identity(value)
+                self._kept.append(value)
 
     def _optimizer(self, value: torch.optim.Optimizer, path: str) -> None:
         """Parameters and states; hyperparameters unless they are read by the step itself."""
@@ -490,6 +605,7 @@ class Reachable:
                 self.problems.append(f"{path}, a tensor that is not simply strided")
                 return
             self.parts.append((part.dtype, part.device, part.shape, part.stride(), part.storage_offset()))
+            self.parts.append(self.memory(part))
         self.visit(value.grad, f"{path}.grad")
         self.visit(value._backward_hooks, f"{path}: hooks")
         self.visit(getattr(value, "_post_accumulate_grad_hooks", None), f"{path}: hooks after accumulation")
@@ -498,6 +614,49 @@ class Reachable:
             if name not in REMEMBERED and not (kind is RankTensor and name == "tensors"):
                 self.parts.append(name)
                 self.visit(item, f"{path}.{name}")
+
+
+_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta)
+_OF_CLASSES = ("__", "_abc_")  # names that Python itself keeps in classes
+_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "import_module", "hasattr", "attrgetter"})
+_VALUES = (int, float, complex, str, bytes)
+_DATA = frozenset({*_BY_VALUE, float, complex, list, tuple, dict, set, frozenset})
+_NUMPY_SCALAR: tuple[type, ...] = (sys.modules["numpy"].generic,) if "numpy" in sys.modules else ()
+
+
+def _plain_value(value: Any) -> Any:
+    """The number or text that an object of a derived class is."""
+    kind: Any = next(base for base in _VALUES if isinstance(value, base))
+    own: dict[Any, Callable[[Any], Any]] = {
+        int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__, bytes: bytes,
+    }  # fmt: skip
+    return own[kind](value)
+
+
+def _is_of_pybind(owner: Any) -> bool:
+    """Whether this is what pybind11 keeps of a function, which is no object of the program."""
+    kind = type(owner)
+    return kind.__name__ == "PyCapsule" or kind.__module__.startswith("pybind11")
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not name.startswith("__") and value.__class__ in _DATA
+
+
+def _is_program_class(kind: type) -> bool:
+    """Whether a class is the program's, by its module or by its methods."""
+    module = sys.modules.get(kind.__module__)
+    if module is not None and kind.__module__ != "builtins":
+        file = getattr(module, "__file__", None)
+        if kind.__module__ == "__main__" or (file is not None and is_program_code(file)):
+            return True
+    functions = [item for item in vars(kind).values() if isinstance(item, types.FunctionType)]
+    return any(is_program_code(function.__code__.co_filename) for function in functions)
+
+
+def storage_key(part: torch.Tensor) -> int:
+    """What tensors in the same memory have in common, as long as it is alive."""
+    return part.untyped_storage()._cdata
 
 
 _FOLLOWED = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, torch.Tensor)
@@ -509,8 +668,15 @@ def _slot_names(kind: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
-        found += [names] if isinstance(names, str) else list(names)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+        own = [names] if isinstance(names, str) else list(names)
+        found += [_mangled(base, name) for name in own if name not in ("__dict__", "__weakref__")]
+    return tuple(found)
+
+
+def _mangled(kind: type, name: str) -> str:
+    """The name under which Python keeps a private attribute."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
 @functools.cache
@@ -525,7 +691,29 @@ _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"
 
 @functools.cache
 def _attributes_of(code: types.CodeType) -> frozenset[str]:
-    """The names that code uses in any way, with those of the functions inside it."""
-    return frozenset(
-        chain(code.co_names, *(_attributes_of(item) for item in code.co_consts if isinstance(item, types.CodeType)))
-    )
+    """The names that code uses in any way, also as strings, with those of the functions inside it."""
+    texts = [item for item in code.co_consts if isinstance(item, str) and item.isidentifier()]
+    inner = (_attributes_of(item) for item in code.co_consts if isinstance(item, types.CodeType))
+    return frozenset(chain(code.co_names, texts, *inner))
+
+
+@functools.cache
+def _imports_of(code: types.CodeType) -> frozenset[tuple[str, int]]:
+    """The modules that code imports, each with the number of dots before its name."""
+    instructions = list(dis.get_instructions(code))
+    own = {
+        (one.argval, instructions[at - 2].argval or 0)
+        for at, one in enumerate(instructions)
+        if one.opname == "IMPORT_NAME"
+    }
+    return frozenset(chain(own, *(_imports_of(item) for item in code.co_consts if isinstance(item, types.CodeType))))
+
+
+def _imported_by(code: types.CodeType, package: str | None) -> list[types.ModuleType]:
+    found = []
+    for name, dots in sorted(_imports_of(code)):
+        absolute = importlib.util.resolve_name("." * dots + name, package) if dots and package else name
+        parts = absolute.split(".")
+        names = [".".join(parts[: at + 1]) for at in range(len(parts))]
+        found += [sys.modules[each] for each in names if isinstance(sys.modules.get(each), types.ModuleType)]
+    return found

@@ -57,7 +57,7 @@ def recording_states(tape: Tape) -> Iterator[None]:
 
     def get_rng_state() -> torch.Tensor:
         state = get()
-        if is_put_back(sys._getframe(1)) and not tape.is_paused:
+        if tape.is_own_thread() and is_put_back(sys._getframe(1)) and not tape.is_paused:
             kept = KeptState()
             known[id(state)] = state, kept
             tape.append_unit(Unit(kept.keep, (), user_line(), name="keep_random_states"))
@@ -65,7 +65,7 @@ def recording_states(tape: Tape) -> Iterator[None]:
 
     def set_rng_state(new_state: torch.Tensor) -> None:
         found = known.get(id(new_state))
-        if found is None or tape.is_paused:
+        if found is None or tape.is_paused or not tape.is_own_thread():
             put(new_state)
         else:
             torch.default_generator.set_state(new_state)  # from this file, which tells `Watch` that it is recorded

@@ -7,6 +7,7 @@ memory (autograd makes such ones without an operator) is a view of a known value
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,9 +47,18 @@ def _is_check() -> bool:
     return False
 
 
+_recording: list[Tape] = []  # the tapes that are being recorded, the innermost last
+
+
 def refused(what: str, hint: str) -> UnsupportedError:
-    """The error for a step that cannot be captured, with the user's line."""
-    return UnsupportedError(f"captured: {what} (at {user_line()})", hint=hint)
+    """The error for a step that cannot be captured, with the user's line.
+
+    The tape remembers it: the step may catch it, and go on otherwise than it would without `captured`.
+    """
+    error = UnsupportedError(f"captured: {what} (at {user_line()})", hint=hint)
+    if _recording and _recording[-1].refusal is None and _recording[-1].is_own_thread():
+        _recording[-1].refusal = error
+    return error
 
 
 @dataclass(frozen=True)  # a leaf of trees, which a named tuple is not
@@ -133,6 +143,8 @@ class Tape(TorchDispatchMode):
     def __init__(self, inputs: Sequence[torch.Tensor], only_checks: bool = False) -> None:
         super().__init__()
         self.only_checks = only_checks
+        self.refusal: UnsupportedError | None = None  # the first
+        self._thread = threading.get_ident()
         self.calls: list[Call | Unit] = []
         self.constants: list[torch.Tensor] = []
         self.received: dict[int, list[torch.Tensor]] = {}  # results of collectives, by their position in `calls`
@@ -152,6 +164,19 @@ class Tape(TorchDispatchMode):
         self._memories: dict[int, _Memory] = {}
         for tensor in inputs:
             self._new(tensor)
+
+    def __enter__(self) -> Tape:
+        super().__enter__()
+        _recording.append(self)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        _recording.remove(self)
+        super().__exit__(*args)
+
+    def is_own_thread(self) -> bool:
+        """Whether this thread is the one that is recorded."""
+        return threading.get_ident() == self._thread
 
     # ---------------------------------------------------------------- values
 
@@ -318,6 +343,16 @@ class Tape(TorchDispatchMode):
             raise refused(f"{func} changes the shape of a tensor in place", "use the operator without the underscore")
         if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
             raise refused(f"{func} has symbolic sizes", "do not capture a function that is being traced")
+
+    def check_read(self, tensor: torch.Tensor) -> None:
+        """A tensor becomes a number of Python."""
+        if not self._paused and not self._is_constant(tensor) and not _is_check():
+            self._refuse_read()
+
+    def check_version_read(self) -> None:
+        """The version of a tensor is read."""
+        if not self._paused and not is_library_file(sys._getframe(2).f_code.co_filename):
+            raise refused("the version of a tensor is read", "do that outside")
 
     def _refuse_read(self) -> None:
         raise refused(

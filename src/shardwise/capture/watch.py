@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from shardwise.capture import recorded_states
-from shardwise.capture.reachable import is_program_code
+from shardwise.capture.reachable import is_program_code, is_standard
 from shardwise.capture.recorded_states import is_put_back
 from shardwise.fabric import rank_generators
 from shardwise.rng import cpu_stream
@@ -26,14 +26,18 @@ _KNOWN_SETTERS = frozenset(str(module.__file__) for module in (rank_generators, 
 _COMPARING = ("shardwise/fabric/digests.py", "shardwise/dispatch/random_ops.py")  # ranks; nothing follows from it
 _SCHEDULES = str(lr_scheduler.__file__)
 _OUTPUT = frozenset({"print", "open", "input", "breakpoint"})
-_CLOCKS = frozenset({
-    "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "now", "utcnow",
-    "today", "random", "getrandbits", "urandom", "rand", "randn", "randint", "uniform", "normal", "choice", "shuffle",
-    "permutation", "sleep", "system", "write", "read", "readline",
-})  # fmt: skip
+_UNFOLLOWED = frozenset({"globals", "eval", "exec", "locals"})  # they read names that cannot be followed
 _STATES = frozenset({"set_state", "manual_seed", "seed", "set_offset"})
-_UNREPEATABLE = ("random", "_random", "numpy.random", "numpy.random.mtrand", "datetime", "_io", "io")
-_NAMES = _VALUE_READS | _OUTPUT | _STATES | _CLOCKS
+_TORCH_READS = frozenset({"initial_seed", "get_num_threads", "data_ptr", "_cuda_memoryStats"})
+_OUTSIDE = frozenset({  # modules in C whose functions read or change something outside of the program
+    "time", "posix", "nt", "_random", "random", "_io", "io", "_socket", "select", "_posixsubprocess", "_uuid",
+    "_contextvars", "numpy.random", "numpy.random.mtrand", "numpy.random._generator", "fcntl", "mmap", "resource",
+})  # fmt: skip
+_PURE = frozenset({"fspath", "getpid", "cpu_count", "sched_getaffinity", "text_encoding"})
+_NOW = frozenset({"now", "utcnow", "today"})
+_ONLY_SHOWN = ("/warnings.py", "/linecache.py", "/traceback.py", "/tokenize.py")
+_TORCH_READING = ("torch/_tensor_str.py", "torch/_tensor.py")
+_READING = frozenset({"_str", "_str_intern", "__array__", "__dlpack__"})
 
 
 class Watch:
@@ -69,7 +73,7 @@ class Watch:
         if event == "call":
             if frame.f_code not in self._seen:
                 self._called(frame)
-        elif event == "c_call" and getattr(arg, "__name__", "") in _NAMES:
+        elif event == "c_call":
             self._called_c(frame, arg)
 
     def _called(self, frame: types.FrameType) -> None:
@@ -78,7 +82,9 @@ class Watch:
             self._backward(frame)
             return
         filename = code.co_filename
-        if is_program_code(filename):
+        if filename == "<string>" and not _is_generated_for_program(frame):
+            self._seen.add(code)
+        elif is_program_code(filename):
             if not _is_importing(frame):
                 self._seen.add(code)
                 self.codes[code] = None
@@ -90,6 +96,13 @@ class Watch:
             )
         elif filename.endswith("torch/_dynamo/eval_frame.py") and code.co_name == "compile_wrapper":
             self._refuse(frame, "compiled code runs", "capture the function without torch.compile inside")
+        elif filename.endswith(_TORCH_READING) and code.co_name in _READING:
+            if not self._is_paused():
+                self._refuse(
+                    frame,
+                    f"the values of a tensor are read ({code.co_name}), and decisions by them would be fixed",
+                    "compute with the tensor, or return it and read it outside of the captured function",
+                )
         elif filename.endswith(("/random.py", "/logging/__init__.py", "/secrets.py")) and "torch" not in filename:
             self._from_program(frame.f_back, f"{code.co_name} of {filename.rsplit('/', 1)[-1]} is called")
         else:
@@ -112,15 +125,33 @@ class Watch:
                 self.sets_state = True
             elif not self._is_paused():
                 self._refuse(frame, f"the state of a random generator is set ({name})", "do that outside")
-        elif name in _OUTPUT and getattr(function, "__module__", None) in ("builtins", "io", "_io"):
-            self._from_program(frame, f"{name}() is called")
+        elif name in _TORCH_READS:
+            if isinstance(owner, torch.Tensor | torch.Generator | types.ModuleType):
+                self._from_program(frame, f"{name}() of torch is called")
         else:
-            module = getattr(function, "__module__", None) or getattr(owner, "__module__", None)
-            if module in ("time", "_random", "posix", "datetime") or type(owner).__module__ in _UNREPEATABLE:
-                self._from_program(frame, f"{name}() of {module or type(owner).__name__} is called")
+            self._called_outside(frame, function, name, owner)
+
+    def _called_outside(self, frame: types.FrameType, function: Any, name: str, owner: Any) -> None:
+        module = getattr(function, "__module__", None)
+        if (name in _UNFOLLOWED and module == "builtins") or (name in _OUTPUT and module in ("builtins", "io", "_io")):
+            self._from_program(frame, f"{name}() is called")
+        elif module is None and isinstance(owner, type):
+            module = owner.__module__
+        elif module is None and owner is not None:
+            module = type(owner).__module__
+        if (module in _OUTSIDE and name not in _PURE) or (module == "datetime" and name in _NOW):
+            self._from_program(frame, f"{name}() of {module} is called")
 
     def _from_program(self, frame: types.FrameType | None, what: str) -> None:
-        if frame is None or not is_program_code(frame.f_code.co_filename) or self._is_paused():
+        """Refuse what code of the program calls, also by way of the standard library."""
+        while frame is not None and not is_program_code(frame.f_code.co_filename):
+            filename = frame.f_code.co_filename
+            if filename.endswith(_ONLY_SHOWN) or not (
+                is_standard(filename) or filename.endswith(("torch/random.py", "torch/cuda/memory.py"))
+            ):
+                return
+            frame = frame.f_back
+        if frame is None or self._is_paused():
             return
         if not _is_importing(frame):
             self._refuse(frame, what + ", which a program of operators would not repeat", "do that outside")
@@ -148,6 +179,14 @@ class Watch:
             if node not in self.spent:
                 self.spent.add(node)
                 waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def _is_generated_for_program(frame: types.FrameType) -> bool:
+    """Whether code that was made of text, as methods of dataclasses are, belongs to a module of the program."""
+    names = frame.f_globals
+    if str(names.get("__name__", "")).startswith("namedtuple_"):
+        return False
+    return is_program_code(str(names.get("__file__") or "<string>"))
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:

@@ -1,0 +1,86 @@
+"""Values that torch reads from tensors without an operator, while a step is recorded: refused.
+
+`torch.tensor([loss, loss])`, an index by a list of tensors and the like turn tensors into Python's numbers in C++,
+where no mode sees it. They do so by the methods of Python's conversions, which are replaced meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise.capture.tape import Tape
+from shardwise.torch_private import gradient_edge
+
+__all__ = ["hooked_node", "outside_randomness", "refusing_conversions"]
+
+_CONVERSIONS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
+
+
+@contextlib.contextmanager
+def refusing_conversions(tape: Tape) -> Iterator[None]:
+    """Inside, tensors do not become numbers, but for those that were made of numbers; nor is their version read."""
+    kind: Any = torch.Tensor
+    own = {name: vars(kind).get(name) for name in (*_CONVERSIONS, "_version")}
+    thread = threading.get_ident()
+
+    def converting(name: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def convert(self: Any) -> Any:
+            if threading.get_ident() == thread:
+                tape.check_read(self)
+            return original(self)
+
+        convert.__name__ = name
+        return convert
+
+    version = kind._version
+
+    def read_version(self: Any) -> int:
+        if threading.get_ident() == thread:
+            tape.check_version_read()
+        return version.__get__(self)
+
+    for name in _CONVERSIONS:
+        setattr(kind, name, converting(name, getattr(kind, name)))
+    kind._version = property(read_version)
+    try:
+        yield
+    finally:
+        for name, original in own.items():
+            if original is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, original)
+
+
+def outside_randomness() -> tuple[Any, ...]:
+    """The states of the random numbers of Python and of numpy."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return (random.getstate(), None, None)
+    state = numpy_random.get_state(legacy=False)
+    return (random.getstate(), state["state"]["key"].tobytes(), (state["state"]["pos"], state["has_gauss"]))
+
+
+def hooked_node(tensor: torch.Tensor) -> bool:
+    """Whether hooks were put on the node of autograd that adds to a tensor's gradient; torch does not show these."""
+    if not tensor.requires_grad or not tensor.is_leaf:
+        return False
+    node: Any = gradient_edge(tensor)
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        held = handle.hooks_dict_ref()
+        handle.remove()
+        if held:
+            return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that changes nothing."""
