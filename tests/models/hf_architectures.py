@@ -42,7 +42,10 @@ def parallel_step(tiny: TinyModel, plan: str, way: str) -> State:
     if way == WAYS[2]:
         mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         sw.fully_shard(sw.hf.parallelize(tiny.model, mesh["tp"], plan), mesh["dp"])
-        batch = {k: sw.distribute_tensor(v, mesh, [sw.Shard(0), sw.Replicate()]) for k, v in batch.items()}
+        batch = {
+            k: sw.distribute_tensor(v, mesh, [sw.Shard(0), sw.Replicate()]) if isinstance(v, torch.Tensor) else v
+            for k, v in batch.items()
+        }
     else:
         mesh = sw.init_device_mesh("cpu", (2,) if way == WAYS[0] else (4,))
         sw.hf.parallelize(tiny.model, mesh, plan)

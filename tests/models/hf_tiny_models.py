@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.models.architectures import prepare
 
-__all__ = ["Carrier", "TinyModel", "carriers", "tiny_model"]
+__all__ = ["Carrier", "TinyModel", "carrier_of", "carriers", "tiny_model"]
 
 SAMPLES, LENGTH, VOCABULARY = 4, 10, 67
 TINY: dict[str, Any] = {
@@ -152,7 +152,7 @@ class TinyModel:
     """A model, its inputs and the name of its class."""
 
     model: nn.Module
-    batch: dict[str, torch.Tensor]
+    batch: dict[str, Any]
     class_name: str
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -164,7 +164,7 @@ class TinyModel:
             value for value in output.values() if isinstance(value, torch.Tensor) and value.is_floating_point()
         )
         generator = torch.Generator().manual_seed(3)
-        return (hidden * torch.randn(hidden.shape[1:], generator=generator)).mean() * 10
+        return (hidden * torch.randn(hidden.shape[1:], generator=generator)).square().mean()
 
 
 def carriers() -> Iterator[Carrier]:
@@ -185,6 +185,11 @@ def carriers() -> Iterator[Carrier]:
                         yield Carrier(key.removesuffix("Config"), kind, tensor, experts)
 
 
+def carrier_of(name: str) -> Carrier:
+    """The carrier of this name, without `Config`."""
+    return next(each for each in carriers() if each.name == name)
+
+
 def _configurations(models: str, package: str) -> list[str]:
     found = importlib.import_module(f"{models}.{package}")
     return [
@@ -197,10 +202,15 @@ def _configurations(models: str, package: str) -> list[str]:
 def tiny_model(carrier: Carrier) -> TinyModel:
     """The same model on each call. Raises where it cannot be made tiny by the sizes above."""
     kind = _model_class(carrier)
+    config = carrier.config
+    if (outer := INSIDE.get(config.__name__)) is not None:
+        config = getattr(importlib.import_module(config.__module__), outer)
     torch.manual_seed(0)
-    model: Any = kind(tiny_config(carrier.config)).train()
+    model: Any = kind(tiny_config(config)).train()
     with torch.no_grad():
-        for parameter in model.parameters():  # zeros and ones would hide wrong gradients
+        for path, parameter in model.named_parameters():  # zeros and ones would hide wrong gradients
+            if kind.__name__ in UNINITIALISED and ".experts." in path:
+                parameter.zero_()
             parameter.add_(0.02 * torch.randn_like(parameter))
     most = sum(parameter.numel() for parameter in model.parameters())
     if most > 8_000_000:
@@ -262,11 +272,14 @@ SECTIONS = {
     "Qwen2_5_VLTextConfig": 4,
 }
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+ERNIE = {"moe_intermediate_size": [24, 24], "rope_parameters": ROTARY | {"mrope_section": [1, 1, 2]}}
 SPECIAL: dict[str, dict[str, Any]] = {
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "DeepseekV4Config": {"head_dim": 8, "num_key_value_heads": 1, "qk_rope_head_dim": 4},
-    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [24, 24]},
+    "Ernie4_5_VLMoeTextConfig": ERNIE,
+    "Ernie4_5_VL_MoeTextConfig": ERNIE,
     "EsmcConfig": {"num_key_value_heads": 4},
+    "Gemma4VisionConfig": {"pooling_kernel_size": 2, "position_embedding_size": 16},
     "Glm5NextTextConfig": {"qk_rope_head_dim": 0},
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
     "JambaConfig": {
@@ -285,6 +298,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": ROTARY | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4}
     },
     "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
         "eos_token_id": 2,
         "heads_per_ngram": 2,
         "ngram_vocab_size_base": 50,
@@ -293,6 +311,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "ple_layer_ids": [1],
         "split_ngram_parts": 4,
     },
+    "MuseGlimmerAssistantConfig": {"target_layer_ids": [0, 1]},
+    "MuseGlimmerVisionConfig": {"pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4},
+    "MuseSparkAudioConfig": {"patch_sizes": [4, 4], "hidden_sizes": [16, 32], "depths": [1, 1]},
     "NeoMMEConfig": {"head_dim": 16},
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
     "Step3p7TextConfig": {"sliding_window": 4},
@@ -300,35 +321,68 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "T5Gemma2TextConfig": {"dropout_rate": 0.0},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
-MODEL_OF = {"Qwen3OmniMoeTalkerCodePredictorConfig": "Qwen3OmniMoeTalkerCodePredictorModel"}
+# Models that name another configuration than the one they are made with, or of which another is taken than of most.
+MODEL_OF = {
+    "DeepseekOcr2VisionEncoderConfig": "DeepseekOcr2VisionEncoder",
+    "Ernie4_5_VL_MoeTextConfig": "Ernie4_5_VLMoeTextModel",
+    "Ernie4_5_VL_MoeVisionConfig": "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+    "MistralLarge4TextConfig": "MistralLarge4ForConditionalGeneration",
+    "Qwen3OmniMoeTalkerCodePredictorConfig": "Qwen3OmniMoeTalkerCodePredictorModel",
+    "T5GemmaModuleConfig": "T5GemmaForConditionalGeneration",
+}
+# Configurations that are parts of the one which a model is made with.
+INSIDE = {"MistralLarge4TextConfig": "MistralLarge4Config", "T5GemmaModuleConfig": "T5GemmaConfig"}
 
 
 def _model_class(carrier: Carrier) -> Any:
     module = importlib.import_module(carrier.config.__module__.replace(".configuration_", ".modeling_"))
+    if (name := MODEL_OF.get(carrier.config.__name__)) is not None:
+        return getattr(module, name)
     base = importlib.import_module("transformers").PreTrainedModel
     found = [
         kind
         for kind in vars(module).values()
         if inspect.isclass(kind) and issubclass(kind, base) and getattr(kind, "config_class", None) is carrier.config
     ]
-    for suffix in (MODEL_OF.get(carrier.config.__name__, MODELS[0]), *MODELS):
+    for suffix in MODELS:
         for kind in found:
             if kind.__name__.endswith(suffix) and not kind.__name__.endswith("PreTrainedModel"):
                 return kind
     raise ValueError(f"no model of {carrier.config.__name__} by itself")
 
 
+UNINITIALISED = {"Qwen3OmniMoeTalkerModel"}  # transformers leaves their experts as torch.empty made them
+# The name of the patches among the inputs, and their size.
+GRIDS = {
+    "Ernie4_5_VLMoeVisionTransformerPretrainedModel": ("hidden_states", 3 * 8 * 8),
+    "MuseGlimmerVisionModel": ("pixel_values", 2 * 3 * 8 * 8),
+}
 EMBEDDED = {"Qwen3OmniMoeTalkerCodePredictorModel", "Qwen3OmniMoeTalkerModel"}
 BESIDE = {"T5Gemma2Decoder": "encoder_hidden_states", "VoxtralRealtimeTextModel": "t_cond"}
 
 
-def _batch(model: Any) -> dict[str, torch.Tensor]:
+def _batch(model: Any) -> dict[str, Any]:
     torch.manual_seed(1)
     takes = inspect.signature(model.forward).parameters
     hidden = torch.randn(SAMPLES, LENGTH, 32)
     name = type(model).__name__
     if name in EMBEDDED:
         return {"inputs_embeds": hidden}
+    if name in GRIDS:  # images of 4 x 4 patches, one after another
+        patches = torch.randn(16 * SAMPLES, GRIDS[name][1])
+        return {GRIDS[name][0]: patches, "grid_thw": torch.tensor([[1, 4, 4]] * SAMPLES)}
+    if name == "Gemma4VisionModel":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)
+        return {"pixel_values": torch.rand(SAMPLES, 16, 192), "pixel_position_ids": places.expand(SAMPLES, 16, 2)}
+    if name == "MuseGlimmerAssistantModel":
+        seen = torch.ones(SAMPLES, 1, 4, 10, dtype=torch.bool)  # 4 queries, 6 + 4 keys
+        return {
+            "noise_embeds": hidden[:, :4],
+            "context_hidden_states": torch.randn(SAMPLES, 6, 64),
+            "attention_mask": seen,
+        }
+    if name == "DeepseekOcr2VisionEncoder":
+        return {"inputs_embeds": hidden, "num_patches": 6}
     if "input_ids" in takes:
         ids = torch.randint(4, VOCABULARY, (SAMPLES, LENGTH))
         classes = 2 if name.endswith("ForTokenClassification") else VOCABULARY

@@ -14,14 +14,10 @@ from shardwise.checkpoint.io import range_reader
 from shardwise.hf import pretrained_models, style_names
 from tests.models.architectures import missing
 from tests.models.hf_architectures import check_carrier
-from tests.models.hf_tiny_models import Carrier, carriers, tiny_model
+from tests.models.hf_tiny_models import carrier_of, carriers, tiny_model
 from tests.models.model_check import PASSED
 
 pytestmark = pytest.mark.skipif(missing("transformers") is not None, reason="needs transformers")
-
-
-def carrier_of(name: str) -> Carrier:
-    return next(each for each in carriers() if each.name == name)
 
 
 def test_every_style_of_every_configuration_is_known() -> None:

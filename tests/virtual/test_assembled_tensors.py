@@ -33,6 +33,13 @@ CONVERSIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an uneven chunk": lambda files: torch.chunk(files["fused"], 2, dim=0)[1],
     "a split, joined": lambda files: torch.cat(torch.split(files["fused"], [2, 4, 3])[::2]),
     "a chunk of a transposed one": lambda files: torch.transpose(files["fused"], 0, 1).chunk(2, dim=-1)[0],
+    "the features of heads permuted": lambda files: (
+        files["experts.0.up"].view(1, 3, 2, files["experts.0.up"].shape[1]).transpose(1, 2).reshape(6, 4)
+    ),
+    "two of them, permuted": lambda files: (
+        torch.cat([files["experts.0.up"], files["experts.1.up"]]).view(2, 2, 3, -1).transpose(1, 2).reshape(12, 4)
+    ),
+    "a dim inserted": lambda files: torch.transpose(files["fused"], 0, 1).reshape(4, 1, 9),
     "as it is": lambda files: files["plain"],
 }
 LAYOUTS = [sw.Shard(0), sw.Shard(1), sw.StridedShard(1, split_factor=2), sw.Replicate()]
@@ -68,6 +75,14 @@ def test_what_does_more_than_move_slices_is_refused(tmp_path: Path) -> None:
     lazy = LazyTensor.of_file("fused", (9, 4))
     with pytest.raises(sw.UnsupportedError, match="converted by mul"):
         torch.mul(lazy, 2.0)
+    for convert, name in (
+        (lambda: lazy.view(36), r"a view of \(9, 4\) as \(36,\)"),
+        (lambda: lazy.view(3, 3, 5), "a view of"),
+        (lambda: lazy.permute(1, 0), "permute"),
+        (lambda: lazy[0], "indexing"),
+    ):
+        with pytest.raises(sw.UnsupportedError, match=f"converted by {name}"):
+            convert()
     with pytest.raises(sw.UnsupportedError, match="not slices of assembled ones"):
         export_safetensors({"a": torch.zeros(9, 4)}, tmp_path / "files", mapping={"a": lazy.assembled()})
     assert not (tmp_path / "files").exists()

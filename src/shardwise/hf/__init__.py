@@ -5,8 +5,9 @@ transformers is not a dependency: nothing here imports it before a function need
 
 from __future__ import annotations
 
+from shardwise.hf.input_layouts import context_parallel, shard_batch
 from shardwise.hf.model_plans import plan_of
 from shardwise.hf.parallel_models import parallelize
 from shardwise.hf.pretrained_models import from_pretrained, save_pretrained
 
-__all__ = ["from_pretrained", "parallelize", "plan_of", "save_pretrained"]
+__all__ = ["context_parallel", "from_pretrained", "parallelize", "plan_of", "save_pretrained", "shard_batch"]

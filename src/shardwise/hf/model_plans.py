@@ -123,7 +123,21 @@ def resolved(model: nn.Module, plan: NamedPlan) -> dict[str, ParallelStyle]:
             f"the plan shards no module of {type(model).__name__}; its paths are {', '.join(list(plan)[:4])}",
             hint="paths begin at the model that is passed, as in 'model.layers.*.self_attn.q_proj'",
         )
-    return styles | {path: ShardParameters(placements) for path, placements in parameters.items()}
+    styles |= {path: ShardParameters(placements) for path, placements in parameters.items()}
+    return styles | dict.fromkeys(_tied_to(model, styles), ShardParameters({}))
+
+
+def _tied_to(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[str]:
+    """Modules that a plan does not name and that share a parameter with one that it names: an embedding and the head.
+
+    Their parameter is sharded as well, so they need a style that sees it on a larger mesh.
+    """
+    named = [module for path, module in model.named_modules() if path in styles]
+    sharded = {id(parameter) for module in named for parameter in module.parameters()}
+    inside = {each for module in named for each in module.modules()}
+    for path, module in model.named_modules():
+        if module not in inside and any(id(each) in sharded for each in module.parameters(recurse=False)):
+            yield path
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:

@@ -7,7 +7,8 @@ functions of torch that only move elements, and no values.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,8 @@ class LazyTensor:
         >>> weight = torch.stack([LazyTensor.of_file(f"experts.{i}", (2, 3)) for i in range(4)])
         >>> weight.shape, torch.transpose(weight, 1, 2).shape
         (torch.Size([4, 2, 3]), torch.Size([4, 3, 2]))
+        >>> LazyTensor.of_file("q", (6, 4)).view(3, 2, -1).transpose(0, 1).reshape(6, 4).shape
+        torch.Size([6, 4])
     """
 
     def __init__(self, shape: Sequence[int], parts: Sequence[FilePart]) -> None:
@@ -115,18 +118,41 @@ class LazyTensor:
         """In parts of equal size."""
         return _chunk(self, chunks, dim)
 
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.shape.numel()
+
+    def view(self, *shape: int | Sequence[int]) -> LazyTensor:
+        """With dims split or merged, where each part of the result is a box of a file."""
+        return _view(self, [size for each in shape for size in ([each] if isinstance(each, int) else each)])
+
+    def reshape(self, *shape: int | Sequence[int]) -> LazyTensor:
+        """As `view`: it has no memory."""
+        return self.view(*shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _unsupported(name)
+
+    def __getitem__(self, index: object) -> Any:
+        raise _unsupported("indexing")
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         known = _FUNCTIONS.get(function)
         if known is None:
-            raise UnsupportedError(
-                f"weights in the files are converted by {getattr(function, '__name__', function)}, which is not known "
-                "to move slices alone",
-                hint="convert the checkpoint once, with from_pretrained and save_pretrained of transformers",
-            )
+            raise _unsupported(getattr(function, "__name__", function))
         return known(*args, **(kwargs or {}))
+
+
+def _unsupported(name: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"weights in the files are converted by {name}, which is not known to move slices alone",
+        hint="convert the checkpoint once, with from_pretrained and save_pretrained of transformers",
+    )
 
 
 def _narrow(tensor: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
@@ -199,6 +225,68 @@ def _transpose(input: LazyTensor, dim0: int, dim1: int) -> LazyTensor:  # noqa: 
         for part in input.parts
     ]
     return LazyTensor(moved(input.shape), parts)
+
+
+def _view(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+    """Dims are split and merged one group after another: a group of old dims has as many elements as one of new dims.
+
+    Along dims that are split or merged every row becomes a part of its own.
+    """
+    shape = _known_sizes(tensor, shape)
+    parts, merged = list(tensor.parts), 0
+    for old, new in _groups(tensor.shape, shape):
+        parts = [piece for part in parts for piece in _regrouped(part, merged, tensor.shape[old], shape[new])]
+        merged += new.stop - new.start
+    return LazyTensor(shape, parts)
+
+
+def _known_sizes(tensor: LazyTensor, shape: Sequence[int]) -> list[int]:
+    known = math.prod(size for size in shape if size != -1)
+    return [tensor.numel() // max(known, 1) if size == -1 else size for size in shape]
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Runs of dims of two shapes with equal numbers of elements, as short as possible."""
+    if math.prod(old) != math.prod(new) or 0 in old:
+        raise _unsupported(f"a view of {tuple(old)} as {tuple(new)}")
+    first, second = 0, 0
+    while first < len(old) or second < len(new):
+        ends = [min(first + 1, len(old)), min(second + 1, len(new))]
+        while (left := math.prod(old[first : ends[0]])) != (right := math.prod(new[second : ends[1]])):
+            ends[left > right] += 1
+        yield slice(first, ends[0]), slice(second, ends[1])
+        first, second = ends[0], ends[1]
+
+
+def _regrouped(part: FilePart, at: int, old: Sequence[int], new: Sequence[int]) -> Iterator[FilePart]:
+    """A part with the dims from `at` on, of these sizes, seen with others."""
+    if tuple(old) == tuple(new):
+        yield part
+        return
+    own = slice(at, at + len(old))
+    mapped = [dim for dim in part.dims[own] if dim is not None]
+    if len(mapped) > 1:
+        raise _unsupported(f"a view of {tuple(old)} as {tuple(new)}")
+    offsets, sizes = part.place.offset[own], part.place.sizes[own]
+    for index in itertools.product(*(range(low, low + size) for low, size in zip(offsets, sizes, strict=True))):
+        flat, start = 0, list(part.start)
+        for position, (each, size, low) in enumerate(zip(index, old, offsets, strict=True)):
+            flat = flat * size + each
+            if (dim := part.dims[at + position]) is not None:
+                start[dim] += each - low
+        place: list[int] = []
+        for size in reversed(new):
+            flat, here = divmod(flat, size)
+            place.insert(0, here)
+        dims = (*(None,) * (len(new) - 1), mapped[0] if mapped else None) if new else ()
+        yield part._replace(
+            start=tuple(start),
+            place=Box(
+                (*part.place.offset[:at], *place, *part.place.offset[own.stop :]),
+                (*part.place.sizes[:at], *(1,) * len(new), *part.place.sizes[own.stop :]),
+            ),
+            dims=(*part.dims[:at], *dims, *part.dims[own.stop :]),
+        )
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
