@@ -27,6 +27,8 @@ from shardwise.errors import (
     CommunicationError,
     ImplicitCommunicationError,
     LayoutError,
+    LostRankError,
+    MachineFileError,
     MemoryBoundError,
     MeshError,
     NotationError,
@@ -40,6 +42,7 @@ from shardwise.errors import (
 from shardwise.extend import check_rule, local_map, register_sharding
 from shardwise.fabric.c10d import take_meshes_as_groups
 from shardwise.fabric.dry import DryRun, dry_run
+from shardwise.fabric.machine_file import load_machine
 from shardwise.fabric.virtual import RankTensor
 from shardwise.fabric.world import init_device_mesh, is_main, virtual
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
@@ -54,7 +57,7 @@ from shardwise.modes import (
     set_plain_tensors,
     strict,
 )
-from shardwise.plan.cost import CostModel, Link, current_cost_model, set_cost_model
+from shardwise.plan.cost import CostModel, HostLinks, Link, current_cost_model, set_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route
 from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
 from shardwise.schema import RULE_MODULES
@@ -84,9 +87,12 @@ __all__ = [
     "DeviceMesh",
     "Drawing",
     "DryRun",
+    "HostLinks",
     "ImplicitCommunicationError",
     "LayoutError",
     "Link",
+    "LostRankError",
+    "MachineFileError",
     "MaskPartial",
     "MemoryBoundError",
     "MeshError",
@@ -140,6 +146,7 @@ __all__ = [
     "init_device_mesh",
     "is_main",
     "load_captured",
+    "load_machine",
     "local_map",
     "manual_seed",
     "moe",

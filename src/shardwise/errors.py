@@ -14,6 +14,8 @@ __all__ = [
     "CommunicationError",
     "ImplicitCommunicationError",
     "LayoutError",
+    "LostRankError",
+    "MachineFileError",
     "MemoryBoundError",
     "MeshError",
     "NotationError",
@@ -57,6 +59,14 @@ class LayoutError(ShardwiseError, ValueError):
 
 class MeshError(ShardwiseError, ValueError):
     """A mesh that cannot be, or two meshes that do not fit each other."""
+
+
+class LostRankError(ShardwiseError, RuntimeError):
+    """Communication failed because another rank has ended, or does not answer; names the operation and this rank."""
+
+
+class MachineFileError(ShardwiseError, ValueError):
+    """A machine file that cannot be read, or is none."""
 
 
 class MemoryBoundError(LayoutError):

@@ -108,7 +108,7 @@ def test_ranks_that_part_all_end_with_the_error() -> None:
         "kinds": ("ranks 0 and 3 issue different collectives in the group of ranks 0, 3, from number 5 on",),
         "circle": (
             "the ranks wait for each other in different collectives",
-            "rank 0 waits with ranks 0, 1 in a group is made for all-reduce",
+            "rank 0 waits with ranks 0, 1 in all-reduce (sum) over tp of f32[8] tp:P",
         ),
         "extra": (
             "issue different collectives in the group of ranks 0-3, from number",

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 PREFIX = "swhosts"
 ROOT = Path(__file__).parent.parent.parent
 PORT = 29400  # of the rendezvous; a namespace has all ports to itself
-NETWORK = "10.77.0"
+NETWORK = "10.77"
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,19 +82,27 @@ class Hosts:
         count: how many hosts.
         rate: of each link between hosts, as `tc` writes it ("200mbit"); None: as fast as the machine.
         inside: of the connections inside a host.
+        cards: how many network cards a host has, each with the rate; rank k of a host uses `eth{k % cards}`.
         delay: milliseconds that a packet takes to another host; needs netem.
         loss: percent of packets that are lost; needs netem.
     """
 
     def __init__(
-        self, count: int, *, rate: str | None = None, inside: str | None = None, delay: float = 0, loss: float = 0
+        self,
+        count: int,
+        *,
+        rate: str | None = None,
+        inside: str | None = None,
+        cards: int = 1,
+        delay: float = 0,
+        loss: float = 0,
     ) -> None:
         remove_stale()
-        self.count = count
+        self.count, self.cards = count, cards
         run = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}-{next(_numbers)}"
         self.switch = f"{run}-net"
         self.names = [f"{run}-h{number}" for number in range(count)]
-        self.addresses = [f"{NETWORK}.{number + 1}" for number in range(count)]
+        self.addresses = [f"{NETWORK}.0.{number + 1}" for number in range(count)]
         self.folder = Path(tempfile.mkdtemp(prefix=f"{run}-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -112,21 +120,23 @@ class Hosts:
     def _build(self, rate: str | None, inside: str | None, delay: float, loss: float) -> None:
         for name in (self.switch, *self.names):
             ip("netns", "add", name)
-        ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "br0", "up")
+        for card in range(self.cards):
+            ip("-n", self.switch, "link", "add", f"br{card}", "type", "bridge")
+            ip("-n", self.switch, "link", "set", f"br{card}", "up")
         for number, name in enumerate(self.names):
-            port = f"port{number}"
-            ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("-n", self.switch, "link", "set", port, "master", "br0", "up")
-            ip("-n", name, "addr", "add", f"{self.addresses[number]}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
-            if delay or loss:
-                _shape(name, "eth0", "root", "netem", "delay", f"{delay}ms", "loss", f"{loss}%", "limit", "100000")
-            if rate:
-                if not (delay or loss):
-                    _shape(name, "eth0", "root", *_bucket(rate))
-                _shape(self.switch, port, "root", *_bucket(rate))
+            for card in range(self.cards):
+                port, device = f"port{number}.{card}", f"eth{card}"
+                ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", device, "netns", name)
+                ip("-n", self.switch, "link", "set", port, "master", f"br{card}", "up")
+                ip("-n", name, "addr", "add", f"{NETWORK}.{card}.{number + 1}/24", "dev", device)
+                ip("-n", name, "link", "set", device, "up")
+                if delay or loss:
+                    _shape(name, device, "root", "netem", "delay", f"{delay}ms", "loss", f"{loss}%", "limit", "100000")
+                if rate:
+                    if not (delay or loss):
+                        _shape(name, device, "root", *_bucket(rate))
+                    _shape(self.switch, port, "root", *_bucket(rate))
             if inside:
                 _shape(name, "lo", "root", *_bucket(inside))
             disk = self.disk(number)
@@ -175,6 +185,7 @@ class Hosts:
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
+            "CARDS": str(self.cards),
             "SHARED_DISK": str(self.shared_disk),
             "LOCAL_DISK": str(self.local_disk),
             **environment,
@@ -233,7 +244,8 @@ class Hosts:
 
     def set_link(self, number: int, up: bool) -> None:
         """Cut a host off from the switch, or connect it again. Its own address stays."""
-        ip("-n", self.switch, "link", "set", f"port{number}", "up" if up else "down")
+        for card in range(self.cards):
+            ip("-n", self.switch, "link", "set", f"port{number}.{card}", "up" if up else "down")
 
     def sent_bytes(self, number: int, device: str = "eth0") -> int:
         """The bytes that a host has sent to others (eth0), or inside (lo)."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import shardwise
 from shardwise.cli import (
     bench_command,
+    calibrate_command,
     checkpoint_command,
     demo_command,
     draw_command,
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "draw": draw_command.COMMAND,
     "checkpoint": checkpoint_command.COMMAND,
     "bench": bench_command.COMMAND,
+    "calibrate": calibrate_command.COMMAND,
 }
 
 

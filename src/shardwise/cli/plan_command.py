@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.cli.arguments import Command, parse_change, parse_mesh
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import dtype_name
+from shardwise.fabric.machine_file import load_machine
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost, plain_route
 from shardwise.plan.step import (
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     devices = sorted(current_cost_model().devices)
     parser.add_argument("--device", choices=devices, default="cpu", help="the device of the link model (default: cpu)")
+    parser.add_argument("--machine", metavar="FILE", help="the links of a machine file (shardwise calibrate)")
     parser.add_argument("--max-bytes", metavar="N", help="memory limit of a rank during the route: 1000, 64MiB, 1GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -46,8 +48,9 @@ def run_plan(arguments: argparse.Namespace) -> None:
     other = None if arguments.to_mesh is None else parse_mesh(arguments.to_mesh, arguments.device, mesh.size())
     source, target = parse_change(arguments.change, mesh, other)
     max_bytes = None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes)
-    route = DTensorRedistributePlanner().plan(source, target, max_bytes=max_bytes)
-    plain = plain_route(source, target)
+    model = None if arguments.machine is None else load_machine(arguments.machine)
+    route = DTensorRedistributePlanner(model).plan(source, target, max_bytes=max_bytes)
+    plain = plain_route(source, target, model)
     if arguments.json:
         print(json.dumps(plan_as_json(route, plain, max_bytes), indent=2))
     else:

@@ -223,6 +223,10 @@ class Fabric(ABC):
 
         return run_route
 
+    def raise_named(self, error: RuntimeError, step: Step) -> None:
+        """Raise a failure of communication in the user's terms, if it is one."""
+        return
+
     def start_route(self, route: Route) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
         """Like `bind_route`, with the last collective left in flight: the result waits for it and finishes."""
         last = max(i for i, step in enumerate(route.steps) if step.collective is not None)
@@ -236,7 +240,11 @@ class Fabric(ABC):
             wait = begin(local)
 
             def finish() -> torch.Tensor:
-                result = wait()
+                try:
+                    result = wait()
+                except RuntimeError as error:
+                    self.raise_named(error, route.steps[last])
+                    raise
                 for step in after:
                     result = step(result)
                 return result

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import datetime
 import functools
 import hashlib
 import itertools
@@ -61,6 +62,7 @@ from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.encoding import as_carried
 from shardwise.fabric.exchange_plan import traffic
 from shardwise.fabric.line_packing import line_parcels
+from shardwise.fabric.lost_ranks import lost_rank_error, named_failures
 from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.rank_agreement import CheckedGroup, RankCheck, exit_with
 from shardwise.fabric.rank_threads import rank_threads
@@ -194,6 +196,17 @@ class C10dFabric(Fabric):
             found = self._coordinates[mesh] = mesh.coordinate_of(self.rank())
             return found
 
+    def make_groups(self, mesh: DeviceMesh) -> None:
+        """Make the group of each axis now, on all ranks at once: a rank that ends later leaves none half made.
+
+        Groups over several axes are made on first use.
+        """
+        if self.coordinate(mesh) is None or rank_threads() is not None or dist.get_backend() == "fake":
+            return
+        for axis, size in enumerate(mesh.shape):
+            if size > 1:
+                self.group_of(self._line(mesh, (axis,)).ranks, f"axis {mesh.axis_name(axis)!r} of {mesh}")
+
     def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
         return self.group_of(self._line(mesh, axes).ranks)
 
@@ -229,10 +242,8 @@ class C10dFabric(Fabric):
         if found is None:
             if key == tuple(range(dist.get_world_size())):
                 found = dist.group.WORLD
-            elif self._check is not None:
-                found = self._check.run(lambda: new_group(key), key, f"a group is made for {use}")
             else:
-                found = new_group(key)
+                found = self._run_checked(key, f"a group is made for {use}", lambda: new_group(key))
             self._groups[key] = found
             self._used.add(found)
         return found
@@ -315,7 +326,9 @@ class C10dFabric(Fabric):
 
     def _run_checked(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
         """Communication outside of steps."""
-        return function() if self._check is None else self._check.run(function, tuple(sorted(ranks)), text)
+        if self._check is None:
+            return named_failures(function, lambda: (text, ranks))()
+        return self._check.run(function, tuple(sorted(ranks)), text)
 
     def checked(self, group: Any, text: str, function: Callable[[], T], compare: bool = True) -> T:
         """Communication of the ranks of a process group. If ranks are checked, they are compared first.
@@ -328,7 +341,7 @@ class C10dFabric(Fabric):
             compare: whether to compare before; otherwise they are compared at the next look.
         """
         if self._check is None:
-            return function()
+            return named_failures(function, lambda: (text, dist.get_process_group_ranks(group)))()
         known = group is dist.group.WORLD or any(group is one for one in self._groups.values())
         ranks = tuple(sorted(dist.get_process_group_ranks(group)))
         if known and compare:
@@ -441,11 +454,20 @@ class C10dFabric(Fabric):
         bind = super().bind_route
         if route.source.tensor_meta.is_symbolic:
             return self._recorded_route(route)
-        return _of_this_world(lambda: bind(route), lambda: self._recorded_route(route))
+        return _of_this_world(lambda: bind(route), lambda: self._recorded_route(route), route)
 
     def start_route(self, route: Route) -> Start:
         bind = super().start_route
-        return _of_this_world(lambda: bind(route))
+        return _of_this_world(lambda: bind(route), None, route)
+
+    def raise_named(self, error: RuntimeError, step: Step) -> None:
+        named = lost_rank_error(error, f"{step.describe()} of {step.before}", self._ranks_of(step))
+        if named is not None:
+            raise named from error
+
+    def _ranks_of(self, step: Step) -> Sequence[int]:
+        mesh = step.before.mesh
+        return mesh.grid_ranks if self.coordinate(mesh) is None else self._line(mesh, step.axes).ranks
 
     def _recorded_route(self, route: Route) -> BoundStep:
         with unrecorded():  # of sizes that are computed with, only those that operators get belong to the graph
@@ -543,7 +565,11 @@ class C10dFabric(Fabric):
                 return recorded_rows(goods, self.group_of(line.ranks))(locals_, fill)
             if dist.group.WORLD is not world:
                 run, world = exchange_rows(self._carrier(line.ranks, step), goods), dist.group.WORLD
-            return run(locals_, fill)
+            try:
+                return run(locals_, fill)
+            except RuntimeError as error:
+                self.raise_named(error, step)
+                raise
 
         return rows
 
@@ -574,7 +600,12 @@ class C10dFabric(Fabric):
         group, program = self._carrier(line.ranks, step), start(coordinate, list(locals_))
         sent, results = advance(program, None)
         while sent is not None:
-            sent, results = advance(program, exchange_items(step, group, line, sent))
+            try:
+                got = exchange_items(step, group, line, sent)
+            except RuntimeError as error:
+                self.raise_named(error, step)
+                raise
+            sent, results = advance(program, got)
         return results
 
     def _nothing_to_send(self, step: Step) -> Start:
@@ -694,17 +725,27 @@ def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     distributed_c10d._hash_ranks_to_str = lambda *_: name
     try:
         with unrecorded():
-            return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+            return dist.new_group(list(ranks), _timeout(), backend=backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
 
 
+def _timeout() -> datetime.timedelta | None:
+    """The timeout of the world, which new groups do not take over; None if it is not known."""
+    world: Any = dist.group.WORLD
+    backends = {str(device): world._get_backend(device) for device in world._device_types}
+    options = getattr(backends.get("cpu", next(iter(backends.values()), None)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 def _of_this_world(
-    make: Callable[[], Callable[[torch.Tensor], T]], record: Callable[[], Callable[[torch.Tensor], T]] | None = None
+    make: Callable[[], Callable[[torch.Tensor], T]],
+    record: Callable[[], Callable[[torch.Tensor], T]] | None = None,
+    route: Route | None = None,
 ) -> Callable[[torch.Tensor], T]:
     """The result of `make`, made again in another world: ranks and groups belong to a world.
 
-    Traced calls use the result of `record`, if it is given.
+    Traced calls use the result of `record`, if it is given. Failures are named after the collective of `route`.
     """
     world, made = dist.group.WORLD, make()
 
@@ -714,7 +755,13 @@ def _of_this_world(
             return record()(local)
         if distributed_c10d._world.default_pg is not world:
             world, made = dist.group.WORLD, make()
-        return made(local)
+        try:
+            return made(local)
+        except RuntimeError as error:
+            for step in () if route is None else route.steps:
+                if step.collective is not None:
+                    c10d.raise_named(error, step)
+            raise
 
     return check_world_first
 

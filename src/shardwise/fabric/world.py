@@ -45,6 +45,8 @@ def init_device_mesh(
     Where a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual
     ones inside this process. Inside `virtual()` or `dry_run()` these choose.
 
+    On processes every rank calls it: the process groups of the axes are made at once.
+
     Without a shape, the environment variable SHARDWISE_MESH gives it (`dp=2,tp=4`, or `2x4` without names),
     which `shardwise run --mesh` sets; and without that, on processes, all of them along one axis.
 
@@ -74,7 +76,10 @@ def init_device_mesh(
                 hint="use a shape whose product is the number of processes, or DeviceMesh(device_type, ranks)",
             )
     ranks = torch.arange(size, device="cpu").reshape(shape)  # also where the default device is meta
-    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, fabric=fabric)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, fabric=fabric)
+    if fabric == c10d.name:
+        c10d.make_groups(mesh)
+    return mesh
 
 
 def _preset_axes(

@@ -85,7 +85,7 @@ def gather(problem: Problem, state: DistState, dim: int, first: int) -> Move:
     group = problem.links.group(axes)
     received = all_gather_bytes(group.size, problem.most(dims))
     after = DistState((*dims[:dim], dims[dim][:first], *dims[dim + 1 :]), state.partial)
-    return Move(after, AllGather, (dim, axes), received, group.seconds(received))
+    return Move(after, AllGather, (dim, axes), received, problem.links.seconds("all_gather", axes, received))
 
 
 def all_to_all(problem: Problem, state: DistState, dim: int, first: int, others: Iterable[int]) -> list[Move]:
@@ -93,7 +93,7 @@ def all_to_all(problem: Problem, state: DistState, dim: int, first: int, others:
     kept, axes = state.dims[dim][:first], _axes(problem, state.dims[dim][first:])
     group = problem.links.group(axes)
     received = all_to_all_bytes(group.size, problem.most(state.dims))
-    seconds = group.seconds(received)
+    seconds = problem.links.seconds("all_to_all", axes, received)
     found: list[Move] = []
     for other in others:
         dims = list(state.dims)
@@ -108,7 +108,7 @@ def exchange(problem: Problem, state: DistState) -> Move:
     over = _changed_axes(problem, state) if problem.same_mesh else ()
     received = missing(problem, state.dims)
     # Among equals a native collective is preferred: it is better tuned than a general exchange.
-    seconds = problem.links.group(over).seconds(received) * (1 + 1e-9)
+    seconds = problem.links.seconds("all_to_all", over, received) * (1 + 1e-9)
     return Move(problem.leaf, Exchange, (over,), received, seconds)
 
 
@@ -143,7 +143,7 @@ def all_reduce(problem: Problem, state: DistState, axes: tuple[int, ...]) -> Mov
     group = problem.links.group(axes)
     received = all_reduce_bytes(group.size, problem.most(state.dims))
     after = DistState(state.dims, _without(state.partial, axes))
-    return Move(after, AllReduce, (axes,), received, group.seconds(received))
+    return Move(after, AllReduce, (axes,), received, problem.links.seconds("all_reduce", axes, received))
 
 
 def reduce_scatter(problem: Problem, state: DistState, dim: int, axes: tuple[int, ...]) -> Move:
@@ -153,7 +153,8 @@ def reduce_scatter(problem: Problem, state: DistState, dim: int, axes: tuple[int
     dims = (*state.dims[:dim], state.dims[dim] + order, *state.dims[dim + 1 :])
     received = reduce_scatter_bytes(group.size, problem.most(dims))
     after = DistState(dims, _without(state.partial, axes))
-    return Move(after, ReduceScatter, (dim, order), received, group.seconds(received))
+    seconds = problem.links.seconds("reduce_scatter", axes, received)
+    return Move(after, ReduceScatter, (dim, order), received, seconds)
 
 
 def _without(partial: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from shardwise.core.placement import AnyShard, Replicate, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta  # noqa: F401  # in the examples
 from shardwise.errors import LayoutError, MemoryBoundError, MeshError
 from shardwise.plan.cost import CostModel, current_cost_model, links_of
+from shardwise.plan.host_axes import on_split_mesh, split_by_hosts
 from shardwise.plan.line_change import LineChange, line_of
 from shardwise.plan.missing_bytes import missing
 from shardwise.plan.move import Move, all_reduce, exchange, gather
@@ -122,7 +123,30 @@ class DTensorRedistributePlanner:
         problem = Problem(self.cost_model, source, target)
         if not problem.same_mesh and _is_held(problem):
             return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, target.local_bytes),))
-        return _route(problem, cheapest_path(problem, max_bytes))
+        route = _route(problem, cheapest_path(problem, max_bytes))
+        inside_first = self._by_hosts(source, target, max_bytes) if self.cost_model.hosts else None
+        return route if inside_first is None or inside_first.seconds >= route.seconds else inside_first
+
+    def _by_hosts(self, source: DTensorSpec, target: DTensorSpec, max_bytes: int | None) -> Route | None:
+        """The cheapest route over the mesh with its axes split by hosts; None if no axis needs that."""
+        hosts = self.cost_model.hosts.get(source.mesh.device_type)
+        if hosts is None or source.mesh is not target.mesh or target.partial_axes:
+            return None
+        gathered = [
+            axis for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
+            if isinstance(old, AnyShard) and isinstance(new, Replicate)
+        ]  # fmt: skip
+        if not gathered and not source.partial_axes:  # what only changes places crosses between hosts in any case
+            return None
+        split = split_by_hosts(source.mesh, hosts)
+        if split is None:
+            return None
+        begin, end = on_split_mesh(source, split), on_split_mesh(target, split)
+        if begin is None or end is None:
+            return None
+        problem = Problem(self.cost_model, begin, end)
+        found = _route(problem, cheapest_path(problem, max_bytes))
+        return Route(source, target, found.steps, found.costs)
 
     def _along_line(self, source: DTensorSpec, target: DTensorSpec, along: LineChange) -> Route:
         """An exchange among the ranks of one axis: it moves exactly what is missing. Given sizes may be new each time,
