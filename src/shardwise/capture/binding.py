@@ -190,7 +190,7 @@ class Binding:
 
 def _has_version(held: Mapping[Any, Any]) -> bool:
     """Whether each change of a dict gives it another version. The order of an ordered one may change without."""
-    return isinstance(held, dict) and not isinstance(held, collections.OrderedDict)
+    return isinstance(held, dict) and (not isinstance(held, collections.OrderedDict) or len(held) < 2)
 
 
 def _row(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -258,7 +258,7 @@ class Captured(Generic[Result]):
             if watch.problem is not None:
                 what, line, hint = watch.problem
                 raise UnsupportedError(f"captured: {what} (at {line})", hint=hint)
-            if outside_randomness() != randomness:
+            if knows and outside_randomness() != randomness:  # the first call may import modules that draw some
                 raise UnsupportedError(
                     "captured: random numbers of Python or numpy are drawn, which a program would not repeat",
                     hint="draw them outside and pass tensors, or use torch's random operators",

@@ -25,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -394,7 +395,7 @@ class Reachable:
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             self._identity(value)
             owner = value.__self__
-            if not isinstance(owner, types.ModuleType | type | None) and not _is_of_pybind(owner):
+            if not isinstance(owner, types.ModuleType | type | None) and not _is_of_torch(owner):
                 self.visit(owner, f"{path}.__self__")
         elif isinstance(value, types.ModuleType):
             self._module(value, self._attribute_names(), path)
@@ -621,7 +622,7 @@ _OF_CLASSES = ("__", "_abc_")  # names that Python itself keeps in classes
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "import_module", "hasattr", "attrgetter"})
 _VALUES = (int, float, complex, str, bytes)
 _DATA = frozenset({*_BY_VALUE, float, complex, list, tuple, dict, set, frozenset})
-_NUMPY_SCALAR: tuple[type, ...] = (sys.modules["numpy"].generic,) if "numpy" in sys.modules else ()
+_NUMPY_SCALAR = np.generic
 
 
 def _plain_value(value: Any) -> Any:
@@ -633,10 +634,11 @@ def _plain_value(value: Any) -> Any:
     return own[kind](value)
 
 
-def _is_of_pybind(owner: Any) -> bool:
-    """Whether this is what pybind11 keeps of a function, which is no object of the program."""
+def _is_of_torch(owner: Any) -> bool:
+    """Whether this is an object that torch made in C++, or what pybind11 keeps of a function."""
     kind = type(owner)
-    return kind.__name__ == "PyCapsule" or kind.__module__.startswith("pybind11")
+    from_torch = kind.__module__.startswith(("torch.", "pybind11")) and not isinstance(owner, torch.Tensor)
+    return from_torch or kind.__name__ == "PyCapsule"
 
 
 def _is_data(name: str, value: Any) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.capture.tape import Tape
@@ -61,11 +61,8 @@ def refusing_conversions(tape: Tape) -> Iterator[None]:
 
 def outside_randomness() -> tuple[Any, ...]:
     """The states of the random numbers of Python and of numpy."""
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return (random.getstate(), None, None)
-    state = numpy_random.get_state(legacy=False)
-    return (random.getstate(), state["state"]["key"].tobytes(), (state["state"]["pos"], state["has_gauss"]))
+    state = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def hooked_node(tensor: torch.Tensor) -> bool:
