@@ -20,6 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim._muon import _adjust_lr as muon_learning_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
@@ -71,6 +72,8 @@ __all__ = [
     "forward_ad",
     "function_mode_count",
     "functorch",
+    "global_backward_hooks",
+    "global_forward_hooks",
     "gradient_edge",
     "guard_managers",
     "has_thread_object",
@@ -154,6 +157,10 @@ saved_tensor_hooks = _C._autograd  # whether hooks for saved tensors are in plac
 keep_thread_object = _C._stash_obj_in_tls  # modes reach the threads of a backward
 thread_object = _C._get_obj_in_tls  # the same
 has_thread_object = _C._is_key_in_tls  # the same
+
+# ---------------------------------------------------------------- modules
+global_forward_hooks = _module._global_forward_hooks  # hooks for all modules, which expect DTensors
+global_backward_hooks = _module._global_backward_hooks  # the same
 
 # ---------------------------------------------------------------- torch.func and compilers
 functorch = _C._functorch  # the wrappers that transformed functions are given

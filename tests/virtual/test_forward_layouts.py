@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import silu as activation
+from torch.nn.modules import module as nn_module
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -21,18 +24,21 @@ SCALE = [2.0]
 
 
 class Norm(nn.Module):
-    """A norm as models of other libraries write it. `mode` chooses what it does after the norm."""
+    """A norm as models of other libraries write it. `mean` multiplies by the mean over the dim that is sharded."""
 
-    def __init__(self, mode: str = "") -> None:
+    def __init__(self, mean: Any = False) -> None:
         super().__init__()
-        self.weight, self.eps, self.mode = nn.Parameter(torch.linspace(1, 2, 8)), 1e-5, mode
+        self.weight, self.eps, self.mean = nn.Parameter(torch.linspace(1, 2, 8)), 1e-5, mean
 
     def forward(self, x: Any) -> Any:
         wide = x.to(torch.float64)
         found = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-        if self.mode == "length":
-            return found / x.size(1)
-        return found.mean(1, keepdim=True) * found if self.mode == "mean" else found
+        return found.mean(1, keepdim=True) * found if self.mean is True else found
+
+
+class Length(Norm):
+    def forward(self, x: Any) -> Any:
+        return x * self.weight / x.size(1)
 
 
 class GlobalState(Norm):
@@ -69,6 +75,52 @@ class Unpacked(Norm):
     def forward(self, x: Any) -> Any:
         first, second = x.chunk(2, 1)
         return (first + second) * self.weight
+
+
+class Settings:
+    mean = False
+
+
+class Options(Norm):
+    def forward(self, x: Any, settings: Any = Settings) -> Any:
+        found = x * self.weight
+        return found * found.mean(1, keepdim=True) if settings.mean else found
+
+
+class Classes(Norm):
+    def forward(self, x: Any) -> Any:
+        return x * self.weight * 3 if isinstance(self.weight, nn.Parameter) else x * self.weight
+
+
+class Attribute(Norm):
+    def forward(self, x: Any) -> Any:
+        return x * self.weight / x.__getattribute__("shape").__getitem__(1)
+
+
+class Pieces(Norm):
+    def forward(self, x: Any) -> Any:
+        return torch.stack([part * self.weight for part in x], 0)
+
+
+class Writes(Norm):
+    def forward(self, x: Any) -> Any:
+        found = x * self.weight
+        found.transpose(0, 1).mul_(2)
+        return found
+
+
+class Helped(Norm):
+    def helper(self, x: Any) -> Any:
+        return x * 2
+
+    def forward(self, x: Any) -> Any:
+        return activation(self.helper(x)) * self.weight
+
+
+class ByDtype(nn.Linear):
+    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = F.linear(x, self.weight)
+        return found * 2 if found.dtype == torch.bfloat16 else found
 
 
 class InPlace(Norm):
@@ -116,16 +168,29 @@ def test_a_norm_of_any_library_runs_on_locals(make: Any, sizes: tuple[int, int])
 
 def test_a_change_of_an_attribute_is_seen() -> None:
     reference, module = parallel(Norm())
-    for eps, mode in [(1e-5, ""), (3.0, ""), (1e-5, "length"), (1e-5, "mean"), (1e-5, "")]:
+    for eps, mean in [(1e-5, False), (3.0, 1), (1e-5, True), (1e-5, 1), (1e-5, False)]:  # 1 equals True
         reference.eps = module.eps = eps
-        reference.mode = module.mode = mode
+        reference.mean = module.mean = mean
         check(reference, module, torch.randn(2, 8, 8), Shard(1))
         known = layer_of(module).programs  # pyright: ignore[reportOptionalMemberAccess]
-        assert all((known[key].program is None) == bool(mode) for key in known)
+        assert all((known[key].program is None) == (mean is True) for key in known)
 
 
 @pytest.mark.parametrize(
-    "make", [GlobalState, Counting, Buffered, Inherited, lambda: Norm("length"), lambda: Norm("mean")]
+    "make",
+    [
+        GlobalState,
+        Counting,
+        Buffered,
+        Inherited,
+        Length,
+        lambda: Norm(True),
+        Options,
+        Classes,
+        Attribute,
+        Pieces,
+        Writes,
+    ],
 )
 def test_what_reads_more_than_its_input_and_constants_runs_on_dtensors(make: Any) -> None:
     reference, module = parallel(make())
@@ -133,6 +198,143 @@ def test_what_reads_more_than_its_input_and_constants_runs_on_dtensors(make: Any
         SCALE[0] = factor
         check(reference, module, torch.randn(2, 8, 8), Shard(1))
     assert not runs_on_locals(module)
+
+
+def test_a_setting_of_a_default_argument_is_seen() -> None:
+    reference, module = parallel(Options())
+    for Settings.mean in (False, True, False):
+        check(reference, module, torch.randn(2, 8, 8), Shard(1))
+
+
+def times_mean(x: Any) -> Any:
+    return x * x.mean(1, keepdim=True)
+
+
+def replace_method(reference: Any, module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Helped, "helper", lambda self, x: times_mean(x))
+
+
+def override_method(reference: Any, module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(module), "helper", lambda self, x: times_mean(x), raising=False)
+    patch.setattr(type(reference), "helper", lambda self, x: times_mean(x), raising=False)
+
+
+def shadow_method(reference: Any, module: Any, patch: pytest.MonkeyPatch) -> None:
+    reference.helper = module.helper = times_mean
+
+
+def replace_global(reference: Any, module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "activation", times_mean)
+
+
+def shadow_builtin(reference: Any, module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "float", lambda text: 3.0)
+
+
+class Derived(Helped):
+    def forward(self, x: Any) -> Any:
+        return activation(self.helper(x)) * self.weight * float("2")
+
+
+@pytest.mark.parametrize("change", [replace_method, override_method, shadow_method, replace_global, shadow_builtin])
+def test_a_new_meaning_of_a_name_is_seen(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, module = parallel(type("Own", (Derived,), {})())
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    assert runs_on_locals(module)
+    change(reference, module, monkeypatch)
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    monkeypatch.undo()
+    copied = copy.deepcopy(module)
+    change(reference, copied, monkeypatch)
+    check(reference, copied, torch.randn(2, 8, 8), Shard(1))
+
+
+class OtherHelper(Derived):
+    def helper(self, x: Any) -> Any:
+        return x / x.size(1)
+
+
+def test_a_class_has_methods_of_its_own() -> None:
+    for make in (Derived, OtherHelper):
+        reference, module = parallel(make())
+        check(reference, module, torch.randn(2, 8, 8), Shard(1))
+        assert runs_on_locals(module) == (make is Derived)
+
+
+def test_autocast_changes_dtypes_inside() -> None:
+    reference, module = parallel(ByDtype(8, 8, bias=False))
+    check(reference, module, torch.ones(2, 8, 8), Shard(1))
+    given = torch.ones(2, 8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = reference(given), module(sw.distribute_tensor(given, MESH, [Shard(1)]))
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, sw.DTensor) else found, expected)
+
+
+def pre_hook(module: nn.Module) -> Any:
+    return module.register_forward_pre_hook(lambda _, args: (times_mean(args[0]),))
+
+
+def hook(module: nn.Module) -> Any:
+    return module.register_forward_hook(lambda _, args, result: times_mean(result))
+
+
+def backward_hook(module: nn.Module) -> Any:
+    return module.register_full_backward_hook(lambda _, given, got: (times_mean(given[0]),))
+
+
+def backward_pre_hook(module: nn.Module) -> Any:
+    return module.register_full_backward_pre_hook(lambda _, got: (times_mean(got[0]),))
+
+
+HOOKS = [pre_hook, hook, backward_hook, backward_pre_hook]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("make", [Helped, lambda: nn.LayerNorm(8)])
+def test_hooks_get_dtensors(make: Any, before: bool, register: Any) -> None:
+    module = make()
+    if before:
+        register(module)
+    reference, module = parallel(module)
+    if not before:
+        check(reference, module, torch.randn(2, 8, 8), Shard(1))
+        register(reference)
+        register(module)
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_hooks_of_linear_layers_get_dtensors(style: Any, register: Any) -> None:
+    own = style(input_layouts=Shard(1), output_layouts=Shard(1), use_local_output=False)
+    reference, module = parallel(nn.Linear(8, 16), own)
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    assert runs_on_locals(module)
+    handles = [register(reference), register(module)]
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    for handle in handles:
+        handle.remove()
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: nn_module.register_module_forward_pre_hook(lambda _, args: (times_mean(args[0]),)),
+        lambda: nn_module.register_module_forward_hook(lambda _, args, result: times_mean(result)),
+        lambda: nn_module.register_module_full_backward_hook(lambda _, given, got: (times_mean(given[0]),)),
+    ],
+)
+@pytest.mark.parametrize("make", [Helped, lambda: nn.LayerNorm(8)])
+def test_hooks_of_all_modules_get_dtensors(make: Any, register: Any) -> None:
+    reference, module = parallel(make())
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    handle = register()
+    try:
+        check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("make", [Sliced, Unpacked])

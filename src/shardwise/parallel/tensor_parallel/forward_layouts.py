@@ -7,11 +7,8 @@ tensors, the forward may run on local tensors. The layouts of its result and of 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import dis
 import functools
-import math
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from shardwise.core.cache import BoundedCache
@@ -30,13 +26,14 @@ from shardwise.dispatch.signature import tensor_slots
 from shardwise.events import unobserved
 from shardwise.fabric.dry import dry
 from shardwise.modes import strict
+from shardwise.parallel.tensor_parallel.closed_functions import closed_globals, is_constant
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.embedding import look_up
 from shardwise.schema import op_info
 from shardwise.tensor import DTensor, dispatcher, dtensor_of, gradient_spec
 from shardwise.torch_private import TorchDispatchMode, is_alias_of, tree_flatten, without_dispatch_modes
 
-__all__ = ["ForwardLayouts", "forward_layouts"]
+__all__ = ["ForwardLayouts", "Used", "forward_layouts"]
 
 MAX_KEPT = 4096
 aten = torch.ops.aten
@@ -44,24 +41,15 @@ aten = torch.ops.aten
 _STORAGE_ONLY = (aten.slice.Tensor, aten.expand.default)
 # Operators that depend on no size and no position: for any sizes of locals they compute a part of the global result.
 _OPERATORS = {
-    *(aten.abs, aten.add, aten.add_, aten.addmm, aten.alias, aten.baddbmm, aten.bmm, aten.clamp, aten.clamp_max),
-    *(aten.clamp_min, aten.clone, aten.detach, aten.div, aten.div_, aten.embedding, aten.exp, aten.gelu, aten.log),
-    *(aten.mean, aten.mm, aten.mul, aten.mul_, aten.native_layer_norm, aten.neg, aten.permute, aten.pow),
-    *(aten.reciprocal, aten.relu, aten.rsqrt, aten.sigmoid, aten.silu, aten.sqrt, aten.sub, aten.sub_, aten.sum),
+    *(aten.abs, aten.add, aten.addmm, aten.alias, aten.baddbmm, aten.bmm, aten.clamp, aten.clamp_max),
+    *(aten.clamp_min, aten.clone, aten.detach, aten.div, aten.embedding, aten.exp, aten.gelu, aten.log),
+    *(aten.mean, aten.mm, aten.mul, aten.native_layer_norm, aten.neg, aten.permute, aten.pow),
+    *(aten.reciprocal, aten.relu, aten.rsqrt, aten.sigmoid, aten.silu, aten.sqrt, aten.sub, aten.sum),
     *(aten.t, aten.tanh, aten.transpose, aten.unsqueeze, aten.var, aten._to_copy),
 }
-_OWN_SIZES = {aten.view}  # only in forwards of torch, which compute the sizes from those of the input
+# Only in forwards of torch: sizes are computed from those of the input, writes go to new tensors.
+_OF_TORCH = {aten.add_, aten.div_, aten.mul_, aten.sub_, aten.view}
 _SAME_AS = {aten._unsafe_view.default: aten.view.default}  # the same values, by another name
-_MODULES = (torch, F, math)
-_BUILTINS = ("abs", "bool", "float", "int", "isinstance", "len", "list", "max", "min", "range", "tuple", "zip")
-# Names that a forward may not use: they read or change state of torch or of a tensor, which is not in any key.
-_STATE = frozenset(
-    ("_C", "backends", "cuda", "data", "device", "grad", "grad_fn", "manual_seed", "requires_grad", "requires_grad_")
-)
-_STATE_PREFIXES = ("are_", "get_", "is_", "set_", "use_")
-_SIZES = frozenset(
-    ("__len__", "len", "nbytes", "ndim", "nelement", "numel", "shape", "size", "storage_offset", "stride")
-)
 
 
 @dataclass(frozen=True)
@@ -90,22 +78,71 @@ class _Refused(Exception):
     """The forward must run on DTensors."""
 
 
+class Used:
+    """All that a forward uses beside its parameters and its input.
+
+    Copies and pickles of it are out of date: what they would refer to belongs to this process.
+    """
+
+    def __init__(self) -> None:
+        self.attributes: dict[str, Any] = {}  # constants of the module; None for names that its class defines
+        self.definitions: list[tuple[Mapping[str, Any], str, Any]] = []  # globals, and methods in namespaces of classes
+
+    def add_globals(self, function: Any) -> bool:
+        """Note the globals of a function; False if it is not closed."""
+        found = closed_globals(function)
+        if found is not None and not _is_torchs(function):
+            self.definitions += [(function.__globals__, name, value) for name, value in found.items()]
+        return found is not None
+
+    def add_method(self, owner: type, name: str) -> Any:
+        """A closed method of a class."""
+        spaces = [each.__dict__ for each in owner.__mro__]
+        number = next((number for number, space in enumerate(spaces) if name in space), None)
+        method = None if number is None else spaces[number][name]
+        self.definitions += [(space, name, space.get(name)) for space in spaces[: (number or 0) + 1]]
+        self.attributes[name] = None
+        if not self.add_globals(method):
+            raise _Refused(name)
+        return method
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether a module of the same class has the same attributes, and all names refer to the same objects."""
+        state = module.__dict__
+        return self.definitions_hold() and all(
+            type(state.get(name)) is type(value) and state.get(name) == value for name, value in self.attributes.items()
+        )
+
+    def definitions_hold(self) -> bool:
+        """Whether globals and methods are still the same objects."""
+        return all(space.get(name) is value for space, name, value in self.definitions)
+
+    def __reduce__(self) -> Any:
+        return _out_of_date, ()
+
+
+def _out_of_date() -> Used:
+    used = Used()
+    used.definitions.append(({}, "", used))  # which never holds
+    return used
+
+
 @dataclass(frozen=True)
 class _Known:
-    """The result for one forward, and the attributes of the module that it has read."""
+    """The result for one forward."""
 
-    read: Mapping[str, Any]
+    used: Used
     layouts: ForwardLayouts | None
 
 
-_known: BoundedCache[Any, _Known] = BoundedCache(MAX_KEPT)  # by forward and specs
-_known_of_any_size: BoundedCache[Any, _Known] = BoundedCache(MAX_KEPT)  # by forward and layouts
+_known: BoundedCache[Any, _Known] = BoundedCache(MAX_KEPT)  # by class, forward and specs
+_known_of_any_size: BoundedCache[Any, _Known] = BoundedCache(MAX_KEPT)  # by class, forward and layouts
 
 
 def forward_layouts(
     module: nn.Module, names: Sequence[str], specs: Sequence[DTensorSpec]
-) -> tuple[Mapping[str, Any], ForwardLayouts | None]:
-    """The attributes that the forward of a module reads, and its layouts; None if it must run on DTensors.
+) -> tuple[Used, ForwardLayouts | None]:
+    """What the forward of a module uses, and its layouts; None if it must run on DTensors.
 
     Args:
         module: the module. Its forward takes one tensor.
@@ -114,19 +151,24 @@ def forward_layouts(
     """
     mesh, forward = specs[-1].mesh, type(module).forward
     last: Coordinate = (mesh.shape[0] - 1,)
-    if dry.runs.values() or not _is_closed(forward) or any(0 in spec.local_shape(last) for spec in specs):
-        return {}, None
+    # under autocast, dtypes inside of a forward are not those of its operands: it might take another branch
+    if mesh.device_type != "meta" and torch.is_autocast_enabled(mesh.device_type) and not _is_torchs(forward):
+        return Used(), None
+    if dry.runs.values() or closed_globals(forward) is None:
+        return Used(), None
+    if any(0 in spec.local_shape(last) for spec in specs):
+        return Used(), None
     there = _dry_mesh(mesh.device_type, mesh.shape[0])
     own = tuple(_on(spec, there) for spec in specs)
-    key = (forward, tuple(names), own)
+    key = (type(module), forward, tuple(names), own)
     known = _known.get(key)
-    if known is None or not _holds(known, module):
+    if known is None or not known.used.holds(module):
         known = _known.keep(key, _of_any_size(module, forward, names, own))
-    return known.read, None if known.layouts is None else known.layouts.on(mesh)
+    return known.used, None if known.layouts is None else known.layouts.on(mesh)
 
 
-def _holds(known: _Known, module: nn.Module) -> bool:
-    return all(module.__dict__.get(name) == value for name, value in known.read.items())
+def _is_torchs(function: Any) -> bool:
+    return function.__module__.startswith("torch.nn.")
 
 
 def _of_any_size(
@@ -134,17 +176,17 @@ def _of_any_size(
 ) -> _Known:
     """The layouts for these sizes: those of other sizes that are alike in all that rules look at, if they are known."""
     alike = _sizes_alike(specs)
-    if alike is None or _SIZES & _names(forward):
+    if alike is None:
         return _probed(module, forward, names, specs)
-    key = (forward, tuple(names), specs[-1].mesh, alike)
+    key = (type(module), forward, tuple(names), specs[-1].mesh, alike)
     known = _known_of_any_size.get(key)
-    if known is None or not _holds(known, module):
+    if known is None or not known.used.holds(module):
         return _known_of_any_size.keep(key, _probed(module, forward, names, specs))
     if known.layouts is None or known.layouts.looks_up:
         return known if known.layouts is None else _probed(module, forward, names, specs)
     with contextlib.suppress(Exception):  # the real call raises it
-        return _Known(known.read, _resized(module, forward, names, specs, known.layouts))
-    return _Known(known.read, None)
+        return _Known(known.used, _resized(module, forward, names, specs, known.layouts))
+    return _Known(known.used, None)
 
 
 def _sizes_alike(specs: Sequence[DTensorSpec]) -> Any:
@@ -173,7 +215,7 @@ def _resized(
         torch.empty_strided(s.shape, s.tensor_meta.stride, dtype=s.tensor_meta.dtype, device="meta") for s in specs
     ]
     with without_dispatch_modes(), torch.no_grad():
-        result = forward(_Self(module, {}, **dict(zip(names, plain, strict=False))), plain[-1])
+        result = forward(_Self(module, Used(), **dict(zip(names, plain, strict=False))), plain[-1])
     meta = TensorMeta(tuple(result.shape), result.stride(), result.dtype)
     return ForwardLayouts(
         tuple(old.with_meta(new.tensor_meta) for old, new in zip(known.operands, specs, strict=True)),
@@ -191,78 +233,33 @@ def _dry_mesh(device_type: str, ranks: int) -> DeviceMesh:
     return DeviceMesh(device_type, range(ranks), fabric="dry")
 
 
-# ---------------------------------------------------------------- forwards that depend on nothing else
-
-
-@functools.lru_cache(MAX_KEPT)
-def _names(function: Any) -> frozenset[str]:
-    """The names that the code of a function mentions."""
-    code = getattr(function, "__code__", None)
-    return frozenset(() if code is None else code.co_names)
-
-
-@functools.lru_cache(MAX_KEPT)
-def _is_closed(function: Any) -> bool:
-    """Whether a method depends only on its arguments and on attributes of `self`, and changes nothing else."""
-    if not isinstance(function, types.FunctionType):
-        return False
-    code = function.__code__
-    if code.co_freevars or code.co_cellvars or any(isinstance(each, types.CodeType) for each in code.co_consts):
-        return False
-    if _names(function) & _STATE or any(name.startswith(_STATE_PREFIXES) for name in _names(function)):
-        return False
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith(("STORE_", "DELETE_", "IMPORT_")) and "FAST" not in instruction.opname:
-            return False
-        if instruction.opname.startswith(("BINARY_SUBSCR", "BINARY_SLICE")) or instruction.argrepr == "[]":
-            return False  # positions: torch runs no operator for a slice that takes all, so it would not be noticed
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and not _is_fixed(function, str(instruction.argval)):
-            return False
-    return True
-
-
-def _is_fixed(function: types.FunctionType, name: str) -> bool:
-    """Whether a global name is a module or function of torch, `math` or a builtin function."""
-    if name not in function.__globals__:
-        return name in _BUILTINS and hasattr(builtins, name)
-    value = function.__globals__[name]
-    if isinstance(value, types.ModuleType):
-        return value in _MODULES
-    return callable(value) and str(getattr(value, "__module__", "")).startswith("torch.")
+# ---------------------------------------------------------------- what a forward uses
 
 
 class _Self:
-    """Takes the place of a module in its forward: gives parameters and constants, and notes the constants."""
+    """Takes the place of a module in its forward: gives parameters, constants and closed methods, and notes them."""
 
-    def __init__(self, module: nn.Module, read: dict[str, Any], **given: Any) -> None:
-        for name, value in (("_module", module), ("_read", read), ("_given", given)):
+    def __init__(self, module: nn.Module, used: Used, **given: Any) -> None:
+        for name, value in (("_module", module), ("_used", used), ("_given", given)):
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
-        module, given, read = (object.__getattribute__(self, key) for key in ("_module", "_given", "_read"))
+        module, given, used = (object.__getattribute__(self, key) for key in ("_module", "_given", "_used"))
         if name in given:
             return given[name]
         if name in module._parameters and module._parameters[name] is None:
             return None
         if name in module.__dict__:
             value = module.__dict__[name]
-            if not _is_constant(value):
+            if not is_constant(value):
                 raise _Refused(name)
-            read[name] = value
+            used.attributes[name] = value
             return value
-        method = getattr(type(module), name, None)
-        if not _is_closed(method) or _SIZES & _names(method):
-            raise _Refused(name)
-        return types.MethodType(method, self)  # pyright: ignore[reportArgumentType]
+        method = used.add_method(type(module), name)
+        return types.MethodType(method, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise _Refused(name)
-
-
-def _is_constant(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_constant, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 # ---------------------------------------------------------------- the two runs
@@ -311,13 +308,10 @@ class _Calls(TorchDispatchMode):
         calls = [call for call in self._backward or () if call[0] not in _STORAGE_ONLY]
         return Counter((call[0], *[repr(each) for each in call[2:] if not isinstance(each, tuple)]) for call in calls)
 
-    def are_free_of_positions(self, forward: Callable[..., Any], inputs: int) -> bool:
-        """Whether forward has only operators that depend on no size or position, and that write to no input."""
-        allowed = _OPERATORS | _OWN_SIZES if forward.__module__.startswith("torch.nn.") else _OPERATORS
-        return all(
-            func.overloadpacket in allowed and not (func._schema.is_mutable and first[0] in range(inputs))
-            for func, _, first, *_ in self.forward
-        )
+    def are_free_of_positions(self, forward: Callable[..., Any]) -> bool:
+        """Whether forward has only operators that depend on no size or position."""
+        allowed = _OPERATORS | _OF_TORCH if _is_torchs(forward) else _OPERATORS
+        return all(call[0].overloadpacket in allowed for call in self.forward)
 
     def needed_layouts(self, parameters: Sequence[Any]) -> dict[int, DTensorSpec]:
         """The layouts that operators move parameters to, by index: an addend of a Partial must be Partial."""
@@ -365,12 +359,13 @@ def _isolated(device_type: str) -> Iterator[None]:
 def _probed(
     module: nn.Module, forward: Callable[..., Any], names: Sequence[str], specs: tuple[DTensorSpec, ...]
 ) -> _Known:
-    read: dict[str, Any] = {}
+    used = Used()
+    used.add_globals(forward)
     found: ForwardLayouts | None = None
     # any error: the real call runs on DTensors then, and raises it with values and lines of the user
     with contextlib.suppress(Exception), _isolated(specs[-1].mesh.device_type):
-        found = _compared(module, forward, names, specs, read)
-    return _Known(read, found)
+        found = _compared(module, forward, names, specs, used)
+    return _Known(used, found)
 
 
 def _compared(
@@ -378,17 +373,17 @@ def _compared(
     forward: Callable[..., Any],
     names: Sequence[str],
     specs: tuple[DTensorSpec, ...],
-    read: dict[str, Any],
+    used: Used,
 ) -> ForwardLayouts | None:
     """The layouts of a forward whose local operators are those of plain torch."""
     run = functools.partial(_run, forward, names)
     for _ in range(2):  # the second time with parameters in the layouts that operators have moved them to
-        run(_Self(module, read), [_empty(spec) for spec in specs])  # a first call computes shapes by more operators
-        on_dtensors = run(_Self(module, read), [_empty(spec) for spec in specs])
+        run(_Self(module, used), [_empty(spec) for spec in specs])  # a first call computes shapes by more operators
+        on_dtensors = run(_Self(module, used), [_empty(spec) for spec in specs])
         if on_dtensors.calls.is_row_lookup(on_dtensors.tensors):
             return on_dtensors.layouts(looks_up=True)
-        on_plain = run(_Self(module, read), [_empty_local(spec) for spec in specs])
-        if _is_alike(on_dtensors, on_plain) and on_plain.calls.are_free_of_positions(forward, len(specs)):
+        on_plain = run(_Self(module, used), [_empty_local(spec) for spec in specs])
+        if _is_alike(on_dtensors, on_plain) and on_plain.calls.are_free_of_positions(forward):
             found = on_dtensors.layouts()
             return found if all(map(_is_linear, (*found.operands, *found.gradients, found.result))) else None
         needed = on_dtensors.calls.needed_layouts(on_dtensors.tensors[:-1])

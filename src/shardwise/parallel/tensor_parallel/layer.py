@@ -7,6 +7,7 @@ would run the same operators on the same locals. In all other cases, for example
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,18 +22,20 @@ from shardwise.core.placement import AnyShard, Placement, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.virtual import RankTensor, is_even
-from shardwise.parallel.tensor_parallel.forward_layouts import forward_layouts
+from shardwise.parallel.tensor_parallel.forward_layouts import Used, forward_layouts
 from shardwise.parallel.tensor_parallel.local_region import from_layer, rows_here, to_layer
 from shardwise.parallel.tensor_parallel.module_parameters import see_on, unsee
 from shardwise.parallel.tensor_parallel.value_layouts import in_layout, local_of, target_of
 from shardwise.rules.embedding import zero_missing
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed
+from shardwise.torch_private import global_backward_hooks, global_forward_hooks
 from shardwise.transforms import innermost
 
 __all__ = ["Layer", "LayerLayouts", "features_of", "layer_of", "reinstall", "uninstall"]
 
 MAX_KEPT = 256
 new_cache = functools.partial(BoundedCache[Any, Any], MAX_KEPT)
+_KEY = -1  # of the hooks of a layer; torch numbers its own from 0
 _INSTALLED = "_shardwise_layers"  # on a module: the layers whose hooks it has, and the keys of the hooks
 _RUNNING = "_shardwise_running"  # on a module that runs on locals: the program, its own parameters, missing rows
 
@@ -76,10 +79,11 @@ class Program:
 
 @dataclass(frozen=True)
 class KnownProgram:
-    """The program for one signature, None if it runs on DTensors, and the attributes that the forward has read."""
+    """The program for one signature, None if it runs on DTensors, and what the forward has used."""
 
     names: tuple[str, ...]
-    values: list[Any]
+    values: tuple[Any, ...]
+    used: Used
     program: Program | None
 
 
@@ -92,7 +96,7 @@ class Layer:
     given: Placement
     output: Placement | None
     to_local: bool
-    # by the forward and the specs of its operands; and of results, by the strides and dtypes of locals
+    # by the class, the forward and the specs of its operands; and of results, by the strides and dtypes of locals
     programs: BoundedCache[Any, KnownProgram] = field(default_factory=new_cache, compare=False, repr=False)
     results: BoundedCache[Any, tuple[DTensorSpec, DTensorSpec]] = field(
         default_factory=new_cache, compare=False, repr=False
@@ -170,18 +174,28 @@ class Layer:
         state = module.__dict__
         if torch.compiler.is_compiling() or is_forward_or_transformed() or "forward" in state:
             return None
+        # hooks of others that would get local tensors: after our hook, before the one that follows forward, in backward
+        if next(reversed(module._forward_pre_hooks)) != _KEY or next(iter(module._forward_hooks)) != _KEY:
+            return None
+        if module._backward_hooks or global_backward_hooks or (global_forward_hooks and _has_other_global_hooks()):
+            return None
         if isinstance(value, RankTensor) and not is_even(value):
             return None
         parameters = module._parameters
         key = (
+            type(module),
             type(module).forward,
-            len(module._forward_pre_hooks),
+            self.mesh.device_type != "meta" and torch.is_autocast_enabled(self.mesh.device_type),
             value._spec if isinstance(value, DTensor) else (value.shape, value.stride(), value.dtype, type(value)),
             *[getattr(parameters.get(name), "_spec", None) for name in self.layouts.parameters],
         )
         known = self.programs.get(key)
-        if known is None or (known.names and [state.get(name) for name in known.names] != known.values):
-            known = self.programs.keep(key, self._made_program(module, value, key[3:]))
+        if (
+            known is None
+            or not all(map(operator.is_, known.values, map(state.get, known.names)))
+            or (known.used.definitions and not known.used.definitions_hold())
+        ):
+            known = self.programs.keep(key, self._made_program(module, value, key[4:]))
         return known.program
 
     def _made_program(
@@ -194,16 +208,15 @@ class Layer:
         fits = (
             fabric.has_values
             and not fabric.is_outside(mesh)
-            and not _has_other_hooks(module)
             # else a parametrization computes some of them
             and layouts.parameters.keys() <= module._parameters.keys()
             and all((spec := given[name]) is not None and spec.mesh is mesh for name in names)
         )
         if not fits or entered is None or entered.mesh is not mesh:
-            return KnownProgram((), [], None)
+            return KnownProgram((), (), Used(), None)
         operands = [given[name] for name in names] + [target_of(entered, mesh, layouts.input)]
-        read, found = forward_layouts(module, names, operands)  # pyright: ignore[reportArgumentType]
-        known = functools.partial(KnownProgram, tuple(read), list(read.values()))
+        used, found = forward_layouts(module, names, operands)  # pyright: ignore[reportArgumentType]
+        known = functools.partial(KnownProgram, tuple(used.attributes), tuple(used.attributes.values()), used)
         if found is None:
             return known(None)
         # a composite operator on a RankTensor takes the sizes of the first rank for those of all
@@ -301,7 +314,7 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
 
     torch numbers the hooks of a process, and Dynamo guards the numbers: each block of a model would be compiled again.
     """
-    key = -1
+    key = _KEY
     while key in hooks:
         key -= 1
     for kept in (hooks, *marks):
@@ -309,9 +322,9 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
     return key
 
 
-def _has_other_hooks(module: nn.Module) -> bool:
-    """Whether hooks of a user would get local tensors as input of a module that is not torch's."""
-    return len(module._forward_pre_hooks) > 1 and not type(module).forward.__module__.startswith("torch.nn.")
+def _has_other_global_hooks() -> bool:
+    """Whether hooks for all modules, other than those that record names of modules, would get local results."""
+    return any(not hook.__module__.startswith("shardwise.") for hook in global_forward_hooks.values())
 
 
 def _is_even(spec: DTensorSpec) -> bool:
