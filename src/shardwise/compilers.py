@@ -182,12 +182,12 @@ def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
 
 
 def not_compiled(function: AnyFunction) -> AnyFunction:
-    """Mark a function that keeps books of its own (hooks that gather and free parameters): a graph breaks there.
+    """Mark a function that changes Python state (hooks that gather and free parameters): a graph breaks there.
 
     Code before and after it is compiled; the function and its callees are not. With fullgraph=True Dynamo reports that.
     """
     never_traced(function)
     marked: Any = function
     marked._torchdynamo_disable = True  # the attribute of torch.compiler.disable
-    marked._torchdynamo_disable_msg = "it keeps books of its own; compile without fullgraph=True"
+    marked._torchdynamo_disable_msg = "it changes Python state and cannot be traced; compile without fullgraph=True"
     return function

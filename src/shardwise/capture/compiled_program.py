@@ -1,6 +1,6 @@
 """A program whose runs of operators are compiled. Collectives, optimizers and random numbers stay between them.
 
-Each compiled function runs once beside the operators that it stands for, on the values of the recorded step: the
+Each compiled function runs once beside the operators that it replaces, on the values of the recorded step: the
 layouts of its results in memory must be the same, and their values equal within rounding.
 """
 
@@ -114,7 +114,7 @@ def compiled_program(
     Args:
         program: what was recorded.
         backend: one of `BACKENDS`.
-        run: runs a program from the recorded state, with what collectives brought then.
+        run: runs a program from the recorded state, with the recorded results of collectives.
     """
     parts: dict[int, _Part] = {}
     calls: list[tuple[int, Call | Unit]] = []

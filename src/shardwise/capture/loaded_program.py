@@ -32,7 +32,7 @@ class LoadedProgram:
         self._saved = saved
         self._objects = dict(objects)
         self._world = _worlds[0]
-        self._bound({})  # what was given must fit
+        self._bound({})  # raises if the arguments do not fit
 
     def source(self) -> str:
         """The program as Python text."""

@@ -68,7 +68,7 @@ def recording_states(tape: Tape) -> Iterator[None]:
         if found is None or tape.is_paused or not tape.is_own_thread():
             put(new_state)
         else:
-            torch.default_generator.set_state(new_state)  # from this file, which tells `Watch` that it is recorded
+            torch.default_generator.set_state(new_state)  # `Watch` recognizes calls from this file as recorded
             tape.append_unit(Unit(found[1].put_back, (), user_line(), name="put_random_states_back"))
 
     torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state

@@ -39,7 +39,7 @@ class Segment(NamedTuple):
         geometry: how these lie in memory; where a value is the whole of its memory, its offset is 0.
         again: the views of them that are made again after it, as calls.
         origin: the position of its first call.
-        operators: how many calls it stands for.
+        operators: how many calls it replaces.
         eps: the precision of the coarsest floating point values in it, given and made.
     """
 

@@ -70,7 +70,7 @@ def _held(tensor: torch.Tensor) -> Held:
     parts = tuple(parts_of(local))
     spec = tensor._spec if tensor.__class__ is DTensor else None  # pyright: ignore[reportAttributeAccessIssue]
     if spec is not None:
-        tensor._reduction = None  # pyright: ignore[reportAttributeAccessIssue]  # what is only remembered is not state
+        tensor._reduction = None  # pyright: ignore[reportAttributeAccessIssue]  # a cache, not state
     values = tuple(part.detach().clone() for part in parts)
     return Held(tensor, local, spec, tensor.grad, tensor.requires_grad, parts, values)
 

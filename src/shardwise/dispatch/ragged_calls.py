@@ -39,7 +39,7 @@ class RaggedCalls:
         self._known: BoundedCache[Key, KnownCall | None] = BoundedCache(MAX_CALLS)  # None: the sizes matter
 
     def find(self, signature: Signature, key: Key, work_out: Callable[[Signature], Results]) -> Results:
-        """What a call gives and where everything lies; worked out by `work_out` if no call like it is known."""
+        """The result of a call and all layouts; computed by `work_out` if no similar call is known."""
         read = _read_sizes(signature)
         numbers: dict[Sizes, int] = {}
         pattern = (*_without_sizes(key, numbers, read), signature.pinned)

@@ -88,7 +88,7 @@ def attending(
         known = made.get((prefer, max_bytes, reach))
         if known is None:
             chosen = choose_attention(schema, metas, prefer, reach, max_bytes)
-            assert chosen is not None, "what is possible does not depend on what is preferred"
+            assert chosen is not None, "the possible algorithms do not depend on the preferred one"
             known = made.keep((prefer, max_bytes, reach), _executor(signature, chosen))
         return known(args, kwargs)
 

@@ -24,7 +24,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
     wrapper, op = signature.wrapping.wrapper, signature.info.op
 
     def reshape_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # stands for the tensor before: it may itself be a copied view
+        # takes the place of the tensor, which may itself be a copied view
         before: Any = wrapper(args[0]._spec)(args[0]._local_tensor)
         before._mark_copied(args[0]._copied_view)
         view = functional(before, *args[1:], **kwargs)

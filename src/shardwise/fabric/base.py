@@ -52,8 +52,8 @@ BoundStep = Callable[[torch.Tensor], torch.Tensor]
 BoundRows = Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]]
 # The program by which a rank takes part in an exchange by owner, from its coordinate and its locals.
 StartExchange = Callable[[Coordinate, list[torch.Tensor]], Exchanging]
-# The locals of all tensors, their new locals, what is told the bytes of each bucket that is done, and whether to return
-# at once; returns what waits.
+# The locals of all tensors, their new locals, a function that gets the bytes of each finished bucket, and whether to
+# return at once; returns a function that waits.
 RunTransfer = Callable[
     [Sequence[torch.Tensor], Sequence[torch.Tensor], Callable[[int], object], bool], Callable[[], None]
 ]

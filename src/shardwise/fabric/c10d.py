@@ -528,7 +528,7 @@ class C10dFabric(Fabric):
         ranks = tuple(transfer.ranks)
         if self.rank() not in ranks:
             return lambda *_: lambda: None, 0
-        goods = rank_transfer(transfer, self.rank())
+        own = rank_transfer(transfer, self.rank())
         lane = self._lanes.get(ranks)
         if lane is None:  # one order of messages between two ranks: a group of its own, and one transfer at a time
             lane = self._lanes[ranks] = TransferLane(new_group(ranks) if len(ranks) > 1 else None)
@@ -542,29 +542,29 @@ class C10dFabric(Fabric):
             in_background: bool,
         ) -> Callable[[], None]:
             def run() -> None:
-                move = functools.partial(lane.move, goods, locals_, results, report)
+                move = functools.partial(lane.move, own, locals_, results, report)
                 self.checked(lane.group, route.steps[0].describe(), move) if lane.group is not None else move()
 
             return lane.start(run, in_background and can_wait)
 
-        return start_transfer, goods.sent + goods.received
+        return start_transfer, own.sent + own.received
 
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
         mesh = step.before.mesh
         if self.coordinate(mesh) is None:
             return lambda locals_, fill: [locals_[0] for _ in step.results]
         line = self._line(mesh, step.over)
-        goods = row_parcels(step, line.group_ranks.index(self.rank()), line.group_coordinates)
+        own = row_parcels(step, line.group_ranks.index(self.rank()), line.group_coordinates)
         if not communicates:
-            return lambda locals_, fill: goods.unpack(locals_, locals_[0].new_empty(0), fill)
-        run, world = exchange_rows(self._carrier(line.ranks, step), goods), dist.group.WORLD
+            return lambda locals_, fill: own.unpack(locals_, locals_[0].new_empty(0), fill)
+        run, world = exchange_rows(self._carrier(line.ranks, step), own), dist.group.WORLD
 
         def rows(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
             nonlocal run, world
             if (locals_[0].__class__ is not _Tensor or dispatch_mode_count()) and is_recorded(locals_[0]):
-                return recorded_rows(goods, self.group_of(line.ranks))(locals_, fill)
+                return recorded_rows(own, self.group_of(line.ranks))(locals_, fill)
             if dist.group.WORLD is not world:
-                run, world = exchange_rows(self._carrier(line.ranks, step), goods), dist.group.WORLD
+                run, world = exchange_rows(self._carrier(line.ranks, step), own), dist.group.WORLD
             try:
                 return run(locals_, fill)
             except RuntimeError as error:
@@ -584,10 +584,10 @@ class C10dFabric(Fabric):
         receiver, sender = (tuple(line.coordinates[at].tolist()) for at in (target, source))
         sent = step.elements(coordinate, receiver) if step.wanted[target] else 0
         got = step.elements(sender, coordinate) if step.wanted[me] else 0
-        goods = Rotation(count, line.order[me], line.order[target], line.order[source], sent, got)
+        rotation = Rotation(count, line.order[me], line.order[target], line.order[source], sent, got)
         return _of_this_world(
-            lambda: rotate(self._carrier(line.ranks, step), goods),
-            lambda: recorded_rotation(goods, self.group_of(line.ranks), step.distance),
+            lambda: rotate(self._carrier(line.ranks, step), rotation),
+            lambda: recorded_rotation(rotation, self.group_of(line.ranks), step.distance),
         )
 
     def exchange_by_owner(
@@ -626,16 +626,16 @@ class C10dFabric(Fabric):
         found = self._parcels(step)
         if found is None:
             return lambda local: lambda: local
-        ranks, have, goods = found
-        return exchange(step, self._carrier(ranks, step), have, goods)
+        ranks, have, own = found
+        return exchange(step, self._carrier(ranks, step), have, own)
 
     def _exchange_recorded(self, step: Exchange) -> BoundStep:
         fixed = step.before.tensor_meta.specialized()  # missing boxes are computed in numbers
         found = self._parcels(Exchange(step.before.with_meta(fixed), step.after.with_meta(fixed), step.over))
         if found is None:
             return lambda local: local
-        ranks, have, goods = found
-        return recorded_exchange(goods, self.group_of(ranks), have, fixed.dtype)
+        ranks, have, own = found
+        return recorded_exchange(own, self.group_of(ranks), have, fixed.dtype)
 
     def _parcels(self, step: Exchange) -> tuple[list[int], Coordinate | None, Parcels] | None:
         """The ranks of an exchange, and what this rank sends and receives; None if it takes no part."""

@@ -157,39 +157,39 @@ def all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -
     return start
 
 
-def exchange(step: Exchange, group: Any, have: Coordinate | None, goods: Parcels | LineParcels) -> Start:
+def exchange(step: Exchange, group: Any, have: Coordinate | None, parcels: Parcels | LineParcels) -> Start:
     """One all-to-all with uneven splits: the boxes of each receiver packed one after the other, and unpacked."""
-    got = sum(goods.got_sizes)
+    got = sum(parcels.got_sizes)
     splits: list[list[int]] = []  # received and sent, in elements that the group carries
 
     def start(local: torch.Tensor) -> Wait:
         if have is None:  # a rank outside held nothing, of no dtype in particular
             local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
-        packed, buffer = goods.buffer(local), local.new_empty(got)
+        packed, buffer = parcels.buffer(local), local.new_empty(got)
         carried = as_carried(buffer)
         if not splits:
-            splits.extend(goods.splits(buffer.element_size() // carried.element_size()))
+            splits.extend(parcels.splits(buffer.element_size() // carried.element_size()))
         work = group.alltoall_base(carried, as_carried(packed), *splits)
 
         def wait() -> torch.Tensor:
             work.wait()
-            return goods.unpack(local, buffer)
+            return parcels.unpack(local, buffer)
 
         return wait
 
     return start
 
 
-def exchange_rows(group: Any, goods: RowParcels) -> BoundRows:
+def exchange_rows(group: Any, parcels: RowParcels) -> BoundRows:
     """One all-to-all of the rows of several tensors. Splits are made for each call: most of them are zero."""
-    sent, got = (sum(size for _, size in pairs) for pairs in (goods.sent, goods.got))
+    sent, got = (sum(size for _, size in pairs) for pairs in (parcels.sent, parcels.got))
 
     def run_row_exchange(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
-        packed, buffer = pack(goods.packed(locals_), locals_[0].new_empty(sent)), locals_[0].new_empty(got)
+        packed, buffer = pack(parcels.packed(locals_), locals_[0].new_empty(sent)), locals_[0].new_empty(got)
         carried = as_carried(buffer)
-        splits = goods.splits(buffer.element_size() // carried.element_size())
+        splits = parcels.splits(buffer.element_size() // carried.element_size())
         group.alltoall_base(carried, as_carried(packed), *splits).wait()
-        return goods.unpack(locals_, buffer, fill)
+        return parcels.unpack(locals_, buffer, fill)
 
     return run_row_exchange
 
@@ -212,13 +212,13 @@ class Rotation(NamedTuple):
         return got, sent
 
 
-def rotate(group: Any, goods: Rotation) -> Start:
+def rotate(group: Any, rotation: Rotation) -> Start:
     """One all-to-all in which a rank sends to one rank and receives from one."""
 
     def start(flat: torch.Tensor) -> Wait:
-        buffer, sent = flat.new_empty(goods.got), flat[: goods.sent]
+        buffer, sent = flat.new_empty(rotation.got), flat[: rotation.sent]
         carried = as_carried(buffer)
-        splits = goods.splits(flat.element_size() // carried.element_size())
+        splits = rotation.splits(flat.element_size() // carried.element_size())
         return _after(group.alltoall_base(carried, as_carried(sent), *splits), buffer)
 
     return start

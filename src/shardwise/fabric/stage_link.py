@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline on processes: point to point, and what a failed stage tells the others.
+"""Messages between the stages of a pipeline on processes: point to point, and reports of failed stages.
 
 A wait is done by a thread, so that this one can look whether another rank has failed.
 """

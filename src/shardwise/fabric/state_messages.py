@@ -140,7 +140,7 @@ def _bucket(
     return BucketMessages(_joined(sends), [message for message, _ in _in_order(receives)], keeps)
 
 
-Keyed = tuple[Message, bytes]  # a message, and what tells whether another has the same contents
+Keyed = tuple[Message, bytes]  # a message, and a key that is equal for equal contents
 
 
 def _in_order(messages: dict[int, Keyed]) -> list[Keyed]:

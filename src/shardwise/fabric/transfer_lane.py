@@ -58,7 +58,7 @@ class TransferLane:
 
     def move(
         self,
-        goods: RankTransfer,
+        own: RankTransfer,
         locals_: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
         report: Callable[[int], object],
@@ -66,7 +66,7 @@ class TransferLane:
         """Send and receive every bucket."""
         flights: collections.deque[_Flight] = collections.deque()
         with torch.no_grad():
-            for bucket in goods.buckets:
+            for bucket in own.buckets:
                 while len(flights) >= IN_FLIGHT:
                     self._land(flights.popleft(), results, report)
                 flights.append(self._send(bucket, locals_, results))

@@ -549,7 +549,7 @@ class VirtualFabric(Fabric):
 
     def bind_transfer(self, transfer: StateTransfer, route: Route) -> tuple[RunTransfer, int]:
         """As processes do it: every rank packs its messages, and gets those of the others."""
-        goods = {rank: rank_transfer(transfer, rank) for rank in transfer.ranks}
+        transfers = {rank: rank_transfer(transfer, rank) for rank in transfer.ranks}
 
         def run_transfer(
             locals_: Sequence[torch.Tensor],
@@ -558,35 +558,35 @@ class VirtualFabric(Fabric):
             in_background: bool,
         ) -> Callable[[], None]:
             have, want = (
-                {rank: _of_ranks(rank, tensors, specs) for rank in goods}
+                {rank: _of_ranks(rank, tensors, specs) for rank in transfers}
                 for tensors, specs in ((locals_, transfer.sources), (results, transfer.targets))
             )
             for number in range(len(transfer.buckets)):
                 sent: dict[tuple[int, int], torch.Tensor] = {}
-                for rank, own in goods.items():
+                for rank, own in transfers.items():
                     bucket = own.buckets[number]
                     bucket.keep(have[rank], want[rank])
                     for message in bucket.sends:
                         sent |= dict.fromkeys([(rank, other) for other in message.ranks], message.pack(have[rank]))
-                for rank, own in goods.items():
+                for rank, own in transfers.items():
                     for message in own.buckets[number].receives:
                         message.unpack(sent.pop((message.ranks[0], rank)), want[rank])
                 assert not sent, "what is sent is received"
-                report(sum(own.buckets[number].nbytes for own in goods.values()))
+                report(sum(own.buckets[number].nbytes for own in transfers.values()))
             return lambda: None
 
-        return run_transfer, sum(own.sent + own.received for own in goods.values())
+        return run_transfer, sum(own.sent + own.received for own in transfers.values())
 
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
         """As on processes: each rank packs its boxes, receives its part of the others' buffers, and unpacks."""
         mesh = step.before.mesh
         lines = mesh.groups(step.over).tolist()
-        goods = [[row_parcels(step, me, mesh.coordinates[line]) for me in range(len(line))] for line in lines]
+        by_line = [[row_parcels(step, me, mesh.coordinates[line]) for me in range(len(line))] for line in lines]
 
         def run_row_exchange(locals_: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
             columns = [_tensors(local, mesh) for local in locals_]
             out: list[list[Any]] = [[None] * mesh.grid_size for _ in step.results]
-            for line, parcels in zip(lines, goods, strict=True):
+            for line, parcels in zip(lines, by_line, strict=True):
                 given = [[column[i] for column in columns] for i in line]
                 for i, own, parts, buffer in zip(line, parcels, given, _swapped(parcels, given), strict=True):
                     for result, made in zip(out, own.unpack(parts, buffer, fill), strict=True):

@@ -1,6 +1,6 @@
 """Whole states from one mesh to another: `transfer`, and a plan of it that is made once and run many times.
 
-What is sent by whom is computed in `plan/state_transfer` and `fabric/state_messages`; fabrics carry it out.
+`plan/state_transfer` and `fabric/state_messages` compute which rank sends what; fabrics execute it.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ class PendingTransfer:
         for name, now, before in zip(self.plan.sources, self._writes(), self._versions, strict=True):
             if now != before:
                 raise UnsupportedError(
-                    f"{name!r} was written to while it was transferred: what has arrived may be partly old, partly new",
+                    f"{name!r} was written to while it was transferred: the copy may be partly old, partly new",
                     hint="wait() before the optimizer steps, or transfer a copy of the state",
                 )
 

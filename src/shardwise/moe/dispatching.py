@@ -26,7 +26,7 @@ __all__ = ["Back", "dispatch"]
 
 @dataclass(frozen=True, eq=False)
 class Back:
-    """The way back of dispatched tokens: `y = back(outputs, weights)`. Made by `dispatch`.
+    """Returns dispatched tokens to their ranks: `y = back(outputs, weights)`. Made by `dispatch`.
 
     Attributes:
         offs: the end of each expert's rows among all rows, int32: the offsets that `F.grouped_mm` takes. Sharded as the
@@ -240,7 +240,7 @@ def _on_one_device(
 def _first_rows(
     rows: torch.Tensor, expert: torch.Tensor, experts: int, capacity: int, groups: int, choices: int, tokens: int
 ) -> torch.Tensor:
-    """For each expert and group the first `capacity` of the sorted rows; the number of all rows stands for none."""
+    """For each expert and group the first `capacity` of the sorted rows; the number of all rows marks an empty slot."""
     size = experts * groups * capacity
     part = rows.div(choices * max(1, -(-tokens // groups)), rounding_mode="floor")
     block = expert * groups + part  # ascending

@@ -233,7 +233,7 @@ def _distinct(
 
 
 def _filling(ranks: ExpertRanks, me: int, capacity: int, ids: torch.Tensor) -> Exchanging:
-    """For each expert the first `capacity` rows of this rank; the number of all rows stands for none."""
+    """For each expert the first `capacity` rows of this rank; the number of all rows marks an empty slot."""
     expert, order, counts, wrong = _by_expert(ids, ranks.experts)
     torch.ops.aten._assert_async.msg(wrong == 0, f"expert_ids: experts are 0 to {ranks.experts - 1}")
     size = ranks.experts * capacity

@@ -2,7 +2,7 @@
 
 A map takes rows of each rank's local (`send`), sends each rank its share of them, and puts rows together of what has
 arrived (`gather`). A row may be taken several times. Its transpose goes back and adds up, so a map and its transpose
-are each other's derivative, of any order. Knows nothing of experts.
+are each other's derivative, of any order.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ValueMeta(NamedTuple):
 
 
 class InProcess:
-    """All stages in this process: what is sent is kept until it is asked for."""
+    """All stages in this process: a value is kept from its send until its receive."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, torch.Tensor] = {}

@@ -175,7 +175,7 @@ class _Reader:
         """All remaining dims of the tensor."""
         operand = self.sides[-1][-1]
         if ELLIPSIS in operand or self.group is not None:
-            raise self._error(start, "'...' stands once in an operand, outside brackets")
+            raise self._error(start, "'...' may occur once in an operand, outside brackets")
         operand.append(ELLIPSIS)
 
     def mark(self, mark: str, start: int) -> None:
@@ -194,7 +194,7 @@ class _Reader:
             case ",":
                 self.sides[-1].append([])
             case _ if len(self.sides) == 2:
-                raise self._error(start, "'->' stands once in a rule")
+                raise self._error(start, "'->' must occur exactly once in a rule")
             case _:
                 self.sides.append([[]])
 

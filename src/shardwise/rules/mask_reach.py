@@ -33,7 +33,7 @@ def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
     A mask that hides no block is known by a few of its rows.
 
     Args:
-        mask: (..., queries, keys); one row or column stands for all.
+        mask: (..., queries, keys); one row or column may be broadcast.
         queries: the runs of queries at each position of a ring.
         keys: the runs of keys.
 

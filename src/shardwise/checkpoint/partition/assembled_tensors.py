@@ -1,6 +1,6 @@
 """A tensor that is assembled of slices of tensors in files: stacked experts, transposed weights, parts of fused ones.
 
-`LazyTensor` stands for such a tensor while somebody's converter computes it from those in the files. It knows the
+`LazyTensor` takes the place of such a tensor while a converter computes it from those in the files. It knows the
 functions of torch that only move elements, and no values.
 """
 

@@ -1,8 +1,8 @@
 """Parameters that are gathered and reduced together, through flat DTensors: one collective for all of them.
 
 The one engine under `fully_shard` (stored sharded, one bucket) and `replicate` (stored replicated, many buckets). All
-communication is `redistribute` of a one-dimensional DTensor, so it is the same on every fabric. Knows nothing of when
-modules run.
+communication is `redistribute` of a one-dimensional DTensor, so it is the same on every fabric. When
+modules run is decided in `schedule`.
 """
 
 from __future__ import annotations

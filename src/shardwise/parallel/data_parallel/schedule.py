@@ -493,7 +493,7 @@ class ModuleState:
         return None
 
     def settle(self) -> None:
-        """Be as between steps, with nothing gathered: what is gathered is a cache of the stored parameters."""
+        """Return to the state between steps: drop gathered parameters, which are only a cache of the stored ones."""
         self.awaits_backward = False
         for group in self.groups:
             group.drop()

@@ -40,7 +40,7 @@ class ExpertParallel(ParallelStyle):
             of three dims or more. Biases `[E, F]` are an example.
         tp_mesh: the axis along which each expert is split, of the same mesh.
         tp_dims: the dim of stacked parameters to split along it, by patterns of names, as in `{"up": 2, "down": 1}`.
-        input_layouts: how a plain input lies along the axis of the experts; `Shard(0)` by default.
+        input_layouts: the placement of a plain input on the axis of the experts; `Shard(0)` by default.
         use_local_output: give each rank its part of the output as a plain tensor if the input was plain (the default).
 
     Example:
