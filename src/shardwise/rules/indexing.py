@@ -346,7 +346,7 @@ class Write(NamedTuple):
 
     Args:
         source: the argument that is written, if it is a tensor.
-        adds: whether written values are added: Partial sums are allowed, and parts of the source may be added one by one.
+        adds: whether written values are added: Partial sums are allowed, parts of the source may be added one by one.
         picks: the kinds of Partial that pass because each element of the result is one of those given.
         averages: as `adds`, but nothing may be added apart.
     """
