@@ -12,7 +12,7 @@ from shardwise.core.mesh import DeviceMesh, current_mesh
 from shardwise.errors import MeshError
 from shardwise.fabric.world import as_mesh, init_device_mesh
 
-__all__ = ["DataParallelMeshDims", "data_axes"]
+__all__ = ["DataParallelMeshDims", "axes_within", "data_axes", "has_all_data_axes"]
 
 
 @dataclass
@@ -67,3 +67,19 @@ def data_axes(mesh: Any, dims: DataParallelMeshDims | None = None) -> DeviceMesh
             raise MeshError(f"{dims} names an axis twice", hint="an axis shards or replicates")
         return ours._select(axes, tuple(part.axis_name(0) for part in joined))
     return ours
+
+
+def axes_within(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
+    """The axes of `mesh` that are data axes, or parts of one: `dp` and `cp` of a flattened `dp_cp`.
+
+    None of them where each rank computes on its own, or on a grid without data axes.
+    """
+    if mesh.root is not data_mesh.root:
+        return set()
+    return {axis for axis, grid in enumerate(mesh.axes) if any(set(grid) <= set(data) for data in data_mesh.axes)}
+
+
+def has_all_data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> bool:
+    """Whether every data axis is an axis of `mesh`, or consists of several of its axes."""
+    found = {grid for axis in axes_within(mesh, data_mesh) for grid in mesh.axes[axis]}
+    return {grid for data in data_mesh.axes for grid in data} <= found

@@ -16,6 +16,7 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import alike
 from shardwise.fabric.base import fabrics
+from shardwise.parallel.data_parallel.data_axes import axes_within
 from shardwise.parallel.tensor_parallel.value_layouts import redistributed_together
 from shardwise.tensor import DTensor
 
@@ -41,15 +42,6 @@ def parts_of_sums(
     return locals_
 
 
-def _data_axes(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
-    """The axes of `mesh` that are data axes; none where each rank computes on its own, or on a grid without them."""
-    return (
-        set()
-        if mesh.root is not data_mesh.root
-        else {axis for axis, grid in enumerate(mesh.axes) if grid in data_mesh.axes}
-    )
-
-
 def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh) -> list[Any]:
     """Gradients that are Partial on other axes, reduced on each rank, in one buffer for each kind."""
     whole = {
@@ -60,7 +52,7 @@ def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None]
     found = list(grads)
     for positions in alike(whole):
         spec = whole[positions[0]]
-        placements, data = spec.placements, _data_axes(spec.mesh, data_mesh)
+        placements, data = spec.placements, axes_within(spec.mesh, data_mesh)
         goal = tuple(p if axis in data or not p.is_partial() else Replicate() for axis, p in enumerate(placements))
         if goal == placements or len(positions) == 1:
             continue
@@ -70,7 +62,7 @@ def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None]
 
 
 def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:
-    data = _data_axes(grad._spec.mesh, data_mesh)
+    data = axes_within(grad._spec.mesh, data_mesh)
     for make_goal in (_reduced_spec, _made_partial):
         goal = make_goal(grad._spec, leaf, data)
         if goal is not grad._spec:

@@ -21,6 +21,7 @@ from torch import nn
 from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh, on_one_grid
 from shardwise.errors import MeshError
+from shardwise.parallel.data_parallel.data_axes import has_all_data_axes
 from shardwise.parallel.data_parallel.gathered_params import Gathered, save_handles
 from shardwise.parallel.data_parallel.module_tree import STATE, tensors_in
 from shardwise.parallel.data_parallel.param_group import Bucket, Finish, ParameterGroup
@@ -558,7 +559,7 @@ def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -
         for axes in dict.fromkeys([group.data_mesh for group in groups]):
             if not _has_data_axes(mesh, axes):
                 continue
-            if not set(axes.axes) <= set(mesh.axes) or (found is not None and found is not mesh):
+            if not has_all_data_axes(mesh, axes) or (found is not None and found is not mesh):
                 raise MeshError(
                     f"the inputs are on {mesh}, the parameters are sharded over {axes}",
                     hint="give all inputs on one mesh that has every data axis, or each rank its own plain tensors",

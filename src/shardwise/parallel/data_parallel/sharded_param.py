@@ -21,6 +21,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.virtual import map_parts
+from shardwise.parallel.data_parallel.data_axes import axes_within
 from shardwise.parallel.data_parallel.flat_params import ParamSlot
 from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
 from shardwise.plan.propagate import replicated_spec
@@ -206,7 +207,7 @@ class ShardedParameter:
         """
         if not isinstance(given, DTensor) or given._spec.mesh is not self.spec.mesh:
             return given
-        data = {axis for axis, grid in enumerate(self.spec.mesh.axes) if grid in self.data_mesh.axes}
+        data = axes_within(self.spec.mesh, self.data_mesh)
         placements = [Replicate() if axis in data else p for axis, p in enumerate(self.spec.placements)]
         dim_axes = [tuple(axis for axis in axes if axis not in data) for axes in self.spec.dim_axes]
         goal = DTensorSpec.from_dim_axes(self.spec.mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
@@ -265,8 +266,9 @@ def _origin(
             hint='cut both out of one mesh: world["tp"] for tensor parallelism, world["dp"] for data parallelism',
         )
     own, data = found
-    kept = [axis for axis, grid in enumerate(own.axes) if grid not in data.axes]
-    for axis in set(range(spec.mesh.ndim)) - set(kept):
+    replicated = axes_within(own, data)
+    kept = [axis for axis in range(own.ndim) if axis not in replicated]
+    for axis in sorted(replicated):
         if not isinstance(spec.placements[axis], Replicate):
             raise LayoutError(
                 f"{name} is {spec}: already split on the data axis {spec.mesh.axis_name(axis)!r}",

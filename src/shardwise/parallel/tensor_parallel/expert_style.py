@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.api import replicate_rest
+from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
@@ -120,6 +121,7 @@ class ExpertParallel(ParallelStyle):
         whole = [p for p in module.parameters() if isinstance(p, DTensor) and p._spec.is_replicated]
         add_up_after_backward(whole)
 
+        @not_compiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = None if args else next(iter(kwargs), None)
             value = args[0] if args else kwargs.get(name or "")
@@ -128,6 +130,7 @@ class ExpertParallel(ParallelStyle):
             found = self._entered(module, value, mesh)
             return ((found, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: found})
 
+        @not_compiled
         def after(module: nn.Module, args: Any, result: Any) -> Any:
             unsee(module)
             spec: DTensorSpec | None = module.__dict__.pop(_ENTERED, None)
