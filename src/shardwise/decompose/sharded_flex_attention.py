@@ -1,8 +1,7 @@
-"""`flex_attention` on DTensors: scores, masks and modifications of scores as operators on DTensors.
+"""`flex_attention` on DTensors: block by block (`rules/flex_blocks.py`), by a ring, halos, heads or gathered keys.
 
-Batch, heads and queries may be sharded: so are scores and the indices from which masks are computed. Keys and values
-are gathered along their sequence on the axes that shard the queries. As on one device without a compiled
-kernel, a rank holds all scores of its queries.
+Where sizes are symbolic, or a function captures a DTensor that is larger than keys and values, scores, masks and
+modifications of scores are operators on DTensors: these are sharded as the queries are, and keys and values are gathered.
 """
 
 from __future__ import annotations
@@ -13,12 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Partial, Replicate
+from shardwise.core.symbolic import is_tracing
 from shardwise.decompose.layout_helpers import indices_of, moved_to, widened, without_partial
+from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.errors import UnsupportedError
+from shardwise.rules.flex_blocks import FlexFunctions, functions
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import CopiedDTensor, PendingDTensor
-from shardwise.torch_private import flex_attention, flex_attention_backward, scalar_lookups
+from shardwise.torch_private import flex_attention, flex_attention_backward
 
 __all__ = ["register"]
 
@@ -48,15 +51,15 @@ def attend(
     mask_mod_other_buffers: Buffers = (),
 ) -> tuple[Any, Any, Any]:
     """The output, the logarithm of the sum of exponentials, and the largest score of each query."""
-    keys, values = _beside(query, key, value)
     buffers = score_mod_other_buffers, mask_mod_other_buffers
-    final = _scores(query, _each_head(keys, query), score_mod, block_mask[-1], scale, *buffers).final
-    largest = final.amax(-1)
-    dead = largest == -math.inf  # queries without keys
-    sums = final.logsumexp(-1).masked_fill(dead, -math.inf)
-    weights = final.softmax(-1).masked_fill(dead.unsqueeze(-1), 0.0)
-    out = weights.to(query.dtype) @ _each_head(values, query).to(query.dtype)
-    results = [_laid_out_like(x, query) for x in (out, sums / LOG2, largest / LOG2)]
+    keys, values = (_for_each_sample(x, query) for x in (key, value))
+    if not _runs_by_blocks(query, keys, values, *buffers):
+        found = _attend_by_operators(query, keys, values, score_mod, block_mask[-1], scale, *buffers)
+    else:
+        used = _functions(query, key, score_mod, None, block_mask[-1], *buffers)
+        with functions.holding(used):
+            found = torch.ops.shardwise.flex_attention.default(query, keys, values, scale)
+    results = [_laid_out_like(x, query) for x in found]
     return _in_memory_like(results[0], query), results[1], results[2]
 
 
@@ -82,28 +85,124 @@ def attend_backward(
             "flex_attention on DTensors gives no gradients of the tensors that score_mod captures",
             hint="detach them, or add a bias as the attn_mask of F.scaled_dot_product_attention",
         )
-    keys, values = (_each_head(x, query) for x in _beside(query, key, value))
     buffers = score_mod_other_buffers, mask_mod_other_buffers
-    scores = _scores(query, keys, fw_graph, block_mask[-1], scale, *buffers)
+    upstream = torch.zeros_like(out) if grad_out is None else grad_out
+    keys, values = (_for_each_sample(x, query) for x in (key, value))
+    given = (query, keys, values, out, logsumexp, upstream, grad_logsumexp)
+    if not _runs_by_blocks(query, keys, values, *buffers):
+        grads = _backward_by_operators(*given, fw_graph, joint_graph, block_mask[-1], scale, *buffers)
+    else:
+        used = _functions(query, key, fw_graph, joint_graph, block_mask[-1], *buffers)
+        with functions.holding(used):
+            grads = torch.ops.shardwise.flex_attention_backward.default(*given, scale)
+    grads = [_sum_of_samples(grad, like) for grad, like in zip(grads, (query, key, value), strict=True)]
+    laid_out = [_laid_out_like(grad, like) for grad, like in zip(grads, (query, key, value), strict=True)]
+    return laid_out[0], laid_out[1], laid_out[2], (None,) * len(score_mod_other_buffers)
+
+
+# ---------------------------------------------------------------- block by block
+
+
+def _runs_by_blocks(query: Any, keys: Any, values: Any, *buffers: Buffers) -> bool:
+    """Whether sizes are known, and captured DTensors are smaller than keys and values, so that ranks may gather them."""
+    tensors = (query, keys, values)
+    if any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape) or any(not x.numel() for x in tensors):
+        return False
+    if keys.shape[SEQUENCE] != values.shape[SEQUENCE]:  # which is an error
+        return False
+    captured = [x for of in buffers for x in of if isinstance(x, DTensor)]
+    return sum(x.nbytes for x in captured) <= keys.nbytes + values.nbytes
+
+
+def _functions(
+    query: Any,
+    key: Any,
+    score: Callable[..., Any],
+    gradient: Callable[..., Any] | None,
+    mask: Callable[..., Any],
+    captured: Buffers,
+    mask_captured: Buffers,
+) -> FlexFunctions:
+    """The functions of a call, with the tensors that they are given on every rank."""
+    mesh = next(x for x in (query, key) if isinstance(x, DTensor)).device_mesh
+    each = [tuple([_on_every_rank(x, mesh) for x in of]) for of in (captured, mask_captured)]
+    return FlexFunctions(score, gradient, mask, each[0], each[1])
+
+
+def _on_every_rank(x: Any, mesh: DeviceMesh) -> Any:
+    """A captured tensor as a plain one; one that is plain is compared between processes."""
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    if isinstance(x, torch.Tensor) and not is_tracing():
+        replicated_operand(DTensor, x, mesh, "flex_attention", "captured")
+    return x
+
+
+def _for_each_sample(x: Any, query: Any) -> Any:
+    """Keys or values for each sample of the queries, which all may share."""
+    return x.expand(query.shape[0], *x.shape[1:]) if x.shape[0] != query.shape[0] else x
+
+
+def _sum_of_samples(grad: Any, like: Any) -> Any:
+    return grad.sum(0, keepdim=True) if grad.shape[0] != like.shape[0] else grad
+
+
+# ---------------------------------------------------------------- by operators
+
+
+def _attend_by_operators(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable[..., Any],
+    mask_mod: Callable[..., Any],
+    scale: Any,
+    score_buffers: Buffers,
+    mask_buffers: Buffers,
+) -> tuple[Any, Any, Any]:
+    """The results of `attend`, whose keys and values are for each sample."""
+    keys, values = _beside(query, key, value)
+    final = _scores(query, _each_head(keys, query), score_mod, mask_mod, scale, score_buffers, mask_buffers).final
+    largest = final.amax(-1)
+    dead = largest == -math.inf  # queries without keys
+    sums = final.logsumexp(-1).masked_fill(dead, -math.inf)
+    weights = final.softmax(-1).masked_fill(dead.unsqueeze(-1), 0.0)
+    return weights.to(query.dtype) @ _each_head(values, query).to(query.dtype), sums / LOG2, largest / LOG2
+
+
+def _backward_by_operators(
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    upstream: Any,
+    grad_logsumexp: Any,
+    score_mod: Callable[..., Any],
+    joint: Callable[..., Any],
+    mask_mod: Callable[..., Any],
+    scale: Any,
+    score_buffers: Buffers,
+    mask_buffers: Buffers,
+) -> tuple[Any, Any, Any]:
+    """The gradients of queries, keys and values."""
+    keys, values = (_each_head(x, query) for x in _beside(query, key, value))
+    scores = _scores(query, keys, score_mod, mask_mod, scale, score_buffers, mask_buffers)
     dead = (logsumexp == -math.inf).unsqueeze(-1)
     weights = (scores.final - logsumexp.unsqueeze(-1) * LOG2).exp().masked_fill(dead, 0.0)
     wide = weights.dtype
-    upstream = torch.zeros_like(out) if grad_out is None else grad_out
     given = (out.to(wide) * upstream.to(wide)).sum(-1, keepdim=True)
     if grad_logsumexp is not None:
         given = given - grad_logsumexp.unsqueeze(-1) / LOG2
     of_final = weights * (upstream.to(wide) @ values.to(wide).mT - given)
-    with scalar_lookups():
-        first = _for_each_score(lambda *args: joint_graph(*args)[0], 1, 1 + len(score_mod_other_buffers), (0,))
-        of_products = first(scores.products, *scores.indices, of_final, *score_mod_other_buffers)
+    used = FlexFunctions(score_mod, joint, mask_mod, score_buffers, mask_buffers)
+    of_products = used.of_products(scores.products, scores.indices, of_final)
     of_products = torch.where(scores.allowed, of_products * scale, 0.0).to(query.dtype)
-    grads = (
+    return (
         of_products @ keys.to(query.dtype),
         _sum_of_heads(of_products.mT @ query, key),
         _sum_of_heads(weights.to(query.dtype).mT @ upstream, value),
     )
-    laid_out = [_laid_out_like(grad, like) for grad, like in zip(grads, (query, key, value), strict=True)]
-    return laid_out[0], laid_out[1], laid_out[2], (None,) * len(score_mod_other_buffers)
 
 
 # ---------------------------------------------------------------- scores
@@ -120,28 +219,9 @@ def _scores(
 ) -> Scores:
     products = without_partial(widened(query) @ widened(keys).mT) * scale
     indices = [indices_of(products, dim) for dim in range(4)]
-    with scalar_lookups():
-        modified = _for_each_score(score_mod, 1, len(score_buffers))(products, *indices, *score_buffers)
-        allowed = _for_each_score(mask_mod, 0, len(mask_buffers))(*indices, *mask_buffers)
+    used = FlexFunctions(score_mod, None, mask_mod, score_buffers, mask_buffers)
+    modified, allowed = used.modified(products, indices), used.visible(*indices)
     return Scores(products, torch.where(allowed, modified, -math.inf), allowed, indices)
-
-
-def _for_each_score(
-    function: Callable[..., Any], before: int, after: int, mapped: tuple[int, ...] = ()
-) -> Callable[..., Any]:
-    """A function of `before` scores, four indices and `after` more, on all of them.
-
-    Args:
-        function: called with scalars.
-        before: the number of scores before the indices.
-        after: the number of arguments after the indices.
-        mapped: those of them that are scores as well; the others are passed unchanged.
-    """
-    following = tuple(0 if i in mapped else None for i in range(after))
-    for index in reversed(range(4)):
-        of_indices = tuple(0 if i == index else None for i in range(4))
-        function = torch.vmap(function, in_dims=((0,) * before) + of_indices + following)
-    return function
 
 
 # ---------------------------------------------------------------- layouts, heads
@@ -161,10 +241,9 @@ def _beside(query: Any, key: Any, value: Any) -> list[Any]:
 
 
 def _each_head(x: Any, query: Any) -> Any:
-    """Keys or values for each head and sample of the queries, which several may share."""
+    """Keys or values for each head of the queries, which several may share."""
     groups = query.shape[1] // x.shape[1]
-    each = x.repeat_interleave(groups, 1) if groups > 1 else x
-    return each.expand(query.shape[0], *each.shape[1:]) if each.shape[0] != query.shape[0] else each
+    return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
 def _sum_of_heads(grad: Any, like: Any) -> Any:

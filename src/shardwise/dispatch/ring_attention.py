@@ -13,6 +13,7 @@ import torch
 
 from shardwise import modes
 from shardwise.core.cache import BoundedCache
+from shardwise.core.layout import Run
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import is_tracing
@@ -30,12 +31,13 @@ from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_att
 from shardwise.rules.attention import KERNELS
 from shardwise.rules.attention_blocks import (
     SEQUENCE,
-    BackwardBlocks,
-    ForwardBlocks,
+    Kernel,
     ScoreTile,
     band_tiles,
     tiles,
 )
+from shardwise.rules.flex_blocks import Positions, Reaches
+from shardwise.rules.flex_blocks import functions as flex_functions
 from shardwise.rules.mask_reach import Blocks, Reach, reach_of
 
 __all__ = ["attending"]
@@ -61,17 +63,19 @@ def attending(
         kwargs: those given by name.
     """
     routes = routes_between(signature.specs, sharding.inputs)
-    if not any(route is not None and route.communicates for route in routes):
+    by_position = KERNELS[signature.info.op][0].by_position
+    if not by_position and not any(route is not None and route.communicates for route in routes):
         return None
     if KERNELS[signature.info.op][1] and not any(slot.name.startswith("grad_out") for slot in signature.slots):
         return None  # a backward without a gradient, of which kernels make none
     schema = OpSchema(signature.info.op, signature.arguments, signature.specs)
     blocks = ring_blocks(schema, metas) if _is_readable(signature) else None
+    reaches = Reaches()
 
     def known_reach(prefer: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reach | None:
         if blocks is None or prefer not in BY_MASK or not modes.may_read_values():
             return None
-        return _reach(signature, blocks, args, kwargs)
+        return _reach(signature, blocks, args, kwargs, reaches)
 
     prefer, max_bytes = modes.preferred_attention()
     reach = known_reach(prefer, args, kwargs)
@@ -97,16 +101,28 @@ def attending(
 
 def _is_readable(signature: Signature) -> bool:
     """Whether there is a mask that all ranks have, so that they decide alike."""
+    if KERNELS[signature.info.op][0].by_position:
+        return fabric_of(signature.mesh).has_values
     spec = signature.arguments.get("attn_mask")
     return isinstance(spec, DTensorSpec) and spec.is_replicated and fabric_of(signature.mesh).has_values
 
 
 def _reach(
-    signature: Signature, blocks: tuple[Blocks, Blocks], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    signature: Signature,
+    blocks: tuple[Blocks, Blocks],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    reaches: Reaches,
 ) -> Reach | None:
     """The keys that queries see by the mask of a call; None: all, or unknown."""
-    mask = signature.info.bind(args, kwargs).get("attn_mask")
-    if not isinstance(mask, torch.Tensor) or is_tracing():
+    if is_tracing():
+        return None
+    given = signature.info.bind(args, kwargs)
+    if KERNELS[signature.info.op][0].by_position:
+        query, key = given["query"], given["key"]
+        return reaches.find(flex_functions.values()[-1], (*query.shape[:3], key.shape[2]), query.device, blocks)
+    mask = given.get("attn_mask")
+    if not isinstance(mask, torch.Tensor):
         return None
     if type(mask) is torch.Tensor:
         return reach_of(mask, *blocks)
@@ -175,6 +191,27 @@ class _Plan:
         return found
 
 
+Beside = Callable[[Coordinate, torch.Tensor], dict[str, Any]]
+
+
+def _beside(kernel: Kernel, query: DTensorSpec) -> Beside:
+    """What kernels read beside the arguments of the operator, by the coordinate of a rank and its queries."""
+    if not kernel.by_position:
+        return lambda coordinate, local: {}
+    used, has_values = flex_functions.values()[-1], fabric_of(query.mesh).has_values
+
+    def positions(coordinate: Coordinate, local: torch.Tensor) -> dict[str, Any]:
+        found = []
+        for dim, size in enumerate(local.shape[:3]):
+            # in a dry run one rank represents all
+            runs = query.runs(dim, coordinate) if has_values else (Run(0, size),)
+            parts = [torch.arange(run.start, run.start + run.length, device=local.device) for run in runs]
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return {"functions": used, "positions": Positions(*found)}
+
+    return positions
+
+
 def _bound(route: Route | None) -> tuple[Callable[[], None], dict[int, Rotation]]:
     return (lambda: None, {}) if route is None else bound_rotations(route)
 
@@ -198,7 +235,7 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
     def attend_by_blocks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
-        plain = info.bind(args, kwargs)
+        plain, beside = info.bind(args, kwargs), _beside(plan.kernel, plan.inputs["query"])
         columns = [
             plan.fabric.parts(mesh, _stored(local, spec))
             for local, spec in zip(move_operands(args, kwargs), inputs, strict=True)
@@ -206,7 +243,7 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
         ranks = []
         for row in zip(*columns, strict=True):
             named = {slot.name: part for slot, (_, part) in zip(signature.slots, row, strict=True)}
-            ranks.append((row[0][0], {**plain, **named}))
+            ranks.append((row[0][0], {**plain, **named, **beside(row[0][0], named["query"])}))
         results = compute(plan, ranks)
         fresh = iter(zip(wraps, outputs, strict=True))
         return tuple(_wrapped(result, fresh) for result in results)
@@ -236,24 +273,25 @@ def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
     def compute(coordinate: Coordinate, given: Mapping[str, Any]) -> list[Any]:
         key, value = given["key"], given["value"]
         if is_backward:
-            state = BackwardBlocks(kernel, given)
+            state = kernel.backward(given)
             grads = state.add(key, value, near(coordinate))
             return [state.grad_query.to(given["query"].dtype), *grads]
-        blocks = ForwardBlocks(kernel, given)
+        blocks = kernel.forward(given)
         blocks.add(key, value, near(coordinate))
         return [*blocks.results(value.shape[-1]), *blocks.others]
 
     def attend_by_halos(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
-        plain = info.bind(args, kwargs)
+        plain, beside = info.bind(args, kwargs), _beside(kernel, specs["query"])
         locals_ = [_stored(local, spec) for local, spec in zip(move_operands(args, kwargs), inputs, strict=True)]
         for i, local in zip(at, exchanges[0][1]([locals_[i] for i in at], 0), strict=True):
             locals_[i] = local
         by_rank: dict[Coordinate, list[Any]] = {}
         for row in zip(*(fabric.parts(mesh, local) for local in locals_), strict=True):
             named = {name: part for name, (_, part) in zip(names, row, strict=True)}
-            by_rank[row[0][0]] = compute(row[0][0], {**plain, **named})
+            given = {**plain, **named, **beside(row[0][0], named["query"])}
+            by_rank[row[0][0]] = compute(row[0][0], given)
         results: list[Any] = []
         for i, first in enumerate(next(iter(by_rank.values()))):
             kept = {coordinate: made[i] for coordinate, made in by_rank.items()}
@@ -315,7 +353,7 @@ def _circulate(plan: _Plan, ranks: Ranks, see: Callable[[int, list[list[torch.Te
 
 def _forward(plan: _Plan, ranks: Ranks) -> list[Any]:
     """The output, the logarithms of the sums, and the other results of the operator."""
-    states = [ForwardBlocks(plan.kernel, given) for _, given in ranks]
+    states = [plan.kernel.forward(given) for _, given in ranks]
 
     def see(turn: int, blocks: Sequence[Any]) -> None:
         for (coordinate, _), state, block in zip(ranks, states, blocks, strict=True):
@@ -332,7 +370,7 @@ def _forward(plan: _Plan, ranks: Ranks) -> list[Any]:
 
 def _backward(plan: _Plan, ranks: Ranks) -> list[Any]:
     """The gradients of queries, keys and values."""
-    states = [BackwardBlocks(plan.kernel, given) for _, given in ranks]
+    states = [plan.kernel.backward(given) for _, given in ranks]
     announce, rotations = plan.back
     if rotations:
         announce()

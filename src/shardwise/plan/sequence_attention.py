@@ -167,7 +167,12 @@ def choose_attention(
     if given["key"].shape[SEQUENCE] != given["value"].shape[SEQUENCE]:  # which the kernel may refuse
         return None
     turns = None if reach is None else reach.turns
-    makers = {"ring": functools.partial(_ring, turns=turns), "heads": _heads, "gather": _gather}
+    causal = bool(schema.arguments.get("is_causal")) or (reach is not None and reach.causal)
+    makers = {
+        "ring": functools.partial(_ring, causal=causal, turns=turns),
+        "heads": functools.partial(_heads, causal=causal),
+        "gather": functools.partial(_gather, causal=causal),
+    }
     found = {way: made for way in WAYS if (made := makers[way](schema, results)) is not None}
     if not found:
         return None
@@ -238,7 +243,12 @@ def _made(
     return AttentionChoice(way, sharding, returns, pairs, rounds, back, seconds, received, held)
 
 
-def _heads(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
+def _is_masked(schema: OpSchema, inputs: Mapping[str, DTensorSpec]) -> bool:
+    """Whether the scores of a tile depend on the positions of its keys."""
+    return "attn_mask" in inputs or KERNELS[schema.op][0].by_position
+
+
+def _heads(schema: OpSchema, results: tuple[TensorMeta, ...], causal: bool) -> AttentionChoice | None:
     sharding = ShardingPropagator().propagate(schema, results, way="heads")
     if sharding is None:
         return None
@@ -246,7 +256,17 @@ def _heads(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice
     sequence = _sequence_axes(schema)
     exchanged = all(isinstance(moved.placements[axis], AnyShard) for axis in sequence)
     held = sum(float(spec.local_bytes) for spec in (*sharding.inputs, *sharding.outputs))
-    return _made("heads", schema, sharding, held=held) if exchanged else None
+    if not exchanged:
+        return None
+    if not KERNELS[schema.op][0].by_position:  # kernels need no blocks
+        return _made("heads", schema, sharding, held=held)
+    return _made("heads", schema, sharding, _all_keys(schema, _named(schema, sharding.inputs), causal), held=held)
+
+
+def _all_keys(schema: OpSchema, inputs: Mapping[str, DTensorSpec], causal: bool) -> Pairs:
+    """One block of all keys, on every rank."""
+    length = inputs["key"].shape[SEQUENCE]
+    return Pairs(inputs["query"], (), ((Run(0, length),),), causal, _is_masked(schema, inputs))
 
 
 def _sequence_axes(schema: OpSchema) -> set[int]:
@@ -255,7 +275,7 @@ def _sequence_axes(schema: OpSchema) -> set[int]:
     return {axis for name in ("query", "key", "value") for axis in given[name].dim_axes[SEQUENCE]}
 
 
-def _gather(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoice | None:
+def _gather(schema: OpSchema, results: tuple[TensorMeta, ...], causal: bool) -> AttentionChoice | None:
     """Gather keys and values along their sequence; other operands keep their layouts if they can."""
     given = _named(schema, schema.specs)
     for name in ("key", "value"):
@@ -269,8 +289,7 @@ def _gather(schema: OpSchema, results: tuple[TensorMeta, ...]) -> AttentionChoic
     if sharding is None:
         return None
     inputs = _named(schema, sharding.inputs)
-    length = inputs["key"].shape[SEQUENCE]
-    pairs = Pairs(inputs["query"], (), ((Run(0, length),),), bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
+    pairs = _all_keys(schema, inputs, causal)
     held = sum(
         float(inputs[name].local_bytes - own.local_bytes)
         for name, own in _named(schema, schema.specs).items()
@@ -289,7 +308,7 @@ def _ring_layout(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[Out
     over = key.dim_axes[SEQUENCE]
     if not over or query.dim_axes[SEQUENCE] != over or value.dim_axes[SEQUENCE] != over:
         return None
-    pairs = ring_pairs(query, key, bool(schema.arguments["is_causal"]), "attn_mask" in inputs)
+    pairs = ring_pairs(query, key, bool(schema.arguments.get("is_causal")), _is_masked(schema, inputs))
     return sharding, pairs, key.mesh.coordinates[key.mesh.group_through(over, 0)]
 
 
@@ -307,13 +326,13 @@ def ring_blocks(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[Bloc
 
 
 def _ring(
-    schema: OpSchema, results: tuple[TensorMeta, ...], turns: tuple[int, ...] | None = None
+    schema: OpSchema, results: tuple[TensorMeta, ...], causal: bool, turns: tuple[int, ...] | None = None
 ) -> AttentionChoice | None:
     found = _ring_layout(schema, results)
     if found is None:
         return None
     sharding, pairs, line = found
-    pairs = replace(pairs, turns=turns)
+    pairs = replace(pairs, causal=causal, turns=turns)
     inputs = _named(schema, sharding.inputs)
     travelling = inputs["key"], inputs["value"]
     needed = _needed(pairs, line)
@@ -328,7 +347,7 @@ def _ring(
 def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int]) -> AttentionChoice | None:
     """Queries, keys and values keep their layouts; a rank receives the further keys and values that its queries see."""
     sharding = ShardingPropagator().propagate(schema, results, way="ring")
-    if sharding is None or schema.arguments["is_causal"]:
+    if sharding is None or schema.arguments.get("is_causal"):
         return None
     inputs = _named(schema, sharding.inputs)
     query, key, value = (inputs[name] for name in ("query", "key", "value"))

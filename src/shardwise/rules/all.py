@@ -9,6 +9,7 @@ from shardwise.rules import (  # noqa: F401  # read for what they declare
     creation,
     embedding,
     fft,
+    flex_blocks,
     foreach,
     grouped_matmul,
     indexing,

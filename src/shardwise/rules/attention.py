@@ -14,7 +14,7 @@ import torch
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.attention_blocks import BlockKernel
+from shardwise.rules.attention_blocks import BlockKernel, Kernel
 from shardwise.rules.dims import aligned
 from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, rule
@@ -27,6 +27,7 @@ WHOLE = frozenset("etv")
 # argument names of the operators
 DIMS: dict[str, tuple[Dim, ...]] = {
     "query": QUERY, "key": KEY, "value": VALUE, "out": OUT, "grad_out": OUT, "grad_out_": OUT, "logsumexp": SUMS,
+    "grad_logsumexp": SUMS,
 }  # fmt: skip
 MASKS = ("attn_mask", "attn_bias")
 
@@ -53,7 +54,7 @@ def attention(
 
     def factors(call: Call) -> Factors | None:
         query, key = call["query"].shape, call["key"].shape
-        if call["dropout_p"] or call.get("return_debug_mask") or len(query) != 4 or query[0] != key[0]:
+        if call.get("dropout_p") or call.get("return_debug_mask") or len(query) != 4 or query[0] != key[0]:
             return None
         scores = (*query[:3], key[2])
         operands = {name: operand_dims(name, meta, scores) for name, meta in call.tensors.items()}
@@ -65,7 +66,7 @@ def attention(
         tensors = tuple(operands.values())
         if way == "ring":
             tensors, given = tuple(map(_travelling, call.tensors, tensors)), [_one_sequence(dims) for dims in given]
-        stays = way == "heads" or (way == "" and call["is_causal"])
+        stays = way == "heads" or (way == "" and call.get("is_causal"))
         return Factors(
             tensors,
             (*given, *((None,) * len(call.results[i].shape) for i in rest)),
@@ -136,10 +137,11 @@ READS = ("dropout_p",)
 ALIGNMENT = 16
 WAYS = ("ring", "heads", "gather")  # by which a sharded sequence is attended to
 # The fused operators that blocks are computed with, and whether they are the gradient.
-KERNELS: dict[Any, tuple[BlockKernel, bool]] = {}
+KERNELS: dict[Any, tuple[Kernel, bool]] = {}
 
 
-def _ways(*results: tuple[Dim, ...], empty: bool) -> dict[str, Callable[[Call], Factors | None]]:
+def ways_of(*results: tuple[Dim, ...], empty: bool) -> dict[str, Callable[[Call], Factors | None]]:
+    """The ways of an attention operator, by the factors of its results."""
     return {way: attention(*results, way=way, empty=empty and way != "heads") for way in WAYS}
 
 
@@ -204,7 +206,7 @@ for op, run, kernel in (
     (aten._scaled_dot_product_flash_attention_for_cpu.default, on_cpu, CPU),
     (aten._scaled_dot_product_flash_attention.default, flash, GPU),
 ):
-    rule(op, reads=READS, local_op=run, ways=_ways(OUT, SUMS, empty=kernel is CPU))(attention(OUT, SUMS))
+    rule(op, reads=READS, local_op=run, ways=ways_of(OUT, SUMS, empty=kernel is CPU))(attention(OUT, SUMS))
     KERNELS[op] = kernel, False
 
 for op, run, kernel, patch in (
@@ -212,6 +214,6 @@ for op, run, kernel, patch in (
     (aten._scaled_dot_product_flash_attention_backward.default, flash_backward, GPU, local_length),
 ):
     of_each = (QUERY, KEY, VALUE)
-    ways = _ways(*of_each, empty=kernel is CPU)
+    ways = ways_of(*of_each, empty=kernel is CPU)
     rule(op, reads=READS, local_op=run, localize=patch, ways=ways)(attention(*of_each))
     KERNELS[op] = kernel, True

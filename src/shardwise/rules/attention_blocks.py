@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "ScoreTile", "band_tiles", "joined", "tiles"]
+__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "Kernel", "ScoreTile", "band_tiles", "joined", "tiles"]
 
 SEQUENCE = 2  # the dim of queries, keys and values
 
@@ -100,23 +101,50 @@ def joined(tiles: Sequence[ScoreTile], masked: bool) -> list[ScoreTile]:
     return found
 
 
-def _wide(query: torch.Tensor) -> torch.dtype:
+def wide_dtype(query: torch.Tensor) -> torch.dtype:
     """The dtype of statistics and sums."""
     return torch.float64 if query.dtype is torch.float64 else torch.float32
 
 
-class BlockKernel(NamedTuple):
+class Kernel(Protocol):
+    """How blocks are computed: what is kept of one block of queries while blocks of keys are added to it.
+
+    `by_position`: arguments have the positions of queries, and the functions of `flex_attention`.
+    """
+
+    by_position: bool
+
+    def forward(self, arguments: Mapping[str, Any], /) -> ForwardBlocks:
+        """Begin the output of a block of queries."""
+        ...
+
+    def backward(self, arguments: Mapping[str, Any], /) -> BackwardBlocks:
+        """Begin the gradients of a block of queries."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockKernel:
     """A fused kernel on one block.
 
     Args:
-        forward: (query, key, value, mask, causal, scale) to all results of the operator, the first two of them the
+        attend: (query, key, value, mask, causal, scale) to all results of the operator, the first two of them the
             output and the logarithm of the sum of exponentials.
-        backward: (grad_out, query, key, value, out, logsumexp, mask, causal, arguments) to the three gradients, where
-            `out` and `logsumexp` are those over all keys, and `arguments` those of the operator's call.
+        differentiate: (grad_out, query, key, value, out, logsumexp, mask, causal, arguments) to the three gradients,
+            where `out` and `logsumexp` are those over all keys, and `arguments` those of the operator's call.
     """
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    attend: Callable[..., Any]
+    differentiate: Callable[..., Any]
+    by_position: bool = False
+
+    def forward(self, arguments: Mapping[str, Any]) -> ForwardBlocks:
+        """Begin the output of a block of queries."""
+        return FusedForward(self, arguments)
+
+    def backward(self, arguments: Mapping[str, Any]) -> BackwardBlocks:
+        """Begin the gradients of a block of queries."""
+        return FusedBackward(self, arguments)
 
 
 def part_of(mask: torch.Tensor | None, tile: ScoreTile) -> torch.Tensor | None:
@@ -152,9 +180,8 @@ def band_tiles(start: int, rows: int, first: int, keys: int, band: tuple[int, in
 class ForwardBlocks:
     """The output of one block of queries over the blocks of keys seen so far."""
 
-    def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
-        self.kernel, self.scale = kernel, arguments["scale"]
-        self.query, self.mask = arguments["query"], arguments.get("attn_mask")
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments, self.query, self.mask = arguments, arguments["query"], arguments.get("attn_mask")
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
         self.others: tuple[Any, ...] = ()  # further results of kernels
@@ -162,15 +189,13 @@ class ForwardBlocks:
     def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> None:
         """Add a block of keys."""
         for tile in found:
-            key_, value_ = tile.of_columns(key), tile.of_columns(value)
-            mask = part_of(self.mask, tile)
-            query = tile.of_rows(self.query)
-            out, lse, *others = self.kernel.forward(query, key_, value_, mask, tile.causal, self.scale)
-            self.others = tuple(others)
-            lse = lse.to(_wide(query))  # torch 2.11 traces the statistics of float64 as float32
-            if mask is not None:
-                lse, out = _without_dead_rows(mask, lse, out)
-            self._merge(tile, out, lse)
+            self._merge(tile, *self.block_output(tile, tile.of_columns(key), tile.of_columns(value)))
+
+    def block_output(
+        self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output of a tile, and the logarithm of the sum of its exponentials."""
+        raise NotImplementedError
 
     def _merge(self, tile: ScoreTile, out: torch.Tensor, lse: torch.Tensor) -> None:
         if self.out is None or self.lse is None:
@@ -186,7 +211,7 @@ class ForwardBlocks:
 
     def results(self, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the logarithm of the sum of exponentials; rows that attend to nothing are zero in both."""
-        wide = _wide(self.query)
+        wide = wide_dtype(self.query)
         if self.out is None or self.lse is None:
             shape = self.query.shape[:3]
             return self.query.new_zeros((*shape, value_size)), self.query.new_zeros(shape, dtype=wide)
@@ -194,34 +219,53 @@ class ForwardBlocks:
         return self.out.to(self.query.dtype), lse
 
 
-def _without_dead_rows(mask: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class FusedForward(ForwardBlocks):
+    """The same by a fused kernel."""
+
+    def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.kernel = kernel
+
+    def block_output(
+        self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output of a tile, and the logarithm of the sum of its exponentials."""
+        mask, query = part_of(self.mask, tile), tile.of_rows(self.query)
+        out, lse, *others = self.kernel.attend(query, key, value, mask, tile.causal, self.arguments["scale"])
+        self.others = tuple(others)
+        lse = lse.to(wide_dtype(query))  # torch 2.11 traces the statistics of float64 as float32
+        return (out, lse) if mask is None else _without_dead_rows(mask, out, lse)
+
+
+def _without_dead_rows(mask: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Set the statistics of rows that attend to no key of a block to minus infinity. Kernels return other values."""
     dead = (mask == -math.inf).all(-1)
-    return lse.masked_fill(dead, -math.inf), out.masked_fill(dead.unsqueeze(-1), 0.0)
+    return out.masked_fill(dead.unsqueeze(-1), 0.0), lse.masked_fill(dead, -math.inf)
 
 
 class BackwardBlocks:
     """The gradients of one block of queries, and of the blocks of keys it is shown."""
 
-    def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
-        self.kernel, self.arguments = kernel, arguments
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
         names = ("grad_out", "query", "out", "logsumexp")
         self.grad_out, self.query, self.out, self.lse = (arguments[name] for name in names)
         self.mask = arguments.get("attn_mask")
-        wide = _wide(self.query)
+        wide = wide_dtype(self.query)
         self.grad_query = self.query.new_zeros(self.query.shape, dtype=wide)
+
+    def block_gradients(
+        self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a tile adds to the gradients of its queries, keys and values."""
+        raise NotImplementedError
 
     def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> tuple[torch.Tensor, torch.Tensor]:
         """What this block of queries adds to the gradients of a block of keys and values; its own are kept."""
         grads: list[torch.Tensor] | None = None
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
-            mask = part_of(self.mask, tile)
-            rows = [tile.of_rows(x) for x in (self.grad_out, self.query, self.out, self.lse)]
-            grad_out, query, out, lse = rows
-            grad_query, *of_keys = self.kernel.backward(
-                grad_out, query, key_, value_, out, lse, mask, tile.causal, self.arguments
-            )
+            grad_query, *of_keys = self.block_gradients(tile, key_, value_)
             tile.of_rows(self.grad_query).add_(grad_query)
             if grads is None and tile.columns == key.shape[SEQUENCE]:
                 grads = of_keys
@@ -234,3 +278,19 @@ class BackwardBlocks:
         if grads is None:
             return torch.zeros_like(key), torch.zeros_like(value)
         return grads[0].to(key.dtype), grads[1].to(value.dtype)
+
+
+class FusedBackward(BackwardBlocks):
+    """The same by a fused kernel."""
+
+    def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.kernel = kernel
+
+    def block_gradients(
+        self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a tile adds to the gradients of its queries, keys and values."""
+        grad_out, query, out, lse = (tile.of_rows(x) for x in (self.grad_out, self.query, self.out, self.lse))
+        mask = part_of(self.mask, tile)
+        return self.kernel.differentiate(grad_out, query, key, value, out, lse, mask, tile.causal, self.arguments)

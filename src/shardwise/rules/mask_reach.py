@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from shardwise.core.layout import Run
 
-__all__ = ["Blocks", "Reach", "band_of", "reach_of", "turns_of"]
+__all__ = ["Blocks", "Reach", "band_of", "reach_of", "reach_of_function"]
 
 Blocks = Sequence[Sequence[Run]]  # the runs of each position of a ring
+CELL = 64  # keys that are looked at together
+AT_ONCE = 1 << 22  # elements of a mask that are read at once
 
 
 class Reach(NamedTuple):
@@ -21,10 +23,12 @@ class Reach(NamedTuple):
     Args:
         band: the largest number of keys before and after its own position that a query sees; None if it is unlimited.
         turns: the turns of a ring after which a rank has keys that its queries see, ascending.
+        causal: whether no query sees a key after its own position; False also where that was not looked for.
     """
 
     band: tuple[int, int] | None
     turns: tuple[int, ...]
+    causal: bool = False
 
 
 def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
@@ -41,7 +45,7 @@ def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
         >>> near = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).tril().triu(-1) == 0, -math.inf)
         >>> quarters = [[Run(start, 2)] for start in (0, 2, 4, 6)]
         >>> reach_of(near, quarters, quarters)
-        Reach(band=(1, 0), turns=(0, 1))
+        Reach(band=(1, 0), turns=(0, 1), causal=False)
     """
     if mask.dim() < 2:
         return None
@@ -49,10 +53,36 @@ def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
     narrow = mask.shape[-2] < 2 or mask.shape[-1] < 2 or not _is_hidden(mask[..., 0, -1], mask[..., -1, 0])
     if narrow and _is_needed_everywhere(mask, queries, keys):
         return None
-    seen = _seen(mask)
-    turns = turns_of(seen, queries, keys)
-    band = None if narrow else _band(seen)
-    return None if band is None and len(turns) == len(keys) else Reach(band, turns)
+    if narrow:
+        turns = _turns(_by_block(mask, keys), queries, len(keys))
+        return None if len(turns) == len(keys) else Reach(None, turns)
+    found = _read(lambda start, count: mask.narrow(-2, start, count), mask.shape[-2], keys)
+    return Reach(_band(found), _turns(found.by_block, queries, len(keys)))
+
+
+def reach_of_function(
+    visible: Callable[[int, int], torch.Tensor], rows: int, queries: Blocks, keys: Blocks
+) -> Reach | None:
+    """The same for a mask that is a function. None: all keys may be needed.
+
+    Args:
+        visible: by the first of some queries and their number, whether they see each key: (..., queries, keys).
+        rows: the number of queries.
+        queries: the runs of queries at each position of a ring.
+        keys: the runs of keys.
+
+    Example:
+        >>> seen = torch.ones(8, 8).tril().triu(-1).bool()
+        >>> quarters = [[Run(start, 2)] for start in (0, 2, 4, 6)]
+        >>> reach_of_function(lambda start, count: seen[start : start + count], 8, quarters, quarters)
+        Reach(band=(1, 0), turns=(0, 1), causal=True)
+    """
+    found = _read(visible, rows, keys)
+    left, right = _band(found)
+    turns, columns = _turns(found.by_block, queries, len(keys)), _length(keys)
+    # a band as wide as the sequence is none
+    band = (left, right) if left < columns - 1 and right < columns - 1 else None
+    return None if band is None and right and len(turns) == len(keys) else Reach(band, turns, right == 0)
 
 
 def band_of(mask: torch.Tensor) -> tuple[int, int] | None:
@@ -63,34 +93,121 @@ def band_of(mask: torch.Tensor) -> tuple[int, int] | None:
         >>> band_of(torch.zeros(8, 8).masked_fill(~near, -math.inf))
         (2, 1)
     """
-    if mask.dim() < 2 or mask.shape[-2] < 2 or mask.shape[-1] < 2:
+    if mask.dim() < 2 or mask.shape[-2] < 2 or mask.shape[-1] < 2 or not _is_hidden(mask[..., 0, -1], mask[..., -1, 0]):
         return None
-    return _band(_seen(_without_copies(mask))) if _is_hidden(mask[..., 0, -1], mask[..., -1, 0]) else None
+    mask = _without_copies(mask)
+    return _band(_read(lambda start, count: mask.narrow(-2, start, count), mask.shape[-2], ()))
 
 
-def turns_of(seen: torch.Tensor, queries: Blocks, keys: Blocks) -> tuple[int, ...]:
-    """The turns of a ring after which a rank has keys that its queries see.
+# ---------------------------------------------------------------- reading
 
-    Args:
-        seen: by query and key, whether it is seen.
-        queries: the runs of queries at each position of the ring.
-        keys: the runs of keys.
-    """
-    rows, columns = _length(queries), _length(keys)
-    if seen.shape[1] != columns:
-        seen = seen.expand(-1, columns)
-    by_block = torch.stack([_any([seen[:, run.start : run.start + run.length] for run in runs], 1) for runs in keys], 1)
+
+class _Seen(NamedTuple):
+    """By query: the first and the last key that it sees, or the number of keys and -1; the blocks of keys it sees."""
+
+    first: torch.Tensor
+    last: torch.Tensor
+    by_block: torch.Tensor
+
+
+def _read(visible: Callable[[int, int], torch.Tensor], rows: int, keys: Blocks) -> _Seen:
+    """Read a mask, some rows at a time."""
+    found: list[_Seen] = []
+    start, count = 0, 1
+    while start < rows:
+        part = _without_copies(visible(start, min(count, rows - start)))
+        cells = _cells(part)
+        in_cells = _in_cells(keys, part)
+        by_block = _by_block(cells, in_cells) if in_cells else _by_block(part, keys)
+        found.append(_Seen(*_ends(part, cells), by_block))
+        start += part.shape[-2]
+        count = max(1, AT_ONCE // (part.numel() // part.shape[-2]))
+    return _Seen(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def _in_cells(keys: Blocks, part: torch.Tensor) -> Blocks:
+    """The same runs in cells of keys; none if cells do not end with runs."""
+    columns = part.shape[-1]
+    ends = {at for runs in keys for run in runs for at in (run.start, run.start + run.length)} - {columns}
+    if any(at % CELL for at in ends):
+        return ()
+    return [[Run(run.start // CELL, -(-run.length // CELL)) for run in runs] for runs in keys]
+
+
+def _ends(part: torch.Tensor, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last key that each query sees, for some sample and head: by cells of keys, then in a cell."""
+    columns = part.shape[-1]
+    some = cells.any(-1)
+    numbers = cells.view(torch.uint8)
+    ends = []
+    for at, pick in ((numbers.argmax(-1), "amin"), (cells.shape[-1] - 1 - numbers.flip(-1).argmax(-1), "amax")):
+        index = (at.unsqueeze(-1) * CELL + torch.arange(CELL, device=part.device)).clamp_(max=columns - 1)
+        inside = _is_seen(part.gather(-1, index.expand(*part.shape[:-1], CELL)))
+        inside = inside.reshape(-1, *inside.shape[-2:]).any(0)
+        none = columns if pick == "amin" else -1
+        ends.append(getattr(torch.where(inside & some.unsqueeze(-1), index, none), pick)(-1))
+    return ends[0], ends[1]
+
+
+def _cells(part: torch.Tensor) -> torch.Tensor:
+    """By query and cell of `CELL` keys, whether some key of it is seen, for some sample and head."""
+    columns = part.shape[-1]
+    even = columns // CELL * CELL
+    found = []
+    if even:
+        inner = part[..., :even]
+        found.append(_any_of_last(inner.unflatten(-1, (-1, CELL))))
+    if even < columns:
+        found.append(_any_of_last(part[..., even:]).unsqueeze(-1))
+    cells = torch.cat(found, -1)
+    return cells.reshape(-1, *cells.shape[-2:]).any(0)
+
+
+def _any_of_last(part: torch.Tensor) -> torch.Tensor:
+    """Whether some key of the last dim is seen. Reducing numbers is several times faster than comparing each."""
+    if part.dtype is torch.bool:
+        return part.view(torch.uint8).amax(-1).view(torch.bool)
+    return part.amax(-1) != -math.inf
+
+
+def _is_seen(part: torch.Tensor) -> torch.Tensor:
+    return part if part.dtype is torch.bool else part != -math.inf
+
+
+def _by_block(part: torch.Tensor, keys: Blocks) -> torch.Tensor:
+    """By query and block of keys, whether some key of it is seen, for some sample and head."""
+    seen = []
+    for runs in keys:
+        of_runs = [
+            _any_of_last(part if part.shape[-1] == 1 else part[..., run.start : run.start + run.length])
+            for run in runs
+            if run.length
+        ]
+        seen.append(torch.stack(of_runs).any(0) if of_runs else part.new_zeros(part.shape[:-1], dtype=torch.bool))
+    if not seen:
+        return part.new_zeros((part.shape[-2], 0), dtype=torch.bool)
+    each = torch.stack(seen, -1)
+    return each.reshape(-1, *each.shape[-2:]).any(0)
+
+
+def _turns(by_block: torch.Tensor, queries: Blocks, count: int) -> tuple[int, ...]:
+    """The turns of a ring after which a rank has keys that its queries see."""
+    rows = _length(queries)
     by_block = by_block.expand(rows, -1) if by_block.shape[0] != rows else by_block
-    needed = torch.stack([_any([by_block[run.start : run.start + run.length] for run in runs], 0) for runs in queries])
+    needed = torch.stack(
+        [torch.stack([by_block[run.start : run.start + run.length].any(0) for run in runs]).any(0) for runs in queries]
+    )
     at = needed.nonzero()
-    return tuple(sorted(set(((at[:, 0] - at[:, 1]) % len(keys)).tolist())))
+    return tuple(sorted(set(((at[:, 0] - at[:, 1]) % count).tolist())))
 
 
-def _any(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    found = parts[0].any(dim)
-    for part in parts[1:]:
-        found = found | part.any(dim)
-    return found
+def _band(seen: _Seen) -> tuple[int, int]:
+    """The largest distance to a key before and after."""
+    rows = torch.arange(seen.first.shape[0], device=seen.first.device)
+    far = rows - torch.where(seen.last < 0, rows, seen.first), seen.last - rows
+    before, after = (distance.clamp(min=0).amax() for distance in far)
+    left, right = torch.stack([before, after]).tolist()
+    return left, right
 
 
 def _length(blocks: Blocks) -> int:
@@ -105,15 +222,6 @@ def _without_copies(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor:
-    """By query and key, whether some sample and head sees it; one sample at a time, to hold little."""
-    first, *others = mask.reshape(-1, *mask.shape[-2:]).unbind(0)
-    seen = first != -math.inf
-    for other in others:
-        seen |= other != -math.inf
-    return seen
-
-
 def _is_hidden(*corners: torch.Tensor) -> bool:
     return all(bool((corner == -math.inf).all()) for corner in corners)
 
@@ -121,7 +229,7 @@ def _is_hidden(*corners: torch.Tensor) -> bool:
 def _is_needed_everywhere(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> bool:
     """Whether the first and the last row of each run show that every turn is needed."""
     if mask.shape[-2] == 1:
-        return len(turns_of(_seen(mask), queries, keys)) == len(keys)
+        return len(_turns(_by_block(mask, keys), queries, len(keys))) == len(keys)
     rows: list[int] = []
     placed: list[list[Run]] = []
     for runs in queries:
@@ -129,15 +237,4 @@ def _is_needed_everywhere(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> 
         placed.append([Run(len(rows), len(ends))])
         rows += ends
     sample = mask.index_select(-2, torch.tensor(rows, device=mask.device))
-    return len(turns_of(_seen(sample), placed, keys)) == len(keys)
-
-
-def _band(seen: torch.Tensor) -> tuple[int, int]:
-    """The largest distance to a key before and after."""
-    some = seen.any(1)
-    numbers = seen.view(torch.uint8)
-    first, last = numbers.argmax(1), seen.shape[1] - 1 - numbers.flip(1).argmax(1)
-    rows = torch.arange(seen.shape[0], device=seen.device)
-    before, after = (torch.where(some, far, 0).clamp(min=0).amax() for far in (rows - first, last - rows))
-    left, right = torch.stack([before, after]).tolist()
-    return left, right
+    return len(_turns(_by_block(sample, keys), placed, len(keys))) == len(keys)
