@@ -1,11 +1,13 @@
 """`flex_attention` on DTensors: masks and modified scores on every layout, against one device."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -177,6 +179,160 @@ def test_gradients(name: str, heads: int) -> None:
             torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-10, atol=1e-12)
 
 
+# ---------------------------------------------------------------- ways
+
+BY_SEQUENCE = (LAYOUTS[0], LAYOUTS[1], LAYOUTS[2], LAYOUTS[6])
+
+
+def all_results(tensors: list[Any], weights: Any, score: Mod | None, blocks: Any) -> list[Any]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse, largest = operator(*leaves, score or identity, blocks, 0.3, {})
+    finite = lse.masked_fill(lse == -math.inf, 0.0)
+    return [out, lse, largest, *torch.autograd.grad((out * weights).sum() + finite.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("way", ["ring", "gather", "heads", "halo"])
+def test_every_way(name: str, way: str) -> None:
+    """Values, statistics and gradients, also where another way has to be taken."""
+    score, mask = CASES[name]
+    at = list(CASES).index(name) + len(way)
+    plain, blocks = operands(heads=4 if at % 2 else 2), create(mask or everything).as_tuple()
+    weights = torch.randn(plain[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = all_results(plain, weights, score, blocks)
+    layout = BY_SEQUENCE[at % len(BY_SEQUENCE)]
+    tensors = laid_out(plain, layout)
+    laid_out_weights = sw.distribute_tensor(weights, tensors[0].device_mesh, layout[1])
+    with sw.attention(prefer=way):
+        got = all_results(tensors, laid_out_weights, score, blocks)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def taken(mask: Mod, *, prefer: str | None = None, placement: Any = S2) -> tuple[str, float]:
+    """The way of a call on four ranks, and what a rank receives."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(torch.randn(1, 1, 64, 8), mesh, [placement])
+    blocks = create_block_mask(mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=16).as_tuple()
+    with sw.attention(prefer=prefer), sw.explain() as report:
+        operator(x, x, x, identity, blocks, 0.3, {})
+    record = next(r for r in report.records if "flex_attention" in r.name)
+    return record.way, record.received
+
+
+def in_quarters(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q // 16 == k // 16
+
+
+def test_what_travels_is_what_the_mask_lets_queries_see() -> None:
+    rows = 2 * 8 * 4  # bytes of a key and its value
+    assert taken(in_quarters) == ("local", 0)
+    assert taken(window) == ("halo", 6 * rows)  # three on each side
+    way, received = taken(causal, prefer="ring")
+    assert (way, received) == ("ring", 3 * 16 * rows)
+    assert taken(everything, prefer="gather") == ("gather", 3 * 16 * rows)
+    assert taken(window, placement=Z2)[0] == "ring"  # halos need contiguous shards
+
+
+def test_a_window_in_a_long_sequence_receives_little() -> None:
+    """Under a hundredth of a gather: 128 keys before each query, 16,384 tokens, 8 ranks."""
+    x = sw.distribute_tensor(torch.randn(1, 1, 16_384, 4), sw.init_device_mesh("cpu", (8,)), [S2])
+
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k < 128)
+
+    with sw.explain() as report:
+        operator(x, x, x, identity, (near,), 0.5, {})
+    record = next(r for r in report.records if "flex_attention" in r.name)
+    gathered = 2 * (16_384 - 2_048) * 4 * 4
+    assert record.way == "halo"
+    assert record.received <= 0.01 * gathered
+
+
+def test_the_latest_values_of_captured_tensors_count() -> None:
+    """A mask that torch has traced is read once, and again when its tensors are written to."""
+    plain, numbers = operands(), DOCUMENTS.clone()
+
+    def same(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return numbers[q] == numbers[k]
+
+    q, k, v = laid_out(plain, LAYOUTS[0])
+    for change in (lambda: None, lambda: numbers.copy_(numbers.flip(0)), lambda: numbers.zero_()):
+        change()
+        blocks = create(same)
+        wanted = flex_attention(*plain, block_mask=blocks)
+        for _ in range(2):
+            got: Any = flex_attention(q, k, v, block_mask=blocks)
+            torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_that_a_mask_lists_do_not_hide_keys() -> None:
+    """Uncompiled, one device goes by the function alone."""
+    plain = operands()
+    full = create(everything)
+    few = BlockMask.from_kv_blocks(
+        torch.ones_like(full.kv_num_blocks), torch.zeros_like(full.kv_indices), None, None, 16, everything,
+        seq_lengths=(LENGTH, LENGTH),
+    )  # fmt: skip
+    wanted = flex_attention(*plain, block_mask=few)
+    got: Any = flex_attention(*laid_out(plain, LAYOUTS[0]), block_mask=few)
+    torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_that_all_samples_share() -> None:
+    q, k, v = operands()
+    plain, blocks = [q, k[:1], v[:1]], create(documents).as_tuple()
+    wanted = all_results(plain, torch.ones_like(q), None, blocks)
+    for layout in (((4,), (S2,), (S2,)), ((2, 2), (S0, S2), (R, S2))):
+        tensors = laid_out(plain, layout)
+        weights = sw.distribute_tensor(torch.ones_like(q), tensors[0].device_mesh, layout[1])
+        for mine, theirs in zip(all_results(tensors, weights, None, blocks), wanted, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("placement", [R, Shard(0)])
+def test_captured_dtensors(placement: Any) -> None:
+    plain = operands()
+    wanted, _, _ = operator(*plain, identity, create(documents).as_tuple(), 0.3, {})
+    q, k, v = laid_out(plain, LAYOUTS[0])
+    numbers = sw.distribute_tensor(DOCUMENTS, q.device_mesh, [placement])
+
+    def same(b: Any, h: Any, q: Any, k: Any, numbers: Any) -> Any:
+        return (numbers[q] == numbers[k]) & (q >= k)
+
+    got, _, _ = operator(q, k, v, identity, (same,), 0.3, {}, (), (numbers,))
+    torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bound_on_memory() -> None:
+    q, k, v = laid_out(operands(), LAYOUTS[0])
+    with sw.attention(max_bytes=1), pytest.raises(sw.MemoryBoundError, match="max_bytes=1"):
+        operator(q, k, v, identity, (everything,), 0.3, {})
+
+
+def test_bfloat16_and_more_ranks_than_tokens() -> None:
+    plain = [x[:, :, :5].bfloat16() for x in operands()]
+    wanted = [x.float() for x in operator(*plain, soft_cap, (causal,), 0.3, {})]
+    mesh = sw.init_device_mesh("cpu", (7,))
+    for prefer in ("ring", "gather"):
+        with sw.attention(prefer=prefer):
+            got = operator(*[sw.distribute_tensor(x, mesh, [S2]) for x in plain], soft_cap, (causal,), 0.3, {})
+        for mine, theirs, tolerance in zip(got, wanted, (2e-2, 1e-5, 1e-5), strict=True):
+            torch.testing.assert_close(mine.full_tensor().float(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_a_dry_run_gives_memory_and_bytes() -> None:
+    peaks = []
+    for ranks in (8, 64):
+        with sw.dry_run() as run, sw.attention(prefer="ring"):
+            mesh = sw.init_device_mesh("cpu", (ranks,))
+            x = sw.zeros(1, 2, 64 * ranks, 16, device_mesh=mesh, placements=[S2])
+            operator(x, x, x, identity, (causal,), 0.25, {})
+        peaks.append(run.peak_bytes)
+        assert run.bytes == (ranks - 1) * 2 * 64 * 2 * 16 * 4
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
 def test_gradients_of_captured_tensors_are_refused() -> None:
     bias = torch.randn(2 * LENGTH, dtype=torch.float64, requires_grad=True)
     blocks = create(causal)
@@ -205,6 +361,25 @@ def test_compiled() -> None:
     def step(q: Any, k: Any, v: Any) -> Any:
         return flex_attention(q, k, v, block_mask=blocks) + 1
 
-    torch._dynamo.reset()
-    got = torch.compile(step, backend="aot_eager", fullgraph=True)(*laid_out(plain, LAYOUTS[4]))
-    torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+    for layout in (LAYOUTS[4], LAYOUTS[0], LAYOUTS[1]):
+        torch._dynamo.reset()
+        got = torch.compile(step, backend="aot_eager", fullgraph=True)(*laid_out(plain, layout))
+        torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_checkpointed() -> None:
+    """The forward that runs again takes the same way; the operator itself has gradients on a CPU."""
+    plain, blocks = operands(), create(window).as_tuple()
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return operator(q * 2, k, v, identity, blocks, 0.3, {})[0]
+
+    def gradients(tensors: list[Any], run: Any) -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return list(torch.autograd.grad(run(*leaves).square().sum(), leaves))
+
+    wanted = gradients(plain, attend)
+    for layout in (LAYOUTS[0], LAYOUTS[1]):
+        run: Any = functools.partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=False)
+        for mine, theirs in zip(gradients(laid_out(plain, layout), run), wanted, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-12, atol=1e-12)

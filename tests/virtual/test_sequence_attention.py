@@ -13,8 +13,9 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.plan.propagate import OpSchema
 from shardwise.plan.sequence_attention import choose_attention
+from shardwise.rules import mask_reach
 from shardwise.rules.attention_blocks import tiles
-from shardwise.rules.mask_reach import Reach, band_of, reach_of
+from shardwise.rules.mask_reach import Reach, band_of, reach_of, reach_of_function
 from tests import sequence_attention as sequences
 from tests.sequence_attention import (
     LAYOUTS,
@@ -429,7 +430,15 @@ def test_what_queries_see(data: Any) -> None:
     ]
     turns = {(owners[0][i] - owners[1][j]) % count for i, j in seen}
     left, right = max([i - j for i, j in seen] + [0]), max([j - i for i, j in seen] + [0])
-    found = reach_of(mask, queries, keys)
+    with pytest.MonkeyPatch.context() as patch:  # cells and rows that are read at once
+        patch.setattr(mask_reach, "CELL", draw(st.sampled_from([1, 2, 3, 64])))
+        patch.setattr(mask_reach, "AT_ONCE", draw(st.sampled_from([1, 20, 1 << 22])))
+        found = reach_of(mask, queries, keys)
+        visible = mask != -torch.inf
+        of_function = reach_of_function(lambda at, size: visible[:, at : at + size], rows_, queries, keys)
+    wide = left >= columns - 1 or right >= columns - 1
+    expected = Reach(None if wide else (left, right), tuple(sorted(turns)), right == 0)
+    assert of_function == expected or (of_function is None and wide and right and len(turns) == count)
     band = (left, right) if rows_ > 1 < columns and left < rows_ - 1 and right < columns - 1 else None
     assert band_of(mask) == band
     assert set(range(count) if found is None else found.turns) == turns or (found is None and len(turns) == count)

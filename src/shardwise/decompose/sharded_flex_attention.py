@@ -1,11 +1,12 @@
 """`flex_attention` on DTensors: block by block (`rules/flex_blocks.py`), by a ring, halos, heads or gathered keys.
 
 Where sizes are symbolic, or a function captures a DTensor that is larger than keys and values, scores, masks and
-modifications of scores are operators on DTensors: these are sharded as the queries are, and keys and values are gathered.
+modifications of scores are operators on DTensors, sharded as the queries are, and keys and values are gathered.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from shardwise.core.symbolic import is_tracing
 from shardwise.decompose.layout_helpers import indices_of, moved_to, widened, without_partial
 from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.errors import UnsupportedError
+from shardwise.fabric.dry import Following
 from shardwise.rules.flex_blocks import FlexFunctions, functions
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import CopiedDTensor, PendingDTensor
@@ -104,7 +106,7 @@ def attend_backward(
 
 
 def _runs_by_blocks(query: Any, keys: Any, values: Any, *buffers: Buffers) -> bool:
-    """Whether sizes are known, and captured DTensors are smaller than keys and values, so that ranks may gather them."""
+    """Whether sizes are known, and captured DTensors are no larger than keys and values: ranks gather them."""
     tensors = (query, keys, values)
     if any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape) or any(not x.numel() for x in tensors):
         return False
@@ -272,7 +274,19 @@ def _in_memory_like(x: Any, like: Any) -> Any:
 
 
 def register() -> None:
-    """Register implementations of torch's operator for these classes: DTensor, in flight, copied views."""
-    for kind in (DTensor, PendingDTensor, CopiedDTensor):
-        flex_attention.py_impl(kind)(attend)
-        flex_attention_backward.py_impl(kind)(attend_backward)
+    """Register implementations of torch's operators for these classes: DTensor, in flight, copied views.
+
+    Modes of a dry run follow the operators on locals.
+    """
+    for op, implementation in ((flex_attention, attend), (flex_attention_backward, attend_backward)):
+        run: Callable[..., Any] = implementation
+        for kind in (DTensor, PendingDTensor, CopiedDTensor):
+            op.py_impl(kind)(run)
+        op.py_impl(Following)(functools.partial(_followed, op, run))
+
+
+def _followed(op: Any, run: Callable[..., Any], mode: Following, *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(x, DTensor) for x in args):
+        return op(*args, **kwargs)
+    with mode:
+        return run(*args, **kwargs)

@@ -52,7 +52,7 @@ from shardwise.torch_private import (
     push_function_mode,
 )
 
-__all__ = ["DryFabric", "DryRun", "RecordedStep", "dry_run"]
+__all__ = ["DryFabric", "DryRun", "Following", "RecordedStep", "dry_run"]
 
 # Operators that users call by another name.
 READS = {
@@ -139,7 +139,7 @@ class DryRun:
         self.live_bytes -= self._storages.pop(key)
 
 
-class _Following(TorchDispatchMode):
+class Following(TorchDispatchMode):
     """Counts the memory of tensors that operators on plain meta tensors compute from counted memory.
 
     A plain meta tensor that no counted one went into is not counted: a model that is initialised on the meta device
@@ -389,7 +389,7 @@ def dry_run() -> Iterator[DryRun]:
     with (
         dry.runs.holding(DryRun()) as run,
         fabric_mode.holding(dry.name),
-        _torch_mode(_Following(run), _DISPATCH_MODES),
+        _torch_mode(Following(run), _DISPATCH_MODES),
         _torch_mode(_Fused(run), _FUNCTION_MODES),
     ):
         yield run

@@ -6,7 +6,7 @@ Compares the seconds of the cost model, and lists the blocks that each rank need
 - "gather": every rank keeps its queries and gathers all keys and values.
 - "heads": sequence shards become shards of heads (or of the batch) and back.
 - "halo": every rank keeps its queries, and receives the keys and values near them that a mask lets them see.
-- "local": a ring without turns, because a mask lets every rank see its own keys alone.
+- "local": nothing is sent, because a mask lets every rank see its own keys alone, or the sequence is not sharded.
 
 Where the values of a mask are known (`Reach`), a ring leaves out the turns that no query needs.
 """
@@ -184,7 +184,9 @@ def choose_attention(
         f"{way} {human_seconds(c.seconds)}, {human_bytes(c.received)} received and {human_bytes(c.held)} held"
         for way, c in found.items()
     )
-    return replace(found[taken], why=f"{found[taken].way} ({reason}{costs})")
+    chosen = found[taken]
+    way = chosen.way if chosen.received else "local"
+    return replace(chosen, way=way, why=f"{way} ({reason}{costs})")
 
 
 def _cheapest(

@@ -107,12 +107,12 @@ def wide_dtype(query: torch.Tensor) -> torch.dtype:
 
 
 class Kernel(Protocol):
-    """How blocks are computed: what is kept of one block of queries while blocks of keys are added to it.
+    """How blocks are computed: what is kept of one block of queries while blocks of keys are added to it."""
 
-    `by_position`: arguments have the positions of queries, and the functions of `flex_attention`.
-    """
-
-    by_position: bool
+    @property
+    def by_position(self) -> bool:
+        """Whether it reads the positions of queries, and the functions of `flex_attention`."""
+        ...
 
     def forward(self, arguments: Mapping[str, Any], /) -> ForwardBlocks:
         """Begin the output of a block of queries."""
