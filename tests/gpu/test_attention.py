@@ -85,6 +85,77 @@ def test_sequences() -> None:
             assert moved == {"ring": 3 + 6, "gather": 2 + 4, "heads": 4 + 8}[way]
 
 
+def test_masked_sequences() -> None:
+    """Every way with the kernel that takes masks: lengths that it rounds up, and columns of a mask that begin anywhere."""
+    for length, way in itertools.product((64, 46, 200), ("ring", "gather", "heads")):
+        hidden = torch.rand(length, length, device="cuda") < 0.4
+        hidden.fill_diagonal_(False)
+        mask = torch.zeros(length, length, device="cuda", dtype=torch.bfloat16).masked_fill(hidden, -torch.inf)
+        plain = [*tensors(*[(3, 4, length, 64)] * 3), mask]
+        with sw.attention(prefer=way):
+            moved = check(SDPBackend.EFFICIENT_ATTENTION, plain, [S2, S2, S2, R])
+        assert moved == {"ring": 3 + 6, "gather": 2 + 4, "heads": 4 + 8}[way]
+
+
+def test_masked_sequences_in_float32() -> None:
+    """Statistics are merged in float32: as close to float64 as one kernel on whole tensors."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 150, 64, device="cuda", generator=generator) for _ in range(3))
+    hidden = (torch.rand(150, 150, device="cuda", generator=generator) < 0.4).fill_diagonal_(False)
+    mask = torch.zeros(150, 150, device="cuda").masked_fill(hidden, -torch.inf)
+    exact = attend(SDPBackend.MATH, [x.double().requires_grad_() for x in (q, k, v)], attn_mask=mask.double())
+    alone = attend(SDPBackend.EFFICIENT_ATTENTION, [x.clone().requires_grad_() for x in (q, k, v)], attn_mask=mask)
+    mesh = sw.init_device_mesh("cuda", (4,))
+    laid = [sw.distribute_tensor(x, mesh, [S2]).requires_grad_() for x in (q, k, v)]
+    with sw.attention(prefer="ring"):
+        ring = attend(SDPBackend.EFFICIENT_ATTENTION, laid, attn_mask=mask)
+    for a, b, c in zip(ring, alone, exact, strict=True):
+        assert (a.full_tensor() - c).abs().max() <= 4 * (b - c).abs().max() + 1e-6
+
+
+def test_masks_that_hide_whole_blocks() -> None:
+    """Rows of a block that a mask hides do not count, and rows that see nothing are zero with zero gradients."""
+    plain = tensors(*[(1, 2, 64, 64)] * 3)
+    near = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril().triu(-5)
+    check(SDPBackend.EFFICIENT_ATTENTION, [*plain, near], [S2, S2, S2, R])
+    near[3:6] = False
+    mesh = sw.init_device_mesh("cuda", (4,))
+    laid = [sw.distribute_tensor(x, mesh, [S2]).requires_grad_() for x in plain]
+    with sw.attention(prefer="ring"):
+        out, *grads = attend(SDPBackend.EFFICIENT_ATTENTION, laid, attn_mask=near)
+    assert (out.full_tensor()[:, :, 3:6] == 0).all()
+    assert (grads[0].full_tensor()[:, :, 3:6] == 0).all()
+    assert all(bool(grad.full_tensor().isfinite().all()) for grad in grads)
+
+
+def test_flex_sequences() -> None:
+    """Score functions and masks of `flex_attention`, block by block on a GPU."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    plain = [x.float() for x in tensors(*[(2, 4, 200, 64)] * 3)]
+    mesh = sw.init_device_mesh("cuda", (4,))
+
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k < 20)
+
+    def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return 5 * (score / 5).tanh()
+
+    blocks = create_block_mask(near, None, None, 200, 200, device="cuda")
+
+    def run(args: list[Any]) -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in args]
+        out: Any = flex_attention(*leaves, score_mod=capped, block_mask=blocks)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    wanted = run(plain)
+    for way in ("ring", "halo", "gather"):
+        with sw.attention(prefer=way):
+            got = run([sw.distribute_tensor(x, mesh, [S2]) for x in plain])
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, atol=2e-3, rtol=2e-3)
+
+
 def test_masks() -> None:
     """Masks of a size that kernels pad, with and without a gradient."""
     plain = tensors((4, 8, 64, 64), (4, 8, 45, 64), (4, 8, 45, 64), (4, 8, 64, 45))

@@ -30,6 +30,7 @@ from shardwise.plan.route import Route
 from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention, ring_blocks
 from shardwise.rules.attention import KERNELS
 from shardwise.rules.attention_blocks import (
+    MASKS,
     SEQUENCE,
     Kernel,
     ScoreTile,
@@ -39,6 +40,7 @@ from shardwise.rules.attention_blocks import (
 from shardwise.rules.flex_blocks import Positions, Reaches
 from shardwise.rules.flex_blocks import functions as flex_functions
 from shardwise.rules.mask_reach import Blocks, Reach, reach_of
+from shardwise.schema import OpInfo
 
 __all__ = ["attending"]
 
@@ -237,16 +239,14 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
             modes.check_strict(info.op, moving)
         plain, beside = info.bind(args, kwargs), _beside(plan.kernel, plan.inputs["query"])
         columns = [
-            plan.fabric.parts(mesh, _stored(local, spec))
-            for local, spec in zip(move_operands(args, kwargs), inputs, strict=True)
+            plan.fabric.parts(mesh, _stored(local, spec, name))
+            for local, (name, spec) in zip(move_operands(args, kwargs), plan.inputs.items(), strict=True)
         ]
         ranks = []
         for row in zip(*columns, strict=True):
             named = {slot.name: part for slot, (_, part) in zip(signature.slots, row, strict=True)}
             ranks.append((row[0][0], {**plain, **named, **beside(row[0][0], named["query"])}))
-        results = compute(plan, ranks)
-        fresh = iter(zip(wraps, outputs, strict=True))
-        return tuple(_wrapped(result, fresh) for result in results)
+        return _wrapped(info, compute(plan, ranks), iter(zip(wraps, outputs, strict=True)))
 
     return attend_by_blocks
 
@@ -284,7 +284,8 @@ def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
         if moving:
             modes.check_strict(info.op, moving)
         plain, beside = info.bind(args, kwargs), _beside(kernel, specs["query"])
-        locals_ = [_stored(local, spec) for local, spec in zip(move_operands(args, kwargs), inputs, strict=True)]
+        moved = zip(move_operands(args, kwargs), specs.items(), strict=True)
+        locals_ = [_stored(local, spec, name) for local, (name, spec) in moved]
         for i, local in zip(at, exchanges[0][1]([locals_[i] for i in at], 0), strict=True):
             locals_[i] = local
         by_rank: dict[Coordinate, list[Any]] = {}
@@ -298,23 +299,28 @@ def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
             results.append(fabric.build(mesh, kept.__getitem__) if isinstance(first, torch.Tensor) else first)
         if is_backward:
             results[1:] = exchanges[1][1](results[1:], 0)
-        fresh = iter(zip(wraps, outputs, strict=True))
-        return tuple(_wrapped(result, fresh) for result in results)
+        return _wrapped(info, results, iter(zip(wraps, outputs, strict=True)))
 
     return attend_by_halos
 
 
-def _stored(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """A local that kernels can read; of a broadcast one not each element has max_bytes of its own."""
-    return local.contiguous() if spec.broadcast else local
+def _stored(local: torch.Tensor, spec: DTensorSpec, name: str) -> torch.Tensor:
+    """A local that kernels can read; of a broadcast one not each element has memory of its own. Masks may be such."""
+    return local.contiguous() if spec.broadcast and name not in MASKS else local
 
 
-def _wrapped(result: Any, fresh: Any) -> Any:
-    if not isinstance(result, torch.Tensor):
-        return result
-    wrap, spec = next(fresh)
-    stride = spec.tensor_meta.stride
-    return wrap(in_order_of(result, stride) if result.dim() == len(stride) else result)
+def _wrapped(info: OpInfo, results: Sequence[Any], fresh: Any) -> tuple[Any, ...]:
+    """The results of an operator, of which the last may be a gradient that was not asked for."""
+
+    def wrapped(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        wrap, spec = next(fresh)
+        stride = spec.tensor_meta.stride
+        return wrap(in_order_of(result, stride) if result.dim() == len(stride) else result)
+
+    missing = len(info.op._schema.returns) - len(results)
+    return (*(wrapped(result) for result in results), *(None,) * missing)
 
 
 Ranks = Sequence[tuple[Coordinate, Mapping[str, Any]]]

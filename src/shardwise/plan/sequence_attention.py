@@ -32,7 +32,7 @@ from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import Rotate, RowExchange, Windowed
 from shardwise.rules.attention import KERNELS, WAYS
-from shardwise.rules.attention_blocks import SEQUENCE, ScoreTile, joined, tiles
+from shardwise.rules.attention_blocks import MASKS, SEQUENCE, ScoreTile, joined, tiles
 from shardwise.rules.mask_reach import Blocks, Reach
 from shardwise.text import human_bytes, human_seconds
 
@@ -247,7 +247,7 @@ def _made(
 
 def _is_masked(schema: OpSchema, inputs: Mapping[str, DTensorSpec]) -> bool:
     """Whether the scores of a tile depend on the positions of its keys."""
-    return "attn_mask" in inputs or KERNELS[schema.op][0].by_position
+    return any(name in inputs for name in MASKS) or KERNELS[schema.op][0].by_position
 
 
 def _heads(schema: OpSchema, results: tuple[TensorMeta, ...], causal: bool) -> AttentionChoice | None:

@@ -7,6 +7,7 @@ dropout have no rule here.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.rules.attention_blocks import BlockKernel, Kernel
+from shardwise.rules.attention_blocks import MASKS, BlockKernel, Kernel
 from shardwise.rules.dims import aligned
 from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, rule
@@ -29,7 +30,6 @@ DIMS: dict[str, tuple[Dim, ...]] = {
     "query": QUERY, "key": KEY, "value": VALUE, "out": OUT, "grad_out": OUT, "grad_out_": OUT, "logsumexp": SUMS,
     "grad_logsumexp": SUMS,
 }  # fmt: skip
-MASKS = ("attn_mask", "attn_bias")
 
 
 def operand_dims(name: str, meta: TensorMeta, scores: Sequence[int]) -> tuple[Dim, ...]:
@@ -54,13 +54,16 @@ def attention(
 
     def factors(call: Call) -> Factors | None:
         query, key = call["query"].shape, call["key"].shape
+        of_bias = len(results) == 3 and len(call.results) == 4
+        if way in BY_BLOCKS and of_bias:  # blocks give no gradient of the mask
+            return None
         if call.get("dropout_p") or call.get("return_debug_mask") or len(query) != 4 or query[0] != key[0]:
             return None
         scores = (*query[:3], key[2])
         operands = {name: operand_dims(name, meta, scores) for name, meta in call.tensors.items()}
         given = [dims[: len(meta.shape)] for dims, meta in zip(results, call.results, strict=False)]
         rest = range(len(given), len(call.results))
-        if len(results) == 3 and len(call.results) == 4:  # the gradient of the bias
+        if of_bias:
             given.append(operands["attn_bias"])
             rest = range(0)
         tensors = tuple(operands.values())
@@ -99,11 +102,18 @@ def local_length(
 
 
 def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A bias whose rows are aligned for the efficient kernels; copies may not be."""
-    if bias is None or (bias.stride(-1) == 1 and all(stride % ALIGNMENT == 0 for stride in bias.stride()[:-1])):
+    """A bias whose rows are aligned for the efficient kernels; copies and parts may not be."""
+    if bias is None:
+        return bias
+    steps = (*bias.stride()[:-1], bias.storage_offset())
+    if bias.stride(-1) == 1 and all(step % ALIGNMENT == 0 for step in steps):
         return bias
     size = bias.shape[-1]
-    return torch.nn.functional.pad(bias, (0, -size % ALIGNMENT))[..., :size]
+    stored = bias
+    for dim in range(bias.dim() - 2):
+        if bias.stride(dim) == 0:  # one stands for all samples or heads
+            stored = stored.narrow(dim, 0, 1)
+    return torch.nn.functional.pad(stored, (0, -size % ALIGNMENT))[..., :size].expand(bias.shape)
 
 
 def in_rows(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,21 +130,47 @@ def _with_rows(arg: Any) -> Any:
     return arg.contiguous() if odd else arg
 
 
-def efficient(query: Any, key: Any, value: Any, attn_bias: torch.Tensor | None, *rest: Any, **named: Any) -> Any:
-    """Memory-efficient attention on locals."""
-    return aten._scaled_dot_product_efficient_attention.default(query, key, value, padded(attn_bias), *rest, **named)
+def efficient(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_bias: torch.Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """Memory-efficient attention on locals. Its sums, one for each query, are those of real queries, and always made.
+
+    The kernel has sums for a number of queries that is rounded up.
+    """
+    op = aten._scaled_dot_product_efficient_attention.default
+    out, sums, *state = op(query, key, value, padded(attn_bias), True, dropout_p, is_causal, scale=scale)
+    return (out, sums.narrow(-1, 0, query.shape[2]), *state)
 
 
 def efficient_backward(
-    grad_out_: Any, query: Any, key: Any, value: Any, attn_bias: torch.Tensor | None, *rest: Any, **named: Any
+    grad_out_: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_bias: torch.Tensor | None,
+    out: Any,
+    logsumexp: Any,
+    *rest: Any,
+    **named: Any,
 ) -> Any:
-    """The gradients of memory-efficient attention on locals."""
+    """The gradients of memory-efficient attention on locals. Of queries that do not exist nothing may count."""
     backward = aten._scaled_dot_product_efficient_attention_backward.default
-    return backward(grad_out_, query, key, value, padded(attn_bias), *rest, **named)
+    sums = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % SUMS_ALIGNMENT), value=math.inf)
+    return backward(grad_out_, query, key, value, padded(attn_bias), out, sums, *rest, **named)
 
 
 READS = ("dropout_p",)
-ALIGNMENT = 16
+ALIGNMENT = 16  # of the rows of a mask
+SUMS_ALIGNMENT = 32  # of the number of queries that the efficient kernel has sums for
+BY_BLOCKS = ("ring", "gather")
 WAYS = ("ring", "heads", "gather")  # by which a sharded sequence is attended to
 # The fused operators that blocks are computed with, and whether they are the gradient.
 KERNELS: dict[Any, tuple[Kernel, bool]] = {}
@@ -156,14 +192,6 @@ for backward in (
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
 ):
     rule(backward, reads=READS, local_op=in_rows(backward), localize=local_length)(attention(QUERY, KEY, VALUE))
-
-# these keep sums for a rounded number of queries
-rule(aten._scaled_dot_product_efficient_attention.default, reads=READS, local_op=in_rows(efficient))(
-    attention(OUT, SUMS, whole="s")
-)
-rule(aten._scaled_dot_product_efficient_attention_backward.default, reads=READS, local_op=in_rows(efficient_backward))(
-    attention(QUERY, KEY, VALUE, whole="s")
-)
 
 # ---------------------------------------------------------------- kernels that sequences are attended to block by block
 
@@ -201,17 +229,39 @@ def flash_block_backward(
     return flash_backward(grad_out, query, key, value, out, sums, *lengths, 0.0, causal, *random, scale=given["scale"])
 
 
+def efficient_block(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+    """A block on a GPU, by the kernel that takes masks."""
+    return in_rows(efficient)(query, key, value, mask, True, 0.0, causal, scale=scale)
+
+
+def efficient_block_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool, given: Any
+) -> Any:
+    """The gradients of a block by that kernel."""
+    random = (given["philox_seed"], given["philox_offset"])
+    wanted = [True, True, True, False]
+    options = (0.0, wanted, causal)
+    return in_rows(efficient_backward)(
+        grad_out, query, key, value, mask, out, lse, *random, *options, scale=given["scale"]
+    )[:3]
+
+
 CPU, GPU = BlockKernel(cpu_block, cpu_block_backward), BlockKernel(flash_block, flash_block_backward)
-for op, run, kernel in (
-    (aten._scaled_dot_product_flash_attention_for_cpu.default, on_cpu, CPU),
-    (aten._scaled_dot_product_flash_attention.default, flash, GPU),
+MASKED = BlockKernel(efficient_block, efficient_block_backward)
+for op, run, kernel, meta in (
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, on_cpu, CPU, None),
+    (aten._scaled_dot_product_flash_attention.default, flash, GPU, None),
+    (aten._scaled_dot_product_efficient_attention.default, in_rows(efficient), MASKED, efficient),
 ):
-    rule(op, reads=READS, local_op=run, ways=ways_of(OUT, SUMS, empty=kernel is CPU))(attention(OUT, SUMS))
+    ways = ways_of(OUT, SUMS, empty=kernel is CPU)
+    rule(op, reads=READS, local_op=run, meta_op=meta, ways=ways)(attention(OUT, SUMS))
     KERNELS[op] = kernel, False
 
+efficient_gradient = in_rows(efficient_backward)
 for op, run, kernel, patch in (
     (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, on_cpu_backward, CPU, None),
     (aten._scaled_dot_product_flash_attention_backward.default, flash_backward, GPU, local_length),
+    (aten._scaled_dot_product_efficient_attention_backward.default, efficient_gradient, MASKED, None),
 ):
     of_each = (QUERY, KEY, VALUE)
     ways = ways_of(*of_each, empty=kernel is CPU)

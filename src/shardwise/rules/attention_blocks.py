@@ -15,6 +15,7 @@ import torch
 __all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "Kernel", "ScoreTile", "band_tiles", "joined", "tiles"]
 
 SEQUENCE = 2  # the dim of queries, keys and values
+MASKS = ("attn_mask", "attn_bias")  # the names by which operators have a mask
 
 
 class ScoreTile(NamedTuple):
@@ -147,6 +148,11 @@ class BlockKernel:
         return FusedBackward(self, arguments)
 
 
+def mask_of(arguments: Mapping[str, Any]) -> Any:
+    """The mask of a call; None: there is none."""
+    return next((arguments[name] for name in MASKS if arguments.get(name) is not None), None)
+
+
 def part_of(mask: torch.Tensor | None, tile: ScoreTile) -> torch.Tensor | None:
     """The part of a mask that belongs to a tile. One row or column broadcasts to all."""
     if mask is None:
@@ -181,7 +187,7 @@ class ForwardBlocks:
     """The output of one block of queries over the blocks of keys seen so far."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self.arguments, self.query, self.mask = arguments, arguments["query"], arguments.get("attn_mask")
+        self.arguments, self.query, self.mask = arguments, arguments["query"], mask_of(arguments)
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
         self.others: tuple[Any, ...] = ()  # further results of kernels
@@ -248,9 +254,9 @@ class BackwardBlocks:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
-        names = ("grad_out", "query", "out", "logsumexp")
-        self.grad_out, self.query, self.out, self.lse = (arguments[name] for name in names)
-        self.mask = arguments.get("attn_mask")
+        self.grad_out = arguments["grad_out_" if "grad_out_" in arguments else "grad_out"]
+        self.query, self.out, self.lse = (arguments[name] for name in ("query", "out", "logsumexp"))
+        self.mask = mask_of(arguments)
         wide = wide_dtype(self.query)
         self.grad_query = self.query.new_zeros(self.query.shape, dtype=wide)
 
