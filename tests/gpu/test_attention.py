@@ -86,7 +86,7 @@ def test_sequences() -> None:
 
 
 def test_masked_sequences() -> None:
-    """Every way with the kernel that takes masks: lengths that it rounds up, and columns of a mask that begin anywhere."""
+    """Every way with the kernel that takes masks: lengths that it rounds up, masks that begin at any column."""
     for length, way in itertools.product((64, 46, 200), ("ring", "gather", "heads")):
         hidden = torch.rand(length, length, device="cuda") < 0.4
         hidden.fill_diagonal_(False)
