@@ -192,3 +192,54 @@ def test_dry_run() -> None:
             associative_scan(linear, {"a": xs[0], "b": xs[1]}, 0)
         found[ranks] = dry.bytes
     assert found == {ranks: (ranks - 1) * 2 * 16 * 4 for ranks in (8, 64)}
+
+
+# ---------------------------------------------------------------- the gated delta rule
+
+
+def page_functions() -> dict[str, Any]:
+    """The functions of docs/sequence.md."""
+    page = (ROOT / "docs" / "sequence.md").read_text()
+    block = page[page.index("def then(") :]
+    from torch._higher_order_ops.associative_scan import associative_scan as now
+
+    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "associative_scan": now}
+    exec(block[: block.index("for length in")], names)
+    return names
+
+
+def token_by_token(query: Any, key: Any, value: Any, g: Any, beta: Any) -> Any:
+    """The rule as it is defined."""
+    state = query.new_zeros(query.shape[0], query.shape[2], key.shape[-1], value.shape[-1])
+    found = []
+    for t in range(query.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        error = value[:, t] - (key[:, t].unsqueeze(-2) @ state).squeeze(-2)
+        state = state + key[:, t].unsqueeze(-1) @ (error * beta[:, t].unsqueeze(-1)).unsqueeze(-2)
+        found.append((query[:, t].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("placement", [sw.Shard(1), sw.Zigzag(1)])
+def test_the_gated_delta_rule_exchanges_states(placement: Any) -> None:
+    rule, generator = page_functions()["gated_delta_rule"], torch.Generator().manual_seed(0)
+    mesh, received = sw.init_device_mesh("cpu", (4,)), []
+
+    def results(function: Any, given: list[Any], weights: Any) -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = function(*leaves)
+        return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+
+    for length in (128, 256):
+        sizes = [(1, length, 2, 8)] * 4 + [(1, length, 2)] * 2
+        q, k, v, weights, g, beta = (torch.randn(s, dtype=torch.float64, generator=generator) for s in sizes)
+        given = [q, torch.nn.functional.normalize(k, dim=-1), v, -g.abs() / 4, beta.sigmoid()]
+        wanted = results(token_by_token, given, weights)
+        laid = [sw.distribute_tensor(x, mesh, [placement]) for x in (*given, weights)]
+        with sw.debug.CommDebugMode() as comm:
+            got = results(lambda *x: rule(*x, chunk_size=8), laid[:5], laid[5])
+        received.append(comm.received_bytes)
+        for mine, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-10, atol=1e-12)
+    if placement == sw.Shard(1):
+        assert received[0] == received[1]

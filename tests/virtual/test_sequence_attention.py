@@ -581,3 +581,21 @@ def test_a_backward_without_a_gradient() -> None:
     x.requires_grad_()
     Cut.apply(F.scaled_dot_product_attention(x, x, x)).sum().backward()  # pyright: ignore[reportOptionalMemberAccess]
     assert x.grad is None
+
+
+def test_a_bound_holds_with_dropout_too() -> None:
+    """Keys and values are gathered then: within the bound, or not at all."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    plain = torch.randn(1, 2, 32, 8)
+    q = sw.distribute_tensor(plain, mesh, [S2])
+    held = 2 * 2 * 24 * 8 * 4
+    with sw.attention(max_bytes=held - 1), pytest.raises(sw.MemoryBoundError, match=f"{held:,} bytes"):
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    torch.manual_seed(3)
+    wanted = F.scaled_dot_product_attention(plain, plain, plain, dropout_p=0.5)
+    torch.manual_seed(3)
+    with sw.attention(max_bytes=held):
+        got: Any = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    torch.testing.assert_close(got.full_tensor(), wanted)
+    with sw.attention(max_bytes=0):  # nothing is gathered
+        F.scaled_dot_product_attention(*[sw.distribute_tensor(plain, mesh, [R])] * 3, dropout_p=0.5)

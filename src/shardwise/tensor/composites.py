@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import UnsupportedError
+from shardwise import modes
+from shardwise.errors import MemoryBoundError, UnsupportedError
 from shardwise.torch_private import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, OpOverload
 
 __all__ = ["replace_composites"]
@@ -269,7 +270,33 @@ def _instance_norm(
     return made.view(input.shape)
 
 
+def _attention_by_products(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+    """The mathematical path of attention gathers keys and values along a sharded sequence: not beyond a bound."""
+    _, max_bytes = modes.preferred_attention()
+    if max_bytes is not None:
+        held = sum(_bytes_of_gathered(x, -2) for x in (key, value))
+        if held > max_bytes:
+            raise MemoryBoundError(
+                f"attention over a sharded sequence cannot be run within max_bytes={max_bytes:,}: with dropout, without "
+                "a batch or with the gradient of a mask, keys and values are gathered",
+                hint=f"the smallest possible bound is {held:,} bytes; without dropout a ring holds two blocks",
+                smallest=held,
+            )
+    return _below(aten._scaled_dot_product_attention_math.default)(query, key, value, *rest, **options)
+
+
+def _bytes_of_gathered(x: Any, dim: int) -> int:
+    """Bytes that a rank holds in addition when a dim is gathered; none of a plain tensor."""
+    spec: Any = getattr(x, "_spec", None)
+    if spec is None or not x.numel():
+        return 0
+    dim %= x.dim()
+    own = spec.largest_local_shape
+    return math.prod(own) // max(own[dim], 1) * (spec.shape[dim] - own[dim]) * x.dtype.itemsize
+
+
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
+    aten._scaled_dot_product_attention_math.default: _attention_by_products,
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss_by_lengths,
     aten.ctc_loss.IntList: _ctc_loss,
