@@ -277,8 +277,8 @@ def _attention_by_products(query: Any, key: Any, value: Any, *rest: Any, **optio
         held = sum(_bytes_of_gathered(x, -2) for x in (key, value))
         if held > max_bytes:
             raise MemoryBoundError(
-                f"attention over a sharded sequence cannot be run within max_bytes={max_bytes:,}: with dropout, without "
-                "a batch or with the gradient of a mask, keys and values are gathered",
+                f"attention over a sharded sequence cannot be run within max_bytes={max_bytes:,}: with dropout, "
+                "without a batch or with the gradient of a mask, keys and values are gathered",
                 hint=f"the smallest possible bound is {held:,} bytes; without dropout a ring holds two blocks",
                 smallest=held,
             )
