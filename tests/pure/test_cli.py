@@ -16,6 +16,7 @@ from shardwise.cli import COMMANDS, main
 from shardwise.cli import bench_command as bench
 from shardwise.cli.arguments import parse_change, parse_mesh
 from shardwise.cli.plan_command import in_words
+from shardwise.core.placement import AnyShard, Placement
 from shardwise.errors import NotationError
 from shardwise.plan.route import DTensorRedistributePlanner, plain_route
 from shardwise.text import parse_bytes
@@ -287,6 +288,25 @@ def test_help_everywhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert "usage: shardwise" in said
     assert words or all(name in said for name in COMMANDS)
     assert max(map(len, said.splitlines())) <= 80
+
+
+def test_help_of_plan_has_every_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    said = {word for line in capsys.readouterr().out.splitlines() for word in line.split()[:1]}
+    documented = {type(placement_of(word)) for word in said if word[0] in "RSZOPM" and word[1:2] in ("", *"0123456789")}
+    kinds, wanted = [Placement], set[type]()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        wanted |= {kind} if kind not in (Placement, AnyShard) else set()
+    assert documented == wanted
+
+
+def placement_of(text: str) -> Placement:
+    """The placement that a word of the notation means, on an axis of three ranks."""
+    spec, _ = parse_change(f"f32[8,8] {text} -> R", parse_mesh("3"))
+    return spec.placements[0]
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,26 @@ def test_collectives_of_scripts(backend: str, run_ranks: RunRanks) -> None:
         ) in lines
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_functional_collectives_of_scripts(run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        """
+        import torch.distributed._functional_collectives as funcol
+        dist.init_process_group("gloo")
+        mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mine = torch.tensor([float(mesh.get_rank())])
+        groups = (dist.group.WORLD, mesh["dp"], (mesh, 1), mesh.get_group("tp"))
+        sums = [funcol.all_reduce(mine, "sum", group=group).item() for group in groups]
+        print(sums, funcol.all_gather_tensor(mine, 0, group=mesh["dp"]).tolist())
+        dist.destroy_process_group()
+        """
+    )
+    assert ran.status == 0, ran.err
+    assert set(ran.out) == {
+        f"{[6.0, *[2.0 + 2 * (r % 2)], *[1.0 + 4 * (r // 2)] * 2]} {[float(r % 2), 2.0 + r % 2]}" for r in range(4)
+    }
+
+
 def test_a_training_script_as_scripts_are_written(run_ranks: RunRanks, tmp_path: Path) -> None:
     (tmp_path / "of_this_program.py").write_text(
         "import os\nimport logging\nRANK = int(os.environ['RANK'])\nlogger = logging.getLogger(__name__)\n"

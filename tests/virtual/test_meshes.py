@@ -49,6 +49,14 @@ def test_what_differs_over_the_slices_is_not_mixed_with_what_does_not(mesh: sw.D
     assert [part.sum().item() for part in total.tensors] == [12.0, 12.0, 6.0, 6.0]
 
 
+def test_the_error_names_the_parameter(mesh: sw.DeviceMesh) -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.RMSNorm(8)))
+    other = sw.init_device_mesh("cpu", (4,))
+    model[0][0].weight = torch.nn.Parameter(sw.ones(8, device_mesh=other, placements=[S0]))  # pyright: ignore[reportIndexIssue]
+    with pytest.raises(sw.MeshError, match=r"f32\[8\] S0 \(the parameter 0\.0\.weight\)"):
+        model(sw.ones(4, 8, device_mesh=mesh, placements=[S0, R]))
+
+
 def test_the_same_axes_in_another_order_are_the_same_mesh_otherwise_seen(mesh: sw.DeviceMesh) -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     x = sw.distribute_tensor(a, mesh, [S0, S1])

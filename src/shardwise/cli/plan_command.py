@@ -227,6 +227,10 @@ A layout has a placement for each axis; omitted axes are replicated:
   R      every rank along the axis has the same values
   S1     dim 1 is sharded over the axis
   S0/4   dim 0 is four rows, each of which is sharded
+  S0(5,0,3)   dim 0 is sharded into parts of these sizes
+  Z0     dim 0 is cut into twice as many blocks as ranks; each has one from the
+         front and one from the back
+  O0(2)  dim 0 is on rank 2 of the axis, and nothing on the others
   P      the value is the sum over the ranks; also P(avg), P(min), P(max),
          P(product), and P(norm2) for a norm
   M      as P, where at most one rank has each element and the others have zeros

@@ -17,6 +17,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.operands import reduced_first
 from shardwise.dispatch.signature import Executor, Wrapping
 from shardwise.errors import MeshError
+from shardwise.fabric.collective_log import parameter_note
 from shardwise.plan.propagate import replicated_spec
 from shardwise.schema import OpInfo, Slot
 
@@ -64,8 +65,10 @@ def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, An
     if waiting:
         return reduced_first(info, wrapping, waiting)
     sliced = any(mesh.size() != mesh.grid_size for mesh in meshes)
+    tensors = [tensor for _, tensor in found if isinstance(tensor, wrapping.tensor_class)]
+    shown = ", ".join(f"{tensor._spec}{parameter_note(tensor)}" for tensor in tensors)
     raise MeshError(
-        f"{info.op}: the operands are on different meshes: {', '.join(str(spec) for _, spec in laid_out)}, "
+        f"{info.op}: the operands are on different meshes: {shown}, "
         f"on {', '.join(map(str, meshes))}",
         hint="tensors on a slice of a mesh may differ between slices; they can be combined with what is Replicate() "
         "along the other axes, or build both on one mesh"

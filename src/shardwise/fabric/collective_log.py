@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["GroupLog", "LogEntry", "Ranks", "argument_name", "difference_text", "ranks_name"]
+__all__ = ["GroupLog", "LogEntry", "Ranks", "argument_name", "difference_text", "parameter_note", "ranks_name"]
 
 Ranks = tuple[int, ...]
 KEPT = 4096  # entries of a group
@@ -116,11 +116,24 @@ def ranks_name(ranks: Sequence[int]) -> str:
 def argument_name(name: str | int, tensor: torch.Tensor) -> str:
     """An argument of an operator as errors call it: with the name of the parameter, if it is one.
 
-    The name is that in the outermost module whose forward is running.
-
     Example:
         >>> argument_name("weight", torch.ones(2))
         "'weight'"
+    """
+    return f"{name!r}{parameter_note(tensor)}"
+
+
+def parameter_note(tensor: torch.Tensor) -> str:
+    """The name of a parameter, in parentheses, for errors; nothing for other tensors.
+
+    The name is that in the outermost module whose forward is running.
+
+    Example:
+        >>> class Scale(nn.Linear):
+        ...     def forward(self, x):
+        ...         return parameter_note(self.weight), parameter_note(x)
+        >>> nn.Sequential(Scale(1, 1))(torch.ones(1))
+        (' (the parameter 0.weight)', '')
     """
     modules: list[nn.Module] = []
     frame = sys._getframe(1) if isinstance(tensor, nn.Parameter) else None
@@ -132,5 +145,5 @@ def argument_name(name: str | int, tensor: torch.Tensor) -> str:
     for module in reversed(modules):
         for found, parameter in module.named_parameters():
             if parameter is tensor:
-                return f"{name!r} (the parameter {found})"
-    return repr(name)
+                return f" (the parameter {found})"
+    return ""

@@ -102,11 +102,12 @@ class ThreadGroup(_AnyGroup):
         threads: the ranks.
         rank: of this rank in the group.
         ranks: the ranks of the group, by their number in the world.
-        key: the same on all of them, and for no other group.
+        key: torch's name of the group and a number: the same on all of them, and for no other group.
     """
 
-    def __init__(self, threads: RankThreads, rank: int, ranks: Sequence[int], key: Any) -> None:
+    def __init__(self, threads: RankThreads, rank: int, ranks: Sequence[int], key: tuple[str, int]) -> None:
         super().__init__(rank, len(ranks))
+        self._name = key[0]
         self._threads, self._me, self._ranks = threads, rank, tuple(ranks)
         self._meetings: dict[int, _Meeting] = threads.shared.setdefault((key, "meetings"), defaultdict(_Meeting))
         self._sent: dict[Any, deque[list[torch.Tensor]]] = threads.shared.setdefault((key, "sent"), defaultdict(deque))
@@ -115,6 +116,10 @@ class ThreadGroup(_AnyGroup):
 
     def getBackendName(self) -> str:  # as torch's C++ calls it
         return BACKEND
+
+    @property
+    def group_name(self) -> str:  # by which functional collectives look a group up
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:
