@@ -68,8 +68,7 @@ def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, An
     tensors = [tensor for _, tensor in found if isinstance(tensor, wrapping.tensor_class)]
     shown = ", ".join(f"{tensor._spec}{parameter_note(tensor)}" for tensor in tensors)
     raise MeshError(
-        f"{info.op}: the operands are on different meshes: {shown}, "
-        f"on {', '.join(map(str, meshes))}",
+        f"{info.op}: the operands are on different meshes: {shown}, on {', '.join(map(str, meshes))}",
         hint="tensors on a slice of a mesh may differ between slices; they can be combined with what is Replicate() "
         "along the other axes, or build both on one mesh"
         if sliced
