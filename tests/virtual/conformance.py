@@ -56,8 +56,8 @@ SECONDS_PER_CASE = 20.0
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 # Results that are uninitialized, or the state of a generator, by their positions.
 UNREAD = {"torch.ops.aten._flash_attention_forward": (2, 3), "torch.ops.aten._efficient_attention_forward": (2, 3)}
-# Results whose columns are known up to a factor of absolute value 1, by their positions: cuSOLVER's factors depend on the
-# number of matrices in a batch.
+# Results whose columns are known up to a factor of absolute value 1, by their positions. Factors of cuSOLVER depend on
+# the number of matrices in a batch.
 UP_TO_PHASE = {"linalg.eigh": (1,)}
 # Operators whose last bits depend on where in memory torch finds its operands: replicas agree up to rounding.
 INEXACT = {"linalg.lstsq", "linalg.lstsq.grad_oriented"}
@@ -433,7 +433,7 @@ def _compare(
 
 
 def _of_sequences(name: str, sample: Sample, grads: list[Any]) -> list[Any]:
-    """Gradients of packed queries, keys and values, without rows after the last sequence, which torch does not write."""
+    """Gradients of packed queries, keys and values, without rows after the last sequence: torch does not write them."""
     named = sample.arguments(sample.tensors)[2]
     ends = [named.get("cu_seqlens_q"), named.get("cu_seqlens_k"), named.get("cu_seqlens_k")]
     if not name.endswith("_efficient_attention_forward") or any(end is None for end in ends):
