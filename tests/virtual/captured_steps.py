@@ -7,7 +7,10 @@ Two copies of one model run the same calls; after each call all that a user can 
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
 import multiprocessing
+import os
 import random
 import sys
 import traceback
@@ -15,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -62,6 +66,30 @@ class ByHand(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"])
 
 
+class Fixed:
+    """Read as a class; it has no method."""
+
+    shift = 0.0
+
+
+@dataclasses.dataclass
+class Config:
+    """Read as an object."""
+
+    bias: float = 0.0
+
+
+def shifted(x: Any) -> Any:
+    """Reads an attribute of its own, an environment variable and the order of a dict."""
+    for factor in ORDERED.values():
+        x = x * factor + shifted.by  # pyright: ignore[reportFunctionMemberAccess]
+    return x * float(os.environ.get("CAPTURED_STEPS", "1"))
+
+
+shifted.by = 0.0  # pyright: ignore[reportFunctionMemberAccess]
+ORDERED = collections.OrderedDict(a=1.0, b=1.0)
+
+
 class Settings:
     """Python values that a step reads."""
 
@@ -71,6 +99,11 @@ class Settings:
         self.clip: float | None = 1.0
         self.factor = torch.ones(())
         self.names = ["a", "b"]
+        self.config = Config()
+        self.chosen = {1.0}
+        self.weight = np.float32(1.0)
+        self.microbatches = 1
+        self.to_none = True
 
 
 class Model(torch.nn.Module):
@@ -166,21 +199,24 @@ class Job:
 
         def step(x: torch.Tensor, y: torch.Tensor, extra: float = 1.0) -> Any:
             if clears == "before":
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=settings.to_none)
+            for _ in range(settings.microbatches - 1):  # gradients add up
+                model(x).square().mean().backward()
             if cast:
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     out = model(x).float()
             else:
                 out = model(x)
             loss = (out - y).abs().pow(settings.power).mean() * (SCALE * settings.scale * weight * extra)
-            loss = loss * settings.factor
+            loss = loss * settings.factor * float(settings.weight) + sum(settings.chosen)
+            loss = shifted(loss) + Fixed.shift + settings.config.bias
             loss.backward()
             norm = None
             if settings.clip is not None and settings.names[0] == "a":
                 norm = clip(model.parameters())
             optimizer.step()
             if clears == "after":
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=settings.to_none)
             return {"loss": loss, "norm": norm, "out": out.detach(), "names": tuple(settings.names)}
 
         def set_weight(value: float) -> None:
@@ -293,10 +329,53 @@ def _change(job: Job, what: str, number: float) -> None:
             model.table = model.table * 2
         case "module":
             model.norm = torch.nn.Identity()
+        case "class":
+            Fixed.shift = number
+        case "dataclass":
+            settings.config.bias = number
+        case "other dataclass":
+            settings.config = Config(number)
+        case "attribute of a function":
+            shifted.by = number  # pyright: ignore[reportFunctionMemberAccess]
+        case "environment":
+            os.environ["CAPTURED_STEPS"] = repr(1.0 + number)
+        case "order":
+            ORDERED.update(a=1.0 + number, b=2.0)
+            ORDERED.move_to_end("a" if number < 0.5 else "b")
+        case "set":
+            settings.chosen.clear()
+            settings.chosen.add(number)
+        case "numpy number":
+            settings.weight = np.float32(number)
+        case "microbatches":
+            settings.microbatches = 1 + int(3 * number)
+        case "set to none":
+            settings.to_none = number < 0.5
+        case "forward":
+            Model.inner = _other_inner if Model.inner is _inner else _inner
+        case "new group":
+            if len(optimizer.param_groups) == 1 and not optimizer.state:
+                moved = group["params"].pop()
+                optimizer.add_param_group({**group, "params": [moved], "lr": 0.02})
+        case "loaded":
+            model.load_state_dict({name: value.detach() * 0.5 for name, value in model.state_dict().items()})
+        case "layer":
+            if job.plan == "tp":
+                model.last = torch.nn.Linear(WIDTH, WIDTH)
+                with torch.no_grad():
+                    model.last.weight.fill_(number)
+                    model.last.bias.fill_(number)
         case "state":
             optimizer.load_state_dict(optimizer.state_dict())
         case _:
             raise AssertionError(what)
+
+
+_inner = Model.inner
+
+
+def _other_inner(self: Model, x: torch.Tensor) -> Any:
+    return 0.5 * _inner(self, x)
 
 
 def _double(parameter: torch.Tensor) -> None:
@@ -309,7 +388,8 @@ CHANGES = (
     "frozen", "epsilon", "momentum", "hook", "tensor hook", "hook after accumulation", "backward hook", "layout",
     "layout of a buffer", "dtype", "cast", "recomputes", "factor", "synchronizes",
     "no gradients", "values", "data", "replaced", "module",
-    "state",
+    "state", "class", "dataclass", "other dataclass", "attribute of a function", "environment", "order", "set",
+    "numpy number", "microbatches", "set to none", "forward", "new group", "loaded", "layer",
 )  # fmt: skip
 
 
@@ -344,6 +424,10 @@ def compare(seed: int, mesh: Any = None, calls: int = CALLS) -> tuple[int, int]:
     if mesh is None:
         shape = draw.choice(MESHES)
         mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    Fixed.shift, Model.inner, shifted.by = 0.0, _inner, 0.0  # pyright: ignore[reportFunctionMemberAccess]
+    os.environ.pop("CAPTURED_STEPS", None)
+    ORDERED.clear()
+    ORDERED.update(a=1.0, b=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns once, so that only one of both would see it
         return _compare(seed, mesh, calls, draw)
@@ -358,9 +442,9 @@ def _compare(seed: int, mesh: Any, calls: int, draw: random.Random) -> tuple[int
         if call in CHANGED:
             for _ in range(draw.choice([1, 1, 2])):
                 what, number = draw.choice(CHANGES), draw.random()
-                was = SCALE
+                was, inner = SCALE, Model.inner
                 for job in jobs:
-                    SCALE = was
+                    SCALE, Model.inner = was, inner
                     _change(job, what, number)
         if call in CHANGED and draw.random() < 0.2:
             rows = draw.choice([4, 8, 12])

@@ -8,23 +8,55 @@ from __future__ import annotations
 import collections
 import operator
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
 from shardwise.capture.dict_versions import DictVersions, dict_of_class, names_of, table_of
-from shardwise.capture.reachable import Reachable, cell_contents, storage_key
+from shardwise.capture.reachable import Reachable, cell_contents, is_own_code, storage_key
 from shardwise.capture.snapshot import local_of
 from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
 from shardwise.torch_private import DisableTorchFunctionSubclass
 
-__all__ = ["Binding", "arguments_key"]
+__all__ = ["Binding", "arguments_key", "identity_checks"]
 
+WARM = 16  # calls after which comparisons are worth compiling
 _GEOMETRY = operator.attrgetter("shape", "dtype", "device")
+
+
+def identity_checks(checks: Iterable[tuple[str, tuple[Any, ...]]]) -> Callable[[], bool]:
+    """A function that makes all these comparisons, without a loop: Python specializes each of them.
+
+    Args:
+        checks: expressions with `{}` in place of objects, and the objects.
+
+    Example:
+        >>> items = [1]
+        >>> holds = identity_checks([("len({}) == 1", (items,)), ("{}[0] is {}", (items, items[0]))])
+        >>> holds()
+        True
+        >>> items[0] = "other"
+        >>> holds()
+        False
+    """
+    names: dict[str, Any] = {}
+    known: dict[int, str] = {}
+
+    def named(value: Any) -> str:
+        if value is None or value is True or value is False:
+            return repr(value)
+        name = known.setdefault(id(value), f"v{len(known)}")
+        names[name] = value
+        return name
+
+    lines = [f"        {text.format(*map(named, values))}" for text, values in checks]
+    source = "def holds():\n    return (\n" + "\n        and ".join(["        True", *lines]) + "\n    )\n"
+    exec(compile(source, "<captured guard>", "exec"), names)
+    return names["holds"]
 
 
 class Binding:
@@ -46,6 +78,8 @@ class Binding:
         self._freeze_dicts()
         self._freeze_others()
         self._freeze_tensors()
+        self._compared = 0  # how often
+        self._generated: Callable[[], bool] | None = None
 
     # ---------------------------------------------------------------- freezing
 
@@ -77,6 +111,7 @@ class Binding:
             (function, function.__code__, function.__defaults__, function.__kwdefaults__)
             for function in state.functions
             if function.__code__ in state.codes  # others did not run: nothing of them was read
+            and not is_own_code(function.__code__.co_filename)
         ]
 
     def _freeze_tensors(self) -> None:
@@ -93,12 +128,36 @@ class Binding:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        return (
-            (self._versions.hold() or self._hold_the_same())
-            and not any(self._empty)
-            and self._same_tensors()
-            and self._same_others()
-        )
+        if not (self._versions.hold() or self._hold_the_same()) or any(self._empty):
+            return False
+        if self._generated is not None:
+            with DisableTorchFunctionSubclass():
+                return self._generated() and self._same_rest()
+        self._compared += 1
+        if self._compared == WARM:
+            self._generated = identity_checks(self._identities())
+        return self._same_tensors() and self._same_others()
+
+    def _identities(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """The comparisons of `_same_tensors` and `_same_others`, each as an expression of `{}` with its objects."""
+        for tensor, kind, grad, requires_grad, hooks, after in self._rows.values():
+            yield "{}.grad is {}", (tensor, grad)
+            yield "{}.requires_grad is {}", (tensor, requires_grad)
+            yield "{}._backward_hooks is {}", (tensor, hooks)
+            yield "{}._post_accumulate_grad_hooks is {}", (tensor, after)
+            yield "type({}) is {}", (tensor, kind)
+        for tensor, local, spec in self._laid_out.values():
+            yield "{}._local_tensor is {}", (tensor, local)
+            yield "{}._spec is {}", (tensor, spec)
+        for function, code, defaults, named in self._functions:
+            yield "{}.__code__ is {}", (function, code)
+            yield "{}.__defaults__ is {}", (function, defaults)
+            yield "{}.__kwdefaults__ is {}", (function, named)
+        items = iter(self._items)
+        for held, length in zip(self._lists, self._lengths, strict=True):
+            yield f"len({{}}) == {length}", (held,)
+            for at in range(length):
+                yield f"{{}}[{at}] is {{}}", (held, next(items))
 
     def _hold_the_same(self) -> bool:
         """Whether dicts of other versions have the same contents. From then on these are compared by their contents."""
@@ -125,8 +184,7 @@ class Binding:
         for tensor, local, spec in self._laid_out.values():
             if tensor._local_tensor is not local or tensor._spec is not spec:
                 return False
-        tensors = self.state.tensors
-        return all(_geometry(tensors[at]) == was for at, was in self._plain.items())
+        return True
 
     def _same_others(self) -> bool:
         for function, code, defaults, named in self._functions:
@@ -137,6 +195,12 @@ class Binding:
         if list(map(len, self._lists)) != self._lengths:
             return False
         if not all(map(operator.is_, chain.from_iterable(self._lists), self._items)):
+            return False
+        return self._same_rest()
+
+    def _same_rest(self) -> bool:
+        tensors = self.state.tensors
+        if not all(_geometry(tensors[at]) == was for at, was in self._plain.items()):
             return False
         for cell, was in self._cells:
             if cell_contents(cell) is not was:
@@ -155,6 +219,7 @@ class Binding:
         Args:
             pairs: the positions of tensors, each with that of its gradient.
         """
+        self._generated, self._compared = None, WARM  # it names the gradients that were there
         tensors, seen = self.state.tensors, self.state._seen
         tables = {id(table): at for at, table in enumerate(self._empty)}
         for owner, at in pairs:

@@ -26,7 +26,7 @@ from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recordi
 from shardwise.capture.program import Program, built
 from shardwise.capture.program_file import SavedProgram
 from shardwise.capture.program_folder import save_program
-from shardwise.capture.reachable import Reachable, Slots, code_inside, global_hooks
+from shardwise.capture.reachable import Reachable, Slots, code_inside, global_hooks, is_own_code
 from shardwise.capture.recorded_states import recording_states
 from shardwise.capture.roots import RootFact, facts_of, shape_of
 from shardwise.capture.snapshot import Snapshot, local_of, random_states
@@ -298,7 +298,7 @@ class Captured(Generic[Result]):
         """All code of the program that runs must be that of functions which were reached, whose values are guarded."""
         known = code_inside(function.__code__ for each in reached for function in each.functions)
         for code in watch.codes:
-            if code not in known:
+            if code not in known and not is_own_code(code.co_filename):
                 raise UnsupportedError(
                     f"captured: the function calls {code.co_name} "
                     f"({code.co_filename}:{code.co_firstlineno}), which it does not reach by its variables, so that "

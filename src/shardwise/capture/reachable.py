@@ -47,6 +47,7 @@ __all__ = [
     "cell_contents",
     "code_inside",
     "global_hooks",
+    "is_own_code",
     "is_program_code",
     "is_standard",
     "storage_key",
@@ -72,6 +73,7 @@ def _folders(*paths: str | Path) -> tuple[str, ...]:
 
 
 _LIBRARIES = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
+_OWN = _folders(Path(__file__).parents[1])
 _PARALLEL = _folders(Path(__file__).parents[1] / "parallel")
 _DATA_PARALLEL = _folders(Path(__file__).parents[1] / "parallel" / "data_parallel")  # it says itself what is read
 _STANDARD = _folders(sysconfig.get_paths()["stdlib"])
@@ -103,6 +105,12 @@ def is_program_code(filename: str) -> bool:
 def is_standard(filename: str) -> bool:
     """Whether a file belongs to the standard library."""
     return filename.startswith((*_STANDARD, "<frozen")) and not filename.startswith(_ADDED)
+
+
+@functools.cache
+def is_own_code(filename: str) -> bool:
+    """Whether a file is one of this library, whose functions nobody gives other code."""
+    return filename.startswith(_OWN)
 
 
 def code_inside(codes: Iterable[types.CodeType]) -> set[types.CodeType]:
@@ -495,7 +503,7 @@ class Reachable:
         self._looked_up.append((value.__globals__, names))
         self._globals(code, value.__globals__, names)
         for module in _imported_by(code, value.__globals__.get("__package__")):
-            self._module(module, _attributes_of(code), module.__name__)
+            self._module(module, _attributes_of(code), module.__name__, is_own_code(code.co_filename))
 
     def _globals(self, code: types.CodeType, values: dict[str, Any], used: frozenset[str]) -> None:
         """The global names that code may read, and the names of modules."""
@@ -505,7 +513,7 @@ class Reachable:
         for name in names:
             value = values[name]
             if isinstance(value, types.ModuleType):
-                self._module(value, _attributes_of(code), name)
+                self._module(value, _attributes_of(code), name, is_own_code(code.co_filename))
             else:
                 self.visit(value, name)
 
@@ -515,13 +523,15 @@ class Reachable:
             self._names = frozenset(chain.from_iterable(map(_attributes_of, self.codes)))
         return self._names
 
-    def _module(self, module: types.ModuleType, used: frozenset[str], path: str) -> None:
+    def _module(self, module: types.ModuleType, used: frozenset[str], path: str, by_library: bool = False) -> None:
         """The values of those names of a module that code may read; of a library, only its data."""
         self._identity(module)
         new = used - self._module_names.get(module, frozenset())
         self._module_names[module] = new | self._module_names.get(module, frozenset())
         values = vars(module)
         own = is_program_code(getattr(module, "__file__", None) or "<frozen>")
+        if by_library and not own:  # this library reads settings of others where it is documented, and not as state
+            return
         names = tuple(sorted(name for name in new if name in values and not name.startswith("__")))
         if own and not used.isdisjoint(_ANY_NAME):  # by names that are computed
             names = tuple(sorted({*names, *(name for name, item in values.items() if _is_data(name, item))}))
@@ -533,7 +543,7 @@ class Reachable:
         for name in names:
             value = values[name]
             if isinstance(value, types.ModuleType):
-                self._module(value, used, f"{path}.{name}")
+                self._module(value, used, f"{path}.{name}", by_library)
             elif module is sys and name == "modules":
                 self.problems.append("sys.modules")
             elif own or value.__class__ in _DATA or (module is os and name == "environ"):

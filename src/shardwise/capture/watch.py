@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from shardwise.capture import recorded_states
-from shardwise.capture.reachable import is_program_code, is_standard
+from shardwise.capture.reachable import is_own_code, is_program_code, is_standard
 from shardwise.capture.recorded_states import is_put_back
 from shardwise.fabric import rank_generators
 from shardwise.rng import cpu_stream
@@ -186,7 +186,8 @@ def _is_generated_for_program(frame: types.FrameType) -> bool:
     names = frame.f_globals
     if str(names.get("__name__", "")).startswith("namedtuple_"):
         return False
-    return is_program_code(str(names.get("__file__") or "<string>"))
+    filename = str(names.get("__file__") or "<string>")
+    return is_program_code(filename) and not is_own_code(filename)
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:
