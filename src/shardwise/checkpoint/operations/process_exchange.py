@@ -87,6 +87,7 @@ class Processes:
             if isinstance(error, Replaced):  # takes precedence over other errors: all start over
                 raise _of_rank(rank, host, error)
         if outcome.error is not None:
+            outcome.error.add_note(f"raised by rank {self.rank} on {socket.gethostname()}")
             raise outcome.error
         for rank, host, error in failed:
             raise _of_rank(rank, host, error)
