@@ -19,7 +19,7 @@ import torch
 from shardwise import modes
 from shardwise.capture.binding import Binding, arguments_key
 from shardwise.capture.captured_report import CapturedReport
-from shardwise.capture.compiled_program import BACKENDS, compiled_program
+from shardwise.capture.compiled_program import BACKENDS, compiled_program, is_rounded, largest, wide
 from shardwise.capture.groups import recording_collectives
 from shardwise.capture.leaving import Effect, Leaving, Unsettled
 from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
@@ -370,19 +370,26 @@ class Captured(Generic[Result]):
         program.outcome = {}
         left = [part.detach().clone() for part in before.parts]
         random = random_states()
-        before.restore()
-        with torch.no_grad():
-            values = program.verifying()(before.parts)
-        pairs = [(values[at], wanted[number]) for at, number in enumerate(program.wanted)]
-        pairs += zip(before.parts, left, strict=True)
-        pairs += [(now[1], then[1]) for now, then in zip(random_states(), random, strict=True)]
-        for found, expected in pairs:
-            if not agree(found, expected):
-                raise UnsupportedError(
-                    f"captured: the recorded program gives other values than the function, in a tensor of shape "
-                    f"{tuple(expected.shape)}: it did something that is not an operator of torch",
-                    hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
-                )
+
+        def run() -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+            """The results of the program from the same state, and everything that it leaves."""
+            before.restore()
+            with torch.no_grad():
+                values = program.verifying()(before.parts)
+            return values, [*values, *before.parts, *[state for _, state in random_states()]]
+
+        expected = [*[wanted[number] for number in program.wanted], *left, *[state for _, state in random]]
+        values, found = run()
+        if not all(map(agree, found, expected)):
+            first = [tensor.detach().clone() for tensor in found]
+            values, found = run()
+            for one, other, want in zip(first, found, expected, strict=True):
+                if not agree(other, want) and not differs_as_itself(one, other, want):
+                    raise UnsupportedError(
+                        f"captured: the recorded program gives other values than the function, in a tensor of shape "
+                        f"{tuple(want.shape)}: it did something that is not an operator of torch",
+                        hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
+                    )
         program.received = tape.received = {}
         return left_behind(entry, values, roots, before.slots)
 
@@ -401,6 +408,17 @@ class Captured(Generic[Result]):
         program.received = entry.program.received = {}
         entry = entry._replace(program=program)
         return entry, left_behind(entry, values, roots, before.slots)
+
+
+def differs_as_itself(first: torch.Tensor, second: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether two runs of a program differ from each other in a tensor about as much as from the function.
+
+    Some CUDA kernels add in no fixed order, and have other last bits in each run.
+    """
+    if agree(first, second) or not is_rounded(wanted) or not torch.equal(wanted.isfinite(), second.isfinite()):
+        return False
+    noise, scale = largest(wide(first) - wide(second)), largest(wanted)
+    return largest(wide(second) - wide(wanted)) <= 4 * noise + 8 * torch.finfo(wanted.dtype).eps * scale
 
 
 def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots: Sequence[Slots]) -> Any:

@@ -19,7 +19,7 @@ from shardwise.capture.tape import Call, Geometry, Ref, Unit
 from shardwise.errors import UnsupportedError
 from shardwise.torch_private import inductor_compile
 
-__all__ = ["BACKENDS", "compiled_program"]
+__all__ = ["BACKENDS", "compiled_program", "is_rounded", "largest", "wide"]
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
@@ -76,13 +76,13 @@ def _check_values(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor],
     A compiler keeps intermediate values in float32 that the operators round to bfloat16, so that a float32 result
     differs by the precision of bfloat16: `eps` is that of the coarsest values that the results were computed with.
     """
-    scale = max((_largest(tensor) for tensor in wanted if _is_rounded(tensor)), default=0.0)
+    scale = max((largest(tensor) for tensor in wanted if is_rounded(tensor)), default=0.0)
     for one, other in zip(found, wanted, strict=True):
         is_same = torch.equal(one, other)
-        if not is_same and _is_rounded(other):
-            bound = math.sqrt(max(eps, torch.finfo(other.dtype).eps)) * (_largest(other) + scale / 100)
-            one, other = _wide(one), _wide(other)
-            is_same = torch.equal(torch.isfinite(one), torch.isfinite(other)) and _largest(one - other) <= bound
+        if not is_same and is_rounded(other):
+            bound = math.sqrt(max(eps, torch.finfo(other.dtype).eps)) * (largest(other) + scale / 100)
+            one, other = wide(one), wide(other)
+            is_same = torch.equal(torch.isfinite(one), torch.isfinite(other)) and largest(one - other) <= bound
         if not is_same:
             raise UnsupportedError(
                 f"captured: the backend {backend!r} gives other values than the operators, beyond rounding, in a "
@@ -91,17 +91,17 @@ def _check_values(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor],
             )
 
 
-def _is_rounded(tensor: torch.Tensor) -> bool:
+def is_rounded(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def largest(tensor: torch.Tensor) -> float:
     """The largest absolute value among the finite ones."""
-    tensor = _wide(tensor)
+    tensor = wide(tensor)
     finite = tensor[torch.isfinite(tensor)]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
