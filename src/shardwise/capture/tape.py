@@ -47,9 +47,6 @@ def _is_check() -> bool:
     return False
 
 
-_recording: list[Tape] = []  # the tapes that are being recorded, the innermost last
-
-
 def refused(what: str, hint: str) -> UnsupportedError:
     """The error for a step that cannot be captured, with the user's line.
 
@@ -411,6 +408,9 @@ class Tape(TorchDispatchMode):
 
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+_recording: list[Tape] = []  # the tapes that are being recorded, the innermost last
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> tuple[int, ...]:

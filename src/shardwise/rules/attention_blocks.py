@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -107,6 +107,7 @@ def wide_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.float64 if query.dtype is torch.float64 else torch.float32
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """How blocks are computed: what is kept of one block of queries while blocks of keys are added to it."""
 
