@@ -64,9 +64,10 @@ from shardwise.schema import RULE_MODULES
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint, debug, hf, moe, optim, parallel, pipelines
+    from shardwise import checkpoint, debug, elastic, hf, moe, optim, parallel, pipelines
     from shardwise.capture import Captured, CapturedReport, captured, load_captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
+    from shardwise.elastic import batch_indices, remesh
     from shardwise.meshes import PendingTransfer, TransferPlan, transfer, transfer_plan
     from shardwise.parallel import fully_shard, replicate
     from shardwise.pipelines import Pipeline, pipeline
@@ -124,6 +125,7 @@ __all__ = [
     "Zigzag",
     "allow_implicit",
     "attention",
+    "batch_indices",
     "cache_info",
     "captured",
     "check_lock",
@@ -136,6 +138,7 @@ __all__ = [
     "distribute_tensor",
     "draw",
     "dry_run",
+    "elastic",
     "empty",
     "explain",
     "from_torch",
@@ -162,6 +165,7 @@ __all__ = [
     "randn",
     "randperm",
     "register_sharding",
+    "remesh",
     "replicate",
     "set_cost_model",
     "set_plain_tensors",
@@ -175,7 +179,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("checkpoint", "debug", "hf", "moe", "optim", "parallel", "pipelines")
+_PACKAGES = ("checkpoint", "debug", "elastic", "hf", "moe", "optim", "parallel", "pipelines")
 _DCP = "shardwise.checkpoint.dcp"
 _STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
 _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"
@@ -184,6 +188,7 @@ _LATER = {
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
     **dict.fromkeys(("Captured", "CapturedReport", "captured", "load_captured"), "capture"),
     **dict.fromkeys(("Pipeline", "pipeline"), "pipelines"),
+    **dict.fromkeys(("batch_indices", "remesh"), "elastic"),
     **dict.fromkeys(("PendingTransfer", "TransferPlan", "transfer", "transfer_plan"), "meshes"),
 }
 

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("factories", "loading", "raw_memory", "recurrent_states", "optimizer_hook"),
     ("extend", "moe"),
     ("parallel", "checkpoint", "debug", "optim", "meshes"),
-    ("capture", "hf", "pipelines"),
+    ("capture", "elastic", "hf", "pipelines"),
     ("__init__",),
     ("cli", "demo", "__main__"),
 )

@@ -14,7 +14,7 @@ from shardwise.checkpoint.format.checkpoint_index import Index
 from shardwise.checkpoint.format.json_values import Name
 from shardwise.checkpoint.format.state_tree import stored_entries, tensor_name
 
-__all__ = ["optimizer_state"]
+__all__ = ["optimizer_state", "room_for"]
 
 
 def optimizer_state(owner: Any, path: Name, index: Index) -> dict[Any, Any]:
@@ -39,6 +39,11 @@ def _room(parameter: torch.Tensor, name: str | None, index: Index) -> Any:
     if name is None:
         return None
     stored = index.tensors[name]
-    if stored.shape == tuple(parameter.shape) and stored.shape:
-        return torch.zeros_like(parameter.detach(), dtype=stored.dtype)
-    return torch.zeros(stored.shape, dtype=stored.dtype)
+    return room_for(parameter, stored.shape, stored.dtype)
+
+
+def room_for(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor for a state of a parameter: with its layout if it has its shape, otherwise plain."""
+    if shape == tuple(parameter.shape) and shape:
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    return torch.zeros(shape, dtype=dtype)
