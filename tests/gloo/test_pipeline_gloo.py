@@ -1,25 +1,33 @@
 """Pipelines on processes: schedules beside one device, stages of several ranks, and a stage that fails."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from tests.gloo.processes import ProcessPool, run_processes
-from tests.pipelines import language_model, lay_out, loss_of, one_device, train, whole
+from tests.gloo.processes import LOOPBACK, ProcessPool, run_processes
+from tests.pipelines import language_model, lay_out, one_device, train, whole
 
 
 def train_four_stages(schedule: str, chunks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     model = language_model(7, tied=True)
-    pipe = sw.pipeline(model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=4)
+    pipe = sw.pipeline(model, mesh["pp"], schedule=schedule, stages_per_rank=chunks, microbatches=8)
     return train(pipe, 8), {name: value.detach() for name, value in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb1p", 1), ("zbv", 2), ("dualpipev", 2)]
+)
 def test_four_stages_train_as_one_device(gloo4: ProcessPool, schedule: str, chunks: int) -> None:
     losses, parameters = one_device(language_model(7, tied=True), 8)
     answers = gloo4.run(train_four_stages, schedule, chunks, timeout=120)
@@ -63,25 +71,109 @@ def train_on_eight(schedule: str, chunks: int, steps: int) -> tuple[list[float],
     return train(pipe, 8, steps), {name: whole(value) for name, value in pipe.named_parameters()}
 
 
-class Failing(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise ValueError("the data is broken")
 
 
-def fail_in_a_stage() -> tuple[str, float]:
-    """A stage raises; its process stays, so that no connection breaks."""
+class Failing(nn.Module):
+    """Fails in one way or another at its third microbatch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls < 3:
+            return x
+        if self.how == "forward":
+            raise ValueError("the data is broken")
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return FailingBackward.apply(x) if self.how in ("backward", "zero bubble") else x
+
+
+def failing_loss(result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise ValueError("the data is broken")
+
+
+def fail_in_a_stage(how: str, folder: str) -> None:
+    """A stage fails; its process stays, if it can, so that no connection breaks."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    modules = [nn.Linear(4, 4), nn.Linear(4, 4), Failing(), nn.Linear(4, 4)]
-    pipe = sw.pipeline(nn.Sequential(*modules), mesh["pp"], split=[1, 2, 3], microbatches=4)
+    broken = Failing(how)
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), broken), nn.Linear(4, 4)]
+    schedule = "zb1p" if how == "zero bubble" else "1f1b"
+    pipe = sw.pipeline(nn.Sequential(*modules), mesh["pp"], split=[1, 2, 3], schedule=schedule, microbatches=4)
+    loss = failing_loss if how == "loss" else nn.functional.mse_loss
+    rows = 7 if how == "batch" else 8
     began = time.monotonic()
     try:
-        pipe.step(torch.ones(8, 4), torch.ones(8, 4), loss_of)
-    except sw.PipelineError as error:
-        return str(error), time.monotonic() - began
+        pipe.step(torch.ones(rows, 4), torch.ones(8, 4), loss)
+    except (sw.PipelineError, sw.LayoutError) as error:
+        text = f"{time.monotonic() - began} {type(error).__name__} {error}"
+        (Path(folder) / os.environ["RANK"]).write_text(text)
+        return
     raise AssertionError("nothing was raised")
 
 
-def test_a_failed_stage_is_named_on_all_ranks() -> None:
-    for text, seconds in run_processes(fail_in_a_stage, 4, timeout=90):
-        assert text == "stage 2 failed in the forward of microbatch 0: ValueError: the data is broken"
-        assert seconds < 30
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("forward", "stage 2 failed in the forward of microbatch 2: ValueError: the data is broken"),
+        ("backward", "stage 2 failed in the backward of microbatch 2: ValueError: the data is broken"),
+        ("zero bubble", "stage 2 failed in the backward of microbatch 2: ValueError: the data is broken"),
+        ("loss", "stage 3 failed in the loss of microbatch 0: ValueError: the data is broken"),
+        ("batch", "does not split into 4 equal microbatches"),
+    ],
+)
+def test_a_failed_stage_is_named_on_all_ranks(how: str, wanted: str, tmp_path: Path) -> None:
+    run_processes(fail_in_a_stage, 4, how, str(tmp_path), timeout=120)
+    check_failures(tmp_path, [0, 1, 2, 3], wanted)
+
+
+def check_failures(folder: Path, ranks: list[int], wanted: str) -> None:
+    found = {int(path.name): path.read_text() for path in folder.iterdir() if path.name.isdigit()}
+    assert sorted(found) == ranks
+    for text in found.values():
+        seconds, _, message = text.partition(" ")
+        assert wanted in message
+        assert float(seconds) < 30
+
+
+def in_a_killed_pipeline(folder: str) -> None:
+    """One of four processes, which ends as processes of users do."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=4, store=dist.FileStore(f"{folder}/store", 4))
+    fail_in_a_stage("kill", folder)
+    sys.exit(3)
+
+
+def test_a_killed_stage_is_named_on_all_other_ranks(tmp_path: Path) -> None:
+    """They raise and end, although collectives are under way and nobody ends them."""
+    program = f"from {__name__} import in_a_killed_pipeline; in_a_killed_pipeline({str(tmp_path)!r})"
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *(path for path in sys.path if path)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "PYTHONPATH": paths}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "4"}
+    logs = [(tmp_path / f"log{rank}").open("wb") for rank in range(4)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], env=environment | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [rank.wait(150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for log in logs:
+            log.close()
+    assert codes == [3, 3, -signal.SIGKILL, 3], [path.read_text()[-2000:] for path in sorted(tmp_path.glob("log*"))]
+    check_failures(tmp_path, [0, 1, 3], "rank 2, which has stage 2, is gone: ")

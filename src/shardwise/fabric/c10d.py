@@ -371,7 +371,8 @@ class C10dFabric(Fabric):
         number = self._made[ranks]
         group = new_group(ranks) if len(ranks) > 1 and self.rank() in ranks else None
         store = _own_store(f"shardwise_pipeline_{self._worlds}_{'_'.join(map(str, ranks))}_{number}")
-        return StageLink(group, store, self._leave_groups)
+        stages = {rank: [n for n, mesh in enumerate(meshes) if rank in mesh.grid_ranks] for rank in ranks}
+        return StageLink(group, store, self._leave_groups, stages)
 
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:
         if self._check is not None and self.coordinate(mesh) is not None:

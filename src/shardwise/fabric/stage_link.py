@@ -9,7 +9,7 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from shardwise.errors import PipelineError
 __all__ = ["StageLink"]
 
 LOOK = 0.5  # seconds between looks at whether another rank has failed
+LOOKS = 8  # at a rank whose connection broke, before it counts as gone
 LAST_WORDS = 10.0  # seconds in which the others may hear of a failure before this process goes on
 
 
@@ -30,29 +31,32 @@ class StageLink:
         group: their process group, used by nothing else.
         store: where they tell each other what is not a tensor.
         on_failure: called before a failure of another rank is raised.
+        stages: the stages of each rank.
     """
 
-    def __init__(self, group: Any, store: Any, on_failure: Callable[[], None]) -> None:
-        self._group, self._store, self._on_failure = group, store, on_failure
+    def __init__(
+        self, group: Any, store: Any, on_failure: Callable[[], None], stages: Mapping[int, Sequence[int]]
+    ) -> None:
+        self._group, self._store, self._on_failure, self._stages = group, store, on_failure, stages
         self._size = 1 if group is None else dist.get_world_size(group)
-        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._sent: list[tuple[int, Any, torch.Tensor]] = []
         self._jobs: queue.SimpleQueue[tuple[Callable[[], object], _Job]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def send(self, rank: int, tag: int, buffer: torch.Tensor) -> None:
         """Send to a rank; returns at once."""
-        self._sent.append((dist.isend(buffer, rank, self._group, tag), buffer))
+        self._sent.append((rank, self._begun(dist.isend, rank, tag, buffer), buffer))
 
     def receive(self, messages: Sequence[tuple[int, int, torch.Tensor]]) -> None:
         """Fill the buffers of these ranks and tags."""
-        works: list[Any] = [dist.irecv(buffer, rank, self._group, tag) for rank, tag, buffer in messages]
-        for work in works:
-            self._watched(work.wait)
+        works = [self._begun(dist.irecv, rank, tag, buffer) for rank, tag, buffer in messages]
+        for work, (rank, _, _) in zip(works, messages, strict=True):
+            self._watched(work.wait, rank)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self._sent:
-            self._watched(work.wait)
+        for rank, work, _ in self._sent:
+            self._watched(work.wait, rank)
         self._sent.clear()
 
     # ---------------------------------------------------------------- what is not a tensor
@@ -74,17 +78,21 @@ class StageLink:
 
     # ---------------------------------------------------------------- failures
 
-    def fail(self, text: str) -> None:
-        """Tell the others that this rank has failed, and wait a while until they have heard."""
+    def fail(self, text: str) -> str:
+        """Tell the others that this rank has failed, and wait a while until they have heard.
+
+        Returns what failed first: this, or another rank, of whose failure this one may be a consequence.
+        """
         try:
-            self._store.set("failed", text)
+            first = self._store.compare_set("failed", "", text).decode()
             end = time.monotonic() + LAST_WORDS
-            while self._store.add("heard", 0) < self._size - 1 and time.monotonic() < end:
+            while first == text and self._store.add("heard", 0) < self._size - 1 and time.monotonic() < end:
                 time.sleep(0.05)
         except RuntimeError:  # the store is gone, and with it the others
-            pass
+            return text
+        return first
 
-    def _watched(self, wait: Callable[[], object]) -> None:
+    def _watched(self, wait: Callable[[], object], rank: int) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shardwise pipeline", daemon=True)
             self._thread.start()
@@ -92,13 +100,24 @@ class StageLink:
         self._jobs.put((wait, job))
         while not job.done.wait(LOOK):
             self._raise_failure(None)
-        if job.error is not None:  # a connection that broke: its rank may have said why
-            for _ in range(10):
-                self._raise_failure(job.error)
-                time.sleep(LOOK)
-            raise PipelineError(
-                f"the connection to another stage broke: {job.error}", hint="look at the output of the other ranks"
-            ) from job.error
+        if job.error is not None:
+            self._raise_gone(rank, job.error)
+
+    def _begun(self, begin: Callable[..., Any], rank: int, tag: int, buffer: torch.Tensor) -> Any:
+        try:
+            return begin(buffer, rank, self._group, tag)
+        except RuntimeError as error:
+            self._raise_gone(rank, error)
+
+    def _raise_gone(self, rank: int, error: BaseException) -> None:
+        """The connection to a rank broke. It may have said why, or the one that it has waited for."""
+        for _ in range(LOOKS):
+            self._raise_failure(error)
+            time.sleep(LOOK)
+        stages = ", ".join(map(str, self._stages.get(rank, ())))
+        text = self.fail(f"rank {rank}, which has stage {stages}, is gone: {_first_line(error)}")
+        self._on_failure()
+        raise PipelineError(text, hint="look at the output of that rank") from error
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:
@@ -125,6 +144,10 @@ class StageLink:
             except BaseException as error:
                 job.error = error
             job.done.set()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 class _Job:

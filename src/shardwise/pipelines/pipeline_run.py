@@ -303,7 +303,7 @@ class Pipeline:
                 f"{type(error).__name__}: {error}"
             )
             if self._link is not None:
-                self._link.fail(text)
+                text = self._link.fail(text)
             raise PipelineError(text) from error
 
     def _finish(self, link: StageLink) -> None:
