@@ -31,8 +31,9 @@ def train_four_stages(schedule: str, chunks: int) -> tuple[list[float], dict[str
 def test_four_stages_train_as_one_device(gloo4: ProcessPool, schedule: str, chunks: int) -> None:
     losses, parameters = one_device(language_model(7, tied=True), 8)
     answers = gloo4.run(train_four_stages, schedule, chunks, timeout=120)
-    assert [found for found, _ in answers[:3]] == [[], [], []]
-    torch.testing.assert_close(torch.tensor(answers[3][0]), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+    last = 0 if schedule in ("zbv", "dualpipev") else 3  # in the shape of a V it ends where it began
+    assert [rank for rank, (found, _) in enumerate(answers) if found] == [last]
+    torch.testing.assert_close(torch.tensor(answers[last][0]), torch.tensor(losses), rtol=1e-4, atol=1e-5)
     seen = set()
     for _, own in answers:
         for name, value in own.items():

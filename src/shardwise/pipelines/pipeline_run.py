@@ -6,6 +6,7 @@ processes those of its own rank, and waits for messages.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.errors import LayoutError, PipelineError
+from shardwise.errors import LayoutError, PipelineError, UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.dry import dry
 from shardwise.fabric.stage_link import StageLink
+from shardwise.pipelines.dry_pipeline import PipelineEstimate, StepRecorder, local_memory
 from shardwise.pipelines.pipeline_tables import (
     Action,
     Overlapped,
@@ -165,6 +168,7 @@ class Pipeline:
         self._link: StageLink | None = link
         self._values: InProcess | OverLink = InProcess() if link is None else OverLink(link)
         self._steps = 0
+        self._recorder: StepRecorder | None = None  # in a dry run
         self._tied: dict[int, dict[int, ValueMeta]] = {}
         self._metas: dict[int, list[ValueMeta]] = {}  # of what each stage gives the next
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -200,6 +204,50 @@ class Pipeline:
     ) -> Timeline:
         """When the actions of a step run, if stages take these times: `timeline_of` its table."""
         return timeline_of(self.table, forward, backward, send, weight=weight, overlap=overlap)
+
+    def dry_step(
+        self, inputs: Any, target: Any, loss_function: Callable[[Any, Any], torch.Tensor], *, flops_per_second: float
+    ) -> PipelineEstimate:
+        """A step inside `dry_run`: nothing is computed, and its time, idle time and memory are modelled.
+
+        The time of an action is that of its matrix products, convolutions and attention at a given speed, and of its
+        collectives by the cost model; other operators count nothing. Memory is that of parameters, gradients and
+        activations; an optimizer's is not.
+
+        Args:
+            inputs: as in `step`, on the meshes of the dry run or on the meta device.
+            target: the same.
+            loss_function: as in `step`.
+            flops_per_second: what a rank computes.
+
+        Example:
+            >>> import shardwise as sw
+            >>> with sw.dry_run(), torch.device("meta"):
+            ...     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+            ...     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+            ...     pipe = sw.pipeline(model, mesh["pp"], microbatches=4)
+            ...     batch = torch.empty(64, 256)
+            ...     estimate = pipe.dry_step(batch, batch, nn.functional.mse_loss, flops_per_second=1e9)
+            >>> f"{estimate.bubble:.3f}"
+            '0.286'
+        """
+        runs = list(dry.runs.values())
+        if not runs or fabric_of(self.meshes[0]) is not dry:
+            raise UnsupportedError(
+                "dry_step needs a dry run, in which the pipeline was made",
+                hint="with sw.dry_run(): make it and call it",
+            )
+
+        def given() -> list[Any]:
+            return [*(inputs if isinstance(inputs, tuple | list) else [inputs]), target]
+
+        self._recorder = StepRecorder(runs[-1], local_memory(runs[-1], self.stages, given), flops_per_second)
+        self._recorder.begin(self.table)
+        try:
+            self.step(inputs, target, loss_function)
+            return self._recorder.estimate(self.table)
+        finally:
+            self._recorder = None
 
     # ---------------------------------------------------------------- a step
 
@@ -288,12 +336,13 @@ class Pipeline:
 
     def _attempt(self, action: Action, step: _Step) -> None:
         try:
-            if action.kind == "F":
-                self._forward(action, step)
-            elif action.kind == "W":
-                self._weights.pop((action.stage, action.microbatch)).run()
-            else:
-                self._backward(action)
+            with contextlib.nullcontext() if self._recorder is None else self._recorder.action(action):
+                if action.kind == "F":
+                    self._forward(action, step)
+                elif action.kind == "W":
+                    self._weights.pop((action.stage, action.microbatch)).run()
+                else:
+                    self._backward(action)
         except PipelineError:
             raise
         except Exception as error:
@@ -338,7 +387,8 @@ class Pipeline:
         for number, (output, meta) in enumerate(zip(outputs, metas, strict=True)):
             if meta.is_tensor:
                 key = self._key("F", stage + 1, microbatch, number)
-                self._values.send(key, output, meta, meta.on(following), (mesh, following))
+                with self._sending(stage + 1):
+                    self._values.send(key, output, meta, meta.on(following), (mesh, following))
         self._saved[stage, microbatch] = _Saved(arguments, outputs)
         self._sent.add((stage, microbatch))
 
@@ -373,7 +423,11 @@ class Pipeline:
         for number, leaf, gradient in zip(numbers, leaves, found, strict=True):
             gradient = torch.zeros_like(leaf) if gradient is None else gradient
             key, here = self._key("B", stage - 1, microbatch, number), before[number].on(meshes[0])
-            self._values.send(key, gradient, here, before[number], meshes)
+            with self._sending(stage - 1):
+                self._values.send(key, gradient, here, before[number], meshes)
+
+    def _sending(self, receiver: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.send(receiver)
 
     def _output_gradients(self, stage: int, microbatch: int, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
         """The results of a forward that need gradients, and these."""
