@@ -49,7 +49,7 @@ def train(state: dict[str, Any], mesh: sw.DeviceMesh, steps: int, folder: Path |
     for step in range(state["step"], steps):
         rows = sw.batch_indices(step, BATCH, SAMPLES)
         x, y = (sw.distribute_tensor(t[rows], mesh, [sw.Shard(0)], src_data_rank=None) for t in (inputs, classes))
-        loss = F.cross_entropy(state["model"](x), y)
+        loss: Any = F.cross_entropy(state["model"](x), y)
         state["optimizer"].zero_grad()
         loss.backward()
         state["optimizer"].step()

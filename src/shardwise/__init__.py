@@ -64,7 +64,7 @@ from shardwise.schema import RULE_MODULES
 from shardwise.tensor import DTensor, cache_info
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint, debug, elastic, hf, moe, optim, parallel, pipelines
+    from shardwise import checkpoint, debug, hf, moe, optim, parallel, pipelines
     from shardwise.capture import Captured, CapturedReport, captured, load_captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.elastic import batch_indices, remesh
@@ -138,7 +138,6 @@ __all__ = [
     "distribute_tensor",
     "draw",
     "dry_run",
-    "elastic",
     "empty",
     "explain",
     "from_torch",
@@ -179,7 +178,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("checkpoint", "debug", "elastic", "hf", "moe", "optim", "parallel", "pipelines")
+_PACKAGES = ("checkpoint", "debug", "hf", "moe", "optim", "parallel", "pipelines")
 _DCP = "shardwise.checkpoint.dcp"
 _STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
 _FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.core.mesh import DeviceMesh
 from shardwise.debug.pictures.draw_svg import Drawing
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.dry import DryRun
 from shardwise.pipelines.pipeline_picture import draw_pipeline
 from shardwise.pipelines.pipeline_tables import Action, Table, actions_of
 from shardwise.pipelines.pipeline_timeline import Timeline, timeline_of
+from shardwise.plan.cost import current_cost_model
 from shardwise.tensor import DTensor
 from shardwise.text import human_bytes
 from shardwise.torch_private import TorchDispatchMode
@@ -126,15 +128,20 @@ class StepRecorder:
         self._times.setdefault((action.kind, stage), []).append(flops.total / self._speed + moved)
 
     @contextmanager
-    def send(self, receiver: int) -> Iterator[None]:
-        """Measure a message to another stage, which holds it from now on."""
+    def send(self, receiver: int, mesh: DeviceMesh) -> Iterator[None]:
+        """Measure a message to another stage, on this mesh, which holds it from now on."""
         before, steps = self._run.live_bytes, len(self._run.steps)
         yield
         size = self._run.live_bytes - before
-        seconds = sum(record.cost.seconds for record in self._run.steps[steps:])
+        if len(self._run.steps) > steps:
+            seconds = sum(record.cost.seconds for record in self._run.steps[steps:])
+        else:  # of a plain tensor: each rank sends one message
+            link = current_cost_model().link(mesh, ())
+            seconds = link.alpha + size * link.beta
         self._held[receiver] += size
         self._peak[receiver] = max(self._peak[receiver], self._held[receiver])
-        self._sent = self._sent[0] + size, self._sent[1] + seconds
+        recorded = sum(record.cost.seconds for record in self._run.steps[steps:])
+        self._sent = self._sent[0] + size, self._sent[1] + recorded
         self._sends.append(seconds)
 
     def estimate(self, table: Table) -> PipelineEstimate:

@@ -229,13 +229,12 @@ class Pipeline:
             ...     batch = torch.empty(64, 256)
             ...     estimate = pipe.dry_step(batch, batch, nn.functional.mse_loss, flops_per_second=1e9)
             >>> f"{estimate.bubble:.3f}"
-            '0.286'
+            '0.288'
         """
         runs = list(dry.runs.values())
         if not runs or fabric_of(self.meshes[0]) is not dry:
             raise UnsupportedError(
-                "dry_step needs a dry run, in which the pipeline was made",
-                hint="with sw.dry_run(): make it and call it",
+                "dry_step needs the dry run in which the pipeline was made", hint="make and call it inside sw.dry_run()"
             )
 
         def given() -> list[Any]:
@@ -427,7 +426,9 @@ class Pipeline:
                 self._values.send(key, gradient, here, before[number], meshes)
 
     def _sending(self, receiver: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._recorder is None else self._recorder.send(receiver)
+        return (
+            contextlib.nullcontext() if self._recorder is None else self._recorder.send(receiver, self.meshes[receiver])
+        )
 
     def _output_gradients(self, stage: int, microbatch: int, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
         """The results of a forward that need gradients, and these."""
