@@ -5,8 +5,10 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.meshes import transfers
 from tests.gloo.processes import ProcessPool
 from tests.gloo.state_transfers import check_processes
+from tests.weight_sync import synchronised_models, trained_once
 
 S0, S1 = sw.Shard(0), sw.Shard(1)
 
@@ -54,3 +56,36 @@ def in_turn() -> list[Any]:
 
 def test_transfers_in_flight_do_not_mix(gloo4: ProcessPool) -> None:
     assert gloo4.run(in_turn) == [[[3.0], [2.0], [1.0], [0.0]]] * 4
+
+
+def train_and_generate() -> list[Any]:
+    """Two ranks train, two others generate; the plan is made once."""
+    made: list[int] = []
+    plan_once = transfers.plan_buckets
+    transfers.plan_buckets = lambda *args: (made.append(1), plan_once(*args))[1]
+    try:
+        model, other, mesh, generator = synchronised_models([[0], [1]], [2, 3])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        weights = other.state_dict()
+        plan = sw.transfer_plan(model.state_dict(), generator, into=weights)
+        rank, moved = torch.distributed.get_rank(), []
+        for step in range(4):
+            if rank < 2:
+                trained_once(model, optimizer, mesh, step)
+            pending = plan.run(model.state_dict(), into=weights, async_op=True)
+            pending.wait()
+            moved.append(pending.bytes_done)
+        source = model.state_dict() if rank < 2 else weights
+        return [{name: value.full_tensor().float() for name, value in source.items()}, moved, len(made)]
+    finally:
+        transfers.plan_buckets = plan_once
+
+
+def test_weights_of_a_trainer_reach_a_generator_by_one_plan(gloo4: ProcessPool) -> None:
+    answers = gloo4.run(train_and_generate)
+    assert [answer[2] for answer in answers] == [1] * 4
+    for rank in (2, 3):
+        assert len(set(answers[rank][1])) == 1
+        assert answers[rank][1][0] > 0
+        for name, value in answers[0][0].items():
+            assert torch.equal(answers[rank][0][name], value.bfloat16().float()), name

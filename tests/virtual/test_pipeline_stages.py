@@ -272,6 +272,24 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
         torch.testing.assert_close(found, wanted.detach())
 
 
+def test_reentrant_checkpointing_cannot_be_split_and_says_so() -> None:
+    """torch runs a backward inside of it, which adds gradients of weights at once."""
+
+    class Reentrant(nn.Linear):
+        def __call__(self, x: torch.Tensor) -> Any:
+            return checkpoint(super().__call__, x, use_reentrant=True)
+
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    x = torch.randn(4, 4)
+    for schedule in ("1f1b", "zb1p"):
+        pipe = sw.pipeline([nn.Linear(4, 4), Reentrant(4, 4)], mesh["pp"], schedule=schedule, microbatches=2)
+        if schedule == "1f1b":
+            pipe.step(x, x, nn.functional.mse_loss)
+            continue
+        with pytest.raises(sw.PipelineError, match=r"stage 1 failed in the backward .*use_reentrant=False"):
+            pipe.step(x, x, nn.functional.mse_loss)
+
+
 def test_a_loss_that_is_no_number_is_refused() -> None:
     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     pipe = sw.pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], mesh["pp"], microbatches=2)

@@ -9,8 +9,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.fabric.state_messages import rank_transfer
+from shardwise.meshes import transfers
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.gloo.state_transfers import check_virtual
+from tests.weight_sync import synchronised_models, trained_once
 
 R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
 
@@ -218,3 +220,39 @@ def test_explain_and_dry_runs_count_it() -> None:
     assert (record.name, record.received) == ("transfer", 8)
     assert record.outputs[0].mesh is second
     assert "transfer" in str(report)
+
+
+def test_weights_of_a_trainer_reach_a_generator_by_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP x TP to TP of another size, other ranks, another dtype: five times, in the background, with one plan."""
+    made: list[int] = []
+    plan_once = transfers.plan_buckets
+    monkeypatch.setattr(transfers, "plan_buckets", lambda *args: (made.append(1), plan_once(*args))[1])
+    model, other, mesh, generator = synchronised_models([[0, 1], [2, 3]], [6, 4, 5])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    weights = other.state_dict()
+    plan = sw.transfer_plan(model.state_dict(), generator, into=weights)
+    x = torch.randn(3, 6)
+    for step in range(5):
+        trained_once(model, optimizer, mesh, step)
+        seen: list[tuple[int, int]] = []
+        pending = plan.run(
+            model.state_dict(),
+            into=weights,
+            async_op=True,
+            progress=lambda done, total, seen=seen: seen.append((done, total)),
+        )
+        pending.wait()
+        assert seen[-1] == (pending.bytes, pending.bytes)
+        assert pending.bytes == 2 * plan.bytes  # here all ranks are in one process: sent and received
+        for name, value in model.state_dict().items():
+            assert torch.equal(weights[name].full_tensor(), value.full_tensor().bfloat16()), name
+        plain = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 7)).bfloat16()
+        plain.load_state_dict({name: value.full_tensor().bfloat16() for name, value in model.state_dict().items()})
+        given = sw.distribute_tensor(x.bfloat16(), generator, [sw.Replicate()])
+        result = other(given)
+        result = result.full_tensor() if isinstance(result, sw.DTensor) else result.tensors[0]
+        torch.testing.assert_close(result, plain(x.bfloat16()), rtol=2e-2, atol=2e-2)
+    assert len(made) == 1
+    # each weight once to each rank that lacks it: nobody ever has more than the new parts
+    lacking = sum(spec.local_bytes * 3 for spec in plan.targets.values())
+    assert plan.bytes <= lacking

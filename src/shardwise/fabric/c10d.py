@@ -312,9 +312,9 @@ class C10dFabric(Fabric):
         elif self._plain.verdict and not was_raised():
             raise_found()
 
-    def _leave_groups(self) -> None:
+    def _leave_groups(self, *others: Any) -> None:
         """Let the process end although collectives are in flight: groups wait for these when they are taken down."""
-        for group in (dist.group.WORLD, *self._groups.values()):
+        for group in (dist.group.WORLD, *self._groups.values(), *others):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # so they are never taken down
 
     def _carrier(self, ranks: Sequence[int], step: Step) -> Any:
@@ -372,7 +372,7 @@ class C10dFabric(Fabric):
         group = new_group(ranks) if len(ranks) > 1 and self.rank() in ranks else None
         store = _own_store(f"shardwise_pipeline_{self._worlds}_{'_'.join(map(str, ranks))}_{number}")
         stages = {rank: [n for n, mesh in enumerate(meshes) if rank in mesh.grid_ranks] for rank in ranks}
-        return StageLink(group, store, self._leave_groups, stages)
+        return StageLink(group, store, functools.partial(self._leave_groups, group), stages)
 
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:
         if self._check is not None and self.coordinate(mesh) is not None:

@@ -21,7 +21,7 @@ __all__ = ["StageLink"]
 
 LOOK = 0.5  # seconds between looks at whether another rank has failed
 LOOKS = 8  # at a rank whose connection broke, before it counts as gone
-LAST_WORDS = 10.0  # seconds in which the others may hear of a failure before this process goes on
+LAST_WORDS = 5.0  # seconds in which the others may hear of a failure before this process goes on
 
 
 class StageLink:
