@@ -218,5 +218,8 @@ def test_processes_end_with_the_stage_and_the_cause(how: str, ranks: list[int], 
         for log in logs:
             log.close()
     ends = [path.read_text(errors="replace")[-2000:] for path in sorted(tmp_path.glob("log*"))]
-    assert codes == [3 if rank in ranks else -signal.SIGKILL for rank in range(4)], ends
+    # a thread that still waits for a message may end its process by an abort, after everything has been raised
+    assert all(
+        code in ((3, -signal.SIGABRT) if rank in ranks else (-signal.SIGKILL,)) for rank, code in enumerate(codes)
+    ), ends
     check_failures(tmp_path, ranks, wanted)
