@@ -1,5 +1,6 @@
 """Attention over a sharded sequence on processes: every way against one device, compiled, under a check of ranks."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -72,12 +73,23 @@ def _flex() -> None:
     def window(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q - k).abs() < 4
 
+    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    def run(tensors: list[Any], blocks: Any) -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out, lse, _ = flex_attention(*leaves, identity, blocks, 0.3, {})
+        return [out, lse.detach(), *torch.autograd.grad(out.square().sum() + lse.square().sum(), leaves)]
+
     given = case("none", (13, 13))
-    blocks = create_block_mask(window, None, None, 13, 13, device="cpu").as_tuple()
-    wanted = flex_attention(*given.tensors[:3], identity, blocks, 0.3, {})[0]
-    for placement in (S2, Z2, sw.Shard(1)):
-        laid = [sw.distribute_tensor(x, sw.init_device_mesh("cpu", (4,)), [placement]) for x in given.tensors[:3]]
-        assert_close([flex_attention(*laid, identity, blocks, 0.3, {})[0]], [wanted])
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for mask, ways in ((window, ("halo", "ring", "gather")), (causal, ("ring", "heads"))):
+        blocks = create_block_mask(mask, None, None, 13, 13, device="cpu").as_tuple()
+        wanted = run(given.tensors[:3], blocks)
+        for way, placement in itertools.product(ways, (S2, Z2, sw.Shard(1))):
+            laid = [sw.distribute_tensor(x, mesh, [placement]) for x in given.tensors[:3]]
+            with sw.attention(prefer=way):
+                assert_close(run(laid, blocks), wanted)
 
 
 def test_flex_attention(gloo4: ProcessPool) -> None:

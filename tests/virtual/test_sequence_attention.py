@@ -1,6 +1,7 @@
 """Attention over a sharded sequence: every way against one device, what it moves and holds, and how a way is chosen."""
 
 import copy
+import itertools
 from typing import Any
 
 import hypothesis
@@ -599,3 +600,37 @@ def test_a_bound_holds_with_dropout_too() -> None:
     torch.testing.assert_close(got.full_tensor(), wanted)
     with sw.attention(max_bytes=0):  # nothing is gathered
         F.scaled_dot_product_attention(*[sw.distribute_tensor(plain, mesh, [R])] * 3, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("placement", [sw.Shard(1), sw.Zigzag(1)])
+def test_padding_masks_of_modules_in_any_layout(placement: Any) -> None:
+    """With and without weights; the padding mask plain, replicated, or sharded with the tokens."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    module, x = torch.nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 9, 16)
+    hidden = torch.zeros(2, 9, dtype=torch.bool)
+    hidden[0, 6:] = True
+    wanted = {weights: module(x, x, x, key_padding_mask=hidden, need_weights=weights) for weights in (True, False)}
+    module = sw.distribute_module(module, mesh)
+    laid = sw.distribute_tensor(x, mesh, [placement])
+    masks = hidden, sw.distribute_tensor(hidden, mesh, [R]), sw.distribute_tensor(hidden, mesh, [sw.Shard(1)])
+    for mask, weights in itertools.product(masks, (True, False)):
+        got = module(laid, laid, laid, key_padding_mask=mask, need_weights=weights)
+        for mine, theirs in zip(got, wanted[weights], strict=True):
+            if theirs is not None:
+                torch.testing.assert_close(mine.full_tensor(), theirs, rtol=2e-6, atol=2e-6)
+
+
+def test_a_second_derivative_is_refused_as_on_one_device() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    plain = torch.randn(1, 2, 8, 4)
+
+    def twice(x: Any) -> Any:
+        x = x.detach().requires_grad_()
+        out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)
+
+    for x in (plain, sw.distribute_tensor(plain, mesh, [S2])):
+        with pytest.raises(RuntimeError, match=r"derivative .* is not implemented"):
+            twice(x)
