@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.notation import parse_spec
@@ -15,6 +18,9 @@ from shardwise.plan.heuristic import SAFELY, seconds_left, seconds_left_at_least
 from shardwise.plan.move import scatter_dims
 from shardwise.plan.route import DTensorRedistributePlanner
 from shardwise.plan.state import Problem
+from shardwise.plan.state_transfer import _windows
+from shardwise.rules.attention_blocks import tiles
+from shardwise.rules.mask_reach import _band
 
 MESH = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), fabric="virtual")
 FAST, SLOW = Link(alpha=2e-6, beta=3e-9), Link(alpha=1e-6, beta=5e-9)  # one starts later, the other has less bandwidth
@@ -67,3 +73,40 @@ def test_given_sizes_are_checked_beside_any_other_placement(other: Placement) ->
     assert DTensorSpec(MESH, (Ragged(0, (3, 5)), other), TensorMeta((8, 16))).is_ragged
     with pytest.raises(LayoutError):
         DTensorSpec(MESH, (Ragged(0, (3, 4)), other), TensorMeta((8, 16)))
+
+
+@pytest.mark.parametrize("offset", [None, *range(-4, 7)])
+def test_tiles_of_scores_cover_what_a_causal_mask_shows(offset: int | None) -> None:
+    for rows, columns in itertools.product(range(5), range(6)):
+        shown = torch.zeros(rows, columns, dtype=torch.int64)
+        for tile in tiles(rows, columns, offset):
+            part = shown[tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
+            assert part.shape == (tile.rows, tile.columns)  # it is inside
+            part += torch.ones_like(part).tril() if tile.causal else torch.ones_like(part)
+        expected = torch.ones(rows, columns, dtype=torch.int64)
+        assert torch.equal(shown, expected if offset is None else expected.tril(offset))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 0), (0, 3), (1, 2), (7, 7)])
+def test_the_band_of_a_mask_is_its_reach_to_both_sides(before: int, after: int) -> None:
+    rows = torch.arange(8)
+    distance = rows[None, :] - rows[:, None]
+    seen = (distance >= -before) & (distance <= after)
+    assert _band(seen) == (before, after)
+    seen[3] = False  # a query that sees nothing reaches nowhere
+    assert _band(seen) == (before, after)
+
+
+@pytest.mark.parametrize("limit", [16, 100, 512, 4096])
+def test_windows_of_a_transfer_cover_a_tensor_within_the_limit(limit: int) -> None:
+    source, target = parse_spec("f32[8,16] dp:S0", MESH), parse_spec("f32[8,16] dp:S1 tp:S0", MESH)
+    found = list(_windows(source, target, limit))
+    if found[0][0] is None:
+        assert len(found) == 1
+        return
+    edges = [(window.start, window.stop) for window, _ in found if window is not None]
+    assert edges[0][0] == 0
+    assert [stop for _, stop in edges[:-1]] == [start for start, _ in edges[1:]]
+    assert edges[-1][1] == source.shape[found[0][0].dim]
+    one_row = all(stop - start == 1 for start, stop in edges)
+    assert all(staged <= limit for _, staged in found) or one_row
