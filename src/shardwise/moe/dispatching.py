@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Partial, Placement, Ragged, Replicate, Shard
-from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.placement import Replicate, Shard
+from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import is_tracing
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.moe.routing_plan import ExpertRanks, RoutingPlan, plan_of, plan_with_capacity
+from shardwise.moe.routing_plan import ExpertRanks, RoutingPlan, expert_ranks, plan_of, plan_with_capacity
 from shardwise.moe.token_maps import RowLayout, mapped
 from shardwise.tensor import DTensor, dtensor_of, is_dtensor, moved
 from shardwise.transforms import transforming
@@ -157,7 +157,7 @@ def dispatch(
         )
     if fabric_of(mesh).is_outside(mesh):
         raise MeshError(f"dispatch on a rank that is not in {mesh}", hint="call it on the ranks of the mesh alone")
-    ranks = ExpertRanks(mesh, *_axes(x._spec, axis), num_experts)
+    ranks = expert_ranks(mesh, *_axes(x._spec, axis), num_experts)
     if groups not in (None, ranks.members):
         raise LayoutError(
             f"dispatch: groups={groups}, and {ranks.members} ranks share the tokens", hint="leave it out on a mesh"
@@ -206,16 +206,7 @@ def _as_dtensor(tensor: Any, mesh: DeviceMesh) -> Any:
 
 def _numbers(ranks: ExpertRanks, plan: RoutingPlan) -> tuple[Any, Any]:
     """The offsets and counts as DTensors."""
-    mesh, experts = ranks.mesh, ranks.experts
-    ends: list[Placement] = [Replicate()] * mesh.ndim
-    ends[ranks.axis] = Ragged(0, ranks.sizes)
-    counts: list[Placement] = [Replicate()] * mesh.ndim
-    for axis in ranks.over if plan.is_partial else ():
-        counts[axis] = Partial()
-    return (
-        dtensor_of(DTensorSpec(mesh, ends, TensorMeta((experts,), dtype=torch.int32)), plan.ends),
-        dtensor_of(DTensorSpec(mesh, counts, TensorMeta((experts,), dtype=torch.int64)), plan.counts),
-    )
+    return dtensor_of(ranks.ends_spec, plan.ends), dtensor_of(ranks.counts_specs[plan.is_partial], plan.counts)
 
 
 def _on_one_device(

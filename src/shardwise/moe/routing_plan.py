@@ -8,21 +8,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
+from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import Coordinate, DeviceMesh
-from shardwise.core.placement import Ragged, Shard
-from shardwise.core.spec import TensorMeta
+from shardwise.core.placement import Partial, Placement, Ragged, Replicate, Shard
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import device_of, fabric_of
-from shardwise.moe.token_maps import RowLayout, TokenMap, announce, lines_here, member_of, number_of
+from shardwise.moe.token_maps import (
+    Counts,
+    LineRows,
+    RowLayout,
+    RowTable,
+    TokenMap,
+    announce,
+    lines_here,
+    member_of,
+    number_of,
+)
 from shardwise.plan.step import TokenExchange
 from shardwise.rules.owner_programs import Exchanging, Items
 
-__all__ = ["ExpertRanks", "RoutingPlan", "expert_sizes", "plan_of", "plan_with_capacity"]
+__all__ = ["ExpertRanks", "RoutingPlan", "expert_ranks", "expert_sizes", "plan_of", "plan_with_capacity"]
+
+MAX_MESHES = 64
 
 
 def expert_sizes(experts: int, ranks: int) -> tuple[int, ...]:
@@ -49,20 +64,25 @@ class ExpertRanks:
     axis: int
     experts: int
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The number of experts of each rank along the axis."""
         return expert_sizes(self.experts, self.mesh.shape[self.axis])
 
-    @property
+    @cached_property
     def minors(self) -> tuple[int, ...]:
         """The other axes that split rows."""
         return tuple([axis for axis in self.over if axis != self.axis])
 
-    @property
+    @cached_property
     def members(self) -> int:
         """The number of ranks that exchange."""
         return math.prod(self.mesh.shape[axis] for axis in self.over)
+
+    @cached_property
+    def chunk(self) -> int:
+        """The number of experts of a rank that has all it can have."""
+        return -(-self.experts // self.mesh.shape[self.axis])
 
     def layout(self, per_rank: Sequence[int]) -> RowLayout:
         """How rows lie that are sorted by expert, so many for the experts of each rank along the axis."""
@@ -73,9 +93,38 @@ class ExpertRanks:
         """The number of the rank at a coordinate among those that exchange."""
         return member_of(self.mesh, self.over, at)
 
-    def first_experts(self) -> list[int]:
+    @cached_property
+    def first_experts(self) -> np.ndarray:
         """The first expert of each rank along the axis, and their number."""
-        return [0, *np.cumsum(self.sizes).tolist()]
+        return np.cumsum((0, *self.sizes))
+
+    def owned(self, at: Coordinate) -> slice:
+        """The experts of a rank."""
+        first, last = self.first_experts[at[self.axis] : at[self.axis] + 2].tolist()
+        return slice(first, last)
+
+    def bounds_of_members(self, bounds: torch.Tensor) -> torch.Tensor:
+        """Of where the rows of each expert begin, and their end: the same for members. Without other axes."""
+        if self.members * self.chunk == self.experts:
+            return bounds[:: self.chunk]
+        return bounds[torch.from_numpy(self.first_experts).to(bounds.device)]
+
+    @cached_property
+    def ends_spec(self) -> DTensorSpec:
+        """The layout of the ends of the experts' rows."""
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        placements[self.axis] = Ragged(0, self.sizes)
+        return DTensorSpec(self.mesh, placements, TensorMeta((self.experts,), dtype=torch.int32))
+
+    @cached_property
+    def counts_specs(self) -> tuple[DTensorSpec, DTensorSpec]:
+        """The layouts of the numbers of choices: of all tokens, and of each rank's."""
+        meta = TensorMeta((self.experts,), dtype=torch.int64)
+        partial: list[Placement] = [Partial() if axis in self.over else Replicate() for axis in range(self.mesh.ndim)]
+        return (
+            DTensorSpec(self.mesh, [Replicate()] * self.mesh.ndim, meta),
+            DTensorSpec(self.mesh, partial, meta),
+        )
 
     def blocks(self, per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the rows of each member begin, and how many they are."""
@@ -89,6 +138,15 @@ class ExpertRanks:
             begin = torch.minimum(at[axis] * chunk, size)
             start, size = start + begin, torch.minimum(chunk, size - begin)
         return start, size
+
+
+_ranks: BoundedCache[tuple[Any, ...], ExpertRanks] = BoundedCache(MAX_MESHES)
+
+
+def expert_ranks(mesh: DeviceMesh, over: tuple[int, ...], axis: int, experts: int) -> ExpertRanks:
+    """Who has which experts, kept for the next call."""
+    key = (mesh, over, axis, experts)
+    return _ranks.get(key) or _ranks.keep(key, ExpertRanks(*key))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,57 +171,81 @@ class RoutingPlan:
 # ---------------------------------------------------------------- sizes that the host knows
 
 
-def _overlaps(ranks: ExpertRanks, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which rows each member gets: for each sender, receiver and expert their number, and where they begin there.
-
-    And the number of rows of each receiver. `table[sender, expert]` rows are there of each sender.
-    """
-    per_expert = table.sum(0)
-    first = torch.tensor(ranks.first_experts())
-    total = torch.cat([per_expert.new_zeros(1), per_expert.cumsum(0)])
-    start, length = ranks.blocks(total[first].diff())
-    begin = total[:-1] + table.cumsum(0) - table  # of each sender and expert, among all rows
-    low = torch.maximum(begin[:, None], start[:, None])
-    high = torch.minimum((begin + table)[:, None], (start + length)[:, None])
-    return (high - low).clamp_(min=0), low - start[:, None], length
-
-
 @dataclass(frozen=True, eq=False)
-class LineSizes:
-    """What the host knows of one line: the rows that go from each member to each, and those of each expert."""
+class LineSizes(LineRows):
+    """What the host knows of one line: the rows of each member for each expert, in arrays."""
 
-    table: torch.Tensor  # rows of each member for each expert
-    pieces: torch.Tensor  # rows by sender, receiver and expert
-    begins: torch.Tensor  # where each of these begins on its receiver
-    lengths: torch.Tensor  # rows of each receiver
-    distinct: torch.Tensor | None  # tokens by sender and receiver, each once
+    ranks: ExpertRanks
+    table: np.ndarray  # rows by sender and expert
+    distinct: RowTable | None = None  # tokens by sender and receiver, each once
+    _found: dict[int, Counts] = field(default_factory=dict)
 
-    @staticmethod
-    def of(ranks: ExpertRanks, table: torch.Tensor, distinct: torch.Tensor | None) -> LineSizes:
-        """From the table of one line, on the host."""
-        return LineSizes(table, *_overlaps(ranks, table), distinct)
+    @cached_property
+    def total(self) -> np.ndarray:
+        """Where the rows of each expert begin among all, and their number."""
+        return _begins(self.table.sum(0))
 
-    @property
-    def rows(self) -> np.ndarray:
-        """Rows by sender and receiver."""
-        return self.pieces.sum(2).numpy()
-
-    def per_rank(self, ranks: ExpertRanks) -> list[int]:
+    @cached_property
+    def per_rank(self) -> np.ndarray:
         """The rows of the experts of each rank along the axis."""
-        total = torch.cat([self.table.new_zeros(1), self.table.sum(0).cumsum(0)])
-        return total[torch.tensor(ranks.first_experts())].diff().tolist()
+        return np.diff(self.total[self.ranks.first_experts])
+
+    @cached_property
+    def blocks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the rows of each member begin, and how many they are."""
+        begin, size = self.ranks.blocks(torch.from_numpy(self.per_rank))
+        return begin.numpy(), size.numpy()
+
+    @cached_property
+    def begin(self) -> np.ndarray:
+        """Where the rows of each sender and expert begin among all."""
+        return self.total[:-1] + np.cumsum(self.table, 0) - self.table
+
+    def arriving(self, me: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that a member gets, by sender and expert, and where they begin there."""
+        if not self.ranks.minors:
+            first, last = self.ranks.first_experts[me : me + 2]
+            return self.table[:, first:last], self.begin[:, first:last] - self.total[first]
+        start, length = (int(each[me]) for each in self.blocks)
+        low, high = np.maximum(self.begin, start), np.minimum(self.begin + self.table, start + length)
+        return np.maximum(high - low, 0), low - start
+
+    def between(self, me: int) -> Counts:
+        """The rows of a member to each, and from each."""
+        found = self._found.get(me)
+        if found is None:
+            received = self.arriving(me)[0].sum(1).tolist()
+            found = self._found[me] = (tuple(self._sent(me).tolist()), tuple(received))
+        return found
+
+    def _sent(self, me: int) -> np.ndarray:
+        own = self.table[me]
+        if not self.ranks.minors:
+            return np.diff(_begins(own)[self.ranks.first_experts])
+        begin, (start, length) = self.begin[me], self.blocks
+        low, high = np.maximum(begin, start[:, None]), np.minimum(begin + own, (start + length)[:, None])
+        return np.maximum(high - low, 0).sum(1)
+
+    def crossing(self) -> int:
+        """The rows that go to another rank."""
+        return int(self.table.sum()) - sum(self.between(me)[0][me] for me in range(self.ranks.members))
+
+
+def _begins(sizes: np.ndarray) -> np.ndarray:
+    """Where parts of these sizes begin, and where the last one ends."""
+    found = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=found[1:])
+    return found
 
 
 # ---------------------------------------------------------------- programs of one rank
 
 
-def _by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows sorted by expert: their experts and order, how many there are of each, and how many have no expert."""
-    flat = ids.reshape(-1)
-    wrong = ((flat < 0) | (flat >= experts)).sum()
-    expert, order = torch.sort(flat.clamp(0, experts - 1), stable=True)
-    bounds = torch.searchsorted(expert, torch.arange(experts + 1, device=flat.device, dtype=expert.dtype))
-    return expert, order, bounds.diff(), wrong
+def _sorted(flat: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows sorted by expert: their experts, their order, and where the rows of each expert begin, and their end."""
+    expert, order = torch.sort(flat, stable=True)
+    edges = torch.arange(experts + 1, device=flat.device, dtype=expert.dtype)
+    return expert, order, torch.searchsorted(expert, edges)
 
 
 def _told(own: torch.Tensor, members: int) -> Items:
@@ -171,28 +253,41 @@ def _told(own: torch.Tensor, members: int) -> Items:
     return Items((own.to(torch.int32).expand(members, -1).contiguous(),), (1,) * members, (1,) * members)
 
 
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 def _counting(ranks: ExpertRanks, me: int, ids: torch.Tensor) -> Exchanging:
     """What each member has for each expert. Gives the table, and the rows of this rank by receiver.
 
-    A token that goes to one rank for several experts goes once: `number` is that of its row among the distinct ones.
+    A row of the table is where the rows of each expert begin and end, the number of all rows, and the distinct tokens
+    for each member: a token that goes to one rank for several experts goes once.
     """
     members, choices = ranks.members, ids.shape[1]
-    expert, order, counts, wrong = _by_expert(ids, ranks.experts)
-    chunk = max(1, -(-ranks.experts // ranks.mesh.shape[ranks.axis]))
-    own = torch.cat([counts, wrong.view(1)])
-    if ranks.minors:
-        table = (yield _told(own, members)).tensors[0].long()
-        member = _receivers(ranks, me, table[:, :-1], expert, counts)
+    flat = ids.reshape(-1)
+    if ranks.minors:  # who gets a row depends on the counts of all
+        wrong = ((flat < 0) | (flat >= ranks.experts)).sum().view(1)
+        expert, order, bounds = _sorted(flat.clamp(0, ranks.experts - 1), ranks.experts)
+        table = (yield _told(torch.cat([bounds, wrong + len(flat)]), members)).tensors[0]
+        member = _receivers(ranks, me, table[:, :-1].long().diff(), expert, bounds.diff())
         member, again = torch.sort(member, stable=True)
         order = order[again]
-    else:
-        member, table = expert.div(chunk, rounding_mode="floor"), own
-    number, send, distinct = _distinct(order, member, choices, members)
-    if not ranks.minors:
-        table = (yield _told(torch.cat([own, distinct]), members)).tensors[0].long()
-    elif choices > 1:  # who gets a row depends on the counts of all
-        table = torch.cat([table, (yield _told(distinct, members)).tensors[0].long()], 1)
-    return table, order, number, send
+        if choices == 1:
+            return table, order, order, order
+        edges = torch.searchsorted(member, torch.arange(members + 1, device=order.device))
+        to = member[_inverse(order)].view(-1, choices)
+        number, leads, distinct = _distinct(order, to, edges)
+        return torch.cat([table, (yield _told(distinct, members)).tensors[0]], 1), order, number, leads
+    _, order, bounds = _sorted(flat, ranks.experts)
+    own = F.pad(bounds, (0, 1), value=len(flat))
+    number = leads = order
+    if choices > 1:
+        to = ids.div(ranks.chunk, rounding_mode="floor")
+        number, leads, distinct = _distinct(order, to, ranks.bounds_of_members(bounds))
+        own = torch.cat([own, distinct])
+    table = (yield _told(own, members)).tensors[0]
+    return table, order, number, leads
 
 
 def _receivers(
@@ -200,7 +295,7 @@ def _receivers(
 ) -> torch.Tensor:
     """The member that each row, sorted by expert, goes to."""
     total = torch.cat([table.new_zeros(1), table.sum(0).cumsum(0)])
-    first = torch.tensor(ranks.first_experts(), device=table.device)
+    first = torch.from_numpy(ranks.first_experts).to(table.device)
     start, length = ranks.blocks(total[first].diff())
     in_order = torch.argsort(start * 2 + (length > 0), stable=True)  # an empty block before the one that begins there
     begin = total[:-1] + table[:me].sum(0)  # of this rank's rows of each expert
@@ -210,34 +305,32 @@ def _receivers(
 
 
 def _distinct(
-    order: torch.Tensor, member: torch.Tensor, choices: int, members: int
+    order: torch.Tensor, to: torch.Tensor, edges: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of rows that are sorted by receiver: the number of each row's token among those that go there, each once.
+    """Of rows that are sorted by receiver: the number of each row's token among all that are sent, each once.
 
-    And these tokens, with room for as many as rows; and how many they are for each receiver.
+    And whether a row is the one that its token is sent for; and how many tokens each receiver gets. `to` are the
+    receivers of each token and choice, `edges` where the rows of each begin.
     """
-    bounds = torch.searchsorted(member, torch.arange(members + 1, device=order.device, dtype=member.dtype))
-    if choices == 1:
-        return order, order, bounds.diff()
-    to = torch.empty_like(member).scatter_(0, order, member).view(-1, choices)  # of each token and choice
-    same = to[:, :, None] == to[:, None, :]
-    leading = same.to(torch.uint8).argmax(2)  # the first choice of this token with the same receiver
-    rows = torch.arange(len(order), device=order.device)
-    leader = (leading + rows.view(-1, choices)[:, :1]).view(-1)
-    leads = (leader == rows)[order]
-    passed = torch.cat([bounds.new_zeros(1), leads.cumsum(0)])  # how many lead, up to each row
-    number = torch.empty_like(order).scatter_(0, order, passed[1:] - 1)[leader[order]]
-    number = number - passed[bounds[:-1]][member]
-    send = torch.zeros_like(order).scatter_reduce_(0, (passed[1:] - 1).clamp_(min=0), order * leads, "amax")
-    return number, send.div(choices, rounding_mode="floor"), passed[bounds].diff()
+    choices = to.shape[1]
+    leading = (to[:, :, None] == to[:, None, :]).to(torch.uint8).argmax(2)  # the first choice with the same receiver
+    turn = torch.arange(choices, device=order.device)
+    leads = (leading == turn).view(-1)[order]
+    passed = F.pad(leads.cumsum(0), (1, 0))  # how many lead, before each row
+    leader = (leading + torch.arange(0, len(order), choices, device=order.device).unsqueeze(1)).view(-1)
+    number = passed[_inverse(order)[leader[order]]]
+    return number.to(torch.int32), leads, passed[edges].diff()
 
 
 def _filling(ranks: ExpertRanks, me: int, capacity: int, ids: torch.Tensor) -> Exchanging:
     """For each expert the first `capacity` rows of this rank; the number of all rows marks an empty slot."""
-    expert, order, counts, wrong = _by_expert(ids, ranks.experts)
+    flat = ids.reshape(-1)
+    wrong = ((flat < 0) | (flat >= ranks.experts)).sum()
+    expert, order, bounds = _sorted(flat.clamp(0, ranks.experts - 1), ranks.experts)
+    counts = bounds.diff()
     torch.ops.aten._assert_async.msg(wrong == 0, f"expert_ids: experts are 0 to {ranks.experts - 1}")
     size = ranks.experts * capacity
-    turn = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[expert]
+    turn = torch.arange(len(order), device=order.device) - bounds[expert]
     slot = torch.where(turn < capacity, expert * capacity + turn, size)
     rows = torch.full((size + 1,), len(order), device=order.device).scatter_(0, slot, order)[:size]
     if ranks.minors:
@@ -249,29 +342,42 @@ def _filling(ranks: ExpertRanks, me: int, capacity: int, ids: torch.Tensor) -> E
 
 
 def _arriving(
-    sizes: LineSizes, me: int, count: int, choices: int, order: torch.Tensor, number: torch.Tensor, send: torch.Tensor
+    sizes: LineSizes, me: int, count: int, choices: int, order: torch.Tensor, number: torch.Tensor, leads: torch.Tensor
 ) -> Exchanging:
-    """The rows that arrive, in the order of their experts. Gives `send` and `gather` of both maps.
+    """The rows that arrive, in the order of their experts. Gives `send` and `gather` of both maps, and `placed`.
 
     `count` is the number of rows afterwards, of which the last may be empty.
     """
     device = order.device
-    pieces, begins = sizes.pieces[:, me], sizes.begins[:, me]
-    each = pieces.reshape(-1)
-    arriving = int(each.sum())
-    shift = (begins.reshape(-1) - (each.cumsum(0) - each)).to(device)
+    pieces, begins = sizes.arriving(me)
+    shift = begins - _begins(pieces.reshape(-1))[:-1].reshape(pieces.shape)
+    arriving = int(pieces.sum())
     rows = torch.arange(arriving, device=device)
-    gather = torch.full((count,), arriving, device=device)
-    gather[rows + torch.repeat_interleave(shift, each.to(device), output_size=arriving)] = rows
+    placed = rows + _repeated(shift, pieces, arriving, device)
+    gather = rows - _repeated(shift.T, pieces.T, arriving, device)
+    if count > arriving:
+        gather = F.pad(gather, (0, count - arriving), value=arriving)
     if sizes.distinct is None:
-        return order.div(choices, rounding_mode="floor"), order, gather, gather
-    of_sender, distinct = pieces.sum(1), sizes.distinct[:, me]
-    sent = tuple(sizes.rows[me].tolist())
-    got = yield Items((number.to(torch.int32),), sent, tuple(of_sender.tolist()))
-    base = (distinct.cumsum(0) - distinct).to(device)
-    base = torch.repeat_interleave(base, of_sender.to(device), output_size=arriving)
-    tokens = torch.cat([got.tensors[0].long() + base, distinct.sum().to(device).view(1)])
-    return send[: int(sizes.distinct[me].sum())], order, tokens[gather], gather
+        send = order if choices == 1 else order.div(choices, rounding_mode="floor")
+        return send, order, gather, gather, placed
+    sent, of_sender = sizes.between(me)
+    (arrived,) = (yield Items((number,), sent, of_sender)).tensors
+    base = _repeated(sizes.distinct.shift(me), np.array(of_sender), arriving, device)
+    tokens = arrived + base
+    if count > arriving:
+        tokens = F.pad(tokens, (0, 1), value=sum(sizes.distinct.between(me)[1]))
+    leaders = sum(sizes.distinct.between(me)[0])
+    if leads.is_meta:
+        send = order.new_empty(leaders)
+    else:
+        send = order[torch.nonzero_static(leads, size=leaders).view(-1)].div(choices, rounding_mode="floor")
+    return send, order, tokens[gather], gather, placed
+
+
+def _repeated(values: np.ndarray, counts: np.ndarray, total: int, device: torch.device) -> torch.Tensor:
+    """Each value so many times."""
+    given = (torch.from_numpy(np.ascontiguousarray(each).reshape(-1)).to(device) for each in (values, counts))
+    return torch.repeat_interleave(*given, output_size=total)
 
 
 # ---------------------------------------------------------------- the plan
@@ -281,44 +387,46 @@ def plan_of(ranks: ExpertRanks, ids: Any) -> RoutingPlan:
     """The plan for the experts `ids` of tokens, whose rows lie over the axes `over`. The host reads one table."""
     spec, mesh, choices = ids._spec, ranks.mesh, ids.shape[1]
     fabric = fabric_of(mesh)
-    width = ranks.experts + 1 + ranks.members
-    told = spec.with_meta(TensorMeta((ranks.members, width), dtype=torch.int32))
-    step = announce(told, told, ranks.over, "counts", ranks.members * (ranks.members - 1), width * 4)
+    width = ranks.experts + 2 + (ranks.members if choices > 1 else 0)
+    told = ranks.ends_spec
+    step = announce(told, told, ranks.over, "counts", lambda: ranks.members * (ranks.members - 1), width * 4)
 
     def count(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
         return _counting(ranks, ranks.member(at), *own)
 
-    tables, order, number, send = fabric.exchange_by_owner(step, count, [ids._local_tensor])
+    tables, order, number, leads = fabric.exchange_by_owner(step, count, [ids._local_tensor])
     line = lines_here(mesh, ranks.over, tables)
     if not fabric.has_values:
         lines = {0: _expected(ranks, ids.shape[0], choices)}
     else:
         lines = _read(ranks, fabric.parts(mesh, tables), fabric.parts(mesh, line), choices)
-    each = [sizes.per_rank(ranks) for sizes in lines.values()]
-    per_rank = np.max(each, 0).tolist()  # of virtual ranks the largest of all slices
-    after = ranks.layout(per_rank).of(spec)
+    each = [sizes.per_rank.tolist() for sizes in lines.values()]
+    per_rank = each[0] if len(each) == 1 else np.max(each, 0).tolist()  # of virtual ranks the largest of all slices
+    target = ranks.layout(per_rank)
+    after = target.of(spec)
     if choices > 1:
-        step = announce(spec, after, ranks.over, "numbers of tokens", _crossing(lines), 4)
+        step = announce(spec, after, ranks.over, "numbers of tokens", lambda: _crossing(lines), 4)
 
     def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
         *tensors, line = own
         return _arriving(lines[number_of(line)], ranks.member(at), after.local_shape(at)[0], choices, *tensors)
 
-    found = fabric.exchange_by_owner(step, arrive, [order, number, send, line])
+    found = fabric.exchange_by_owner(step, arrive, [order, number, leads, line])
     padded = any(own != per_rank for own in each)
     ends, counts = _numbers(ranks, line, lines, per_rank)
-    return RoutingPlan(*_maps(ranks, ids.shape, line, lines, per_rank, found, padded), ends, counts, False)
+    return RoutingPlan(*_maps(ranks, ids.shape, line, lines, target, found, padded), ends, counts, False)
 
 
 def plan_with_capacity(ranks: ExpertRanks, ids: Any, capacity: int) -> RoutingPlan:
-    """The plan in which each rank sends at most `capacity` rows to each expert. The host reads nothing."""
+    """The plan with `capacity` rows for each expert and rank. The host reads nothing."""
     mesh, choices = ranks.mesh, ids.shape[1]
     fabric = fabric_of(mesh)
-    sizes = LineSizes.of(ranks, torch.full((ranks.members, ranks.experts), capacity), None)
+    sizes = LineSizes(ranks, np.full((ranks.members, ranks.experts), capacity))
     line = fabric.build(mesh, lambda _: torch.tensor(0, device="cpu"))  # all lines have the same sizes
     lines = {0: sizes}
-    per_rank = sizes.per_rank(ranks)
-    after = ranks.layout(per_rank).of(ids._spec)
+    per_rank = sizes.per_rank.tolist()
+    target = ranks.layout(per_rank)
+    after = target.of(ids._spec)
     step = TokenExchange(ids._spec, after, 0, ranks.over)
 
     def fill(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
@@ -330,7 +438,7 @@ def plan_with_capacity(ranks: ExpertRanks, ids: Any, capacity: int) -> RoutingPl
     rows, chosen = fabric.exchange_by_owner(step, fill, [ids._local_tensor])
     found = fabric.exchange_by_owner(step, arrive, [rows, rows, rows])
     ends, _ = _numbers(ranks, line, lines, per_rank)
-    return RoutingPlan(*_maps(ranks, ids.shape, line, lines, per_rank, found, True), ends, chosen, True)
+    return RoutingPlan(*_maps(ranks, ids.shape, line, lines, target, found, True), ends, chosen, True)
 
 
 def _maps(
@@ -338,47 +446,47 @@ def _maps(
     shape: Sequence[int],
     line: torch.Tensor,
     lines: Mapping[int, LineSizes],
-    per_rank: Sequence[int],
+    target: RowLayout,
     found: Sequence[torch.Tensor],
     padded: bool,
 ) -> tuple[TokenMap, TokenMap]:
     """The maps of tokens and of their choices."""
     tokens, choices = shape
-    splits = tuple([Shard(0) for _ in ranks.over])
-    target, source = ranks.layout(per_rank), RowLayout(tokens, ranks.over, splits)
-    rows = {number: sizes.rows for number, sizes in lines.items()}
-    distinct = {n: sizes.rows if sizes.distinct is None else sizes.distinct.numpy() for n, sizes in lines.items()}
-    once = choices == 1
-    send, order, gather, of_row = found
+    source = RowLayout(tokens, ranks.over, tuple([Shard(0) for _ in ranks.over]))
+    distinct: dict[int, LineRows] = {number: sizes.distinct or sizes for number, sizes in lines.items()}
+    send, order, gather, of_row, placed = found
+    once = placed if not padded else None
     return (
-        TokenMap(source, target, send, gather, distinct, ranks.over, line, once, padded),
         TokenMap(
-            replace(source, rest=(choices,)), replace(target, rest=()), order, of_row, rows, ranks.over, line, True,
-            padded, "weights",
+            source, target, send, gather, distinct, ranks.over, line, once if choices == 1 else None, padded=padded
+        ),
+        TokenMap(
+            replace(source, rest=(choices,)), replace(target, rest=()), order, of_row, lines, ranks.over, line, once,
+            padded=padded, what="weights",
         ),
     )  # fmt: skip
 
 
 def _crossing(lines: Mapping[int, LineSizes]) -> float:
     """The rows that go to another rank, of one line on average."""
-    return float(np.mean([sizes.rows.sum() - np.trace(sizes.rows) for sizes in lines.values()]))
+    return sum(sizes.crossing() for sizes in lines.values()) / len(lines)
 
 
 def _numbers(
     ranks: ExpertRanks, line: torch.Tensor, lines: Mapping[int, LineSizes], per_rank: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each rank here the ends of its experts' rows, and how many rows there are of each expert."""
-    fabric, first, starts = fabric_of(ranks.mesh), ranks.first_experts(), np.cumsum([0, *per_rank])
+    fabric, starts = fabric_of(ranks.mesh), _begins(np.array(per_rank))
     device = device_of(ranks.mesh) if fabric.has_values else "meta"
 
     def ends(at: Coordinate, line: torch.Tensor) -> torch.Tensor:
-        rank = at[ranks.axis]
-        own = lines[number_of(line)].table.sum(0)[first[rank] : first[rank + 1]].cumsum(0) + int(starts[rank])
-        own[-1:] = int(starts[rank + 1])  # empty rows at the end belong to the last expert
-        return own.to(torch.int32).to(device)
+        rank, owned, total = at[ranks.axis], ranks.owned(at), lines[number_of(line)].total
+        own = total[owned.start + 1 : owned.stop + 1] + (starts[rank] - total[owned.start])
+        own[-1:] = starts[rank + 1]  # empty rows at the end belong to the last expert
+        return torch.from_numpy(own.astype(np.int32)).to(device)
 
     def counts(at: Coordinate, line: torch.Tensor) -> torch.Tensor:
-        return lines[number_of(line)].table.sum(0).to(device)
+        return torch.from_numpy(np.diff(lines[number_of(line)].total)).to(device)
 
     return fabric.map(ranks.mesh, ends, line), fabric.map(ranks.mesh, counts, line)
 
@@ -387,14 +495,13 @@ def _expected(ranks: ExpertRanks, tokens: int, choices: int) -> LineSizes:
     """The sizes of a dry run: as if every expert were chosen equally often."""
     members, experts = ranks.members, ranks.experts
     rows = -(-tokens // members) * choices
-    table = torch.full((experts,), rows // experts)
+    table = np.full(experts, rows // experts)
     table[: rows % experts] += 1
-    each = expert_sizes(experts, ranks.mesh.shape[ranks.axis])[0]
     chosen = 1.0
     if choices <= experts:  # of a token, by at least one of its choices
-        chosen -= math.comb(experts - each, choices) / math.comb(experts, choices)
-    distinct = torch.full((members, members), math.ceil(-(-tokens // members) * chosen))
-    return LineSizes.of(ranks, table.expand(members, -1), distinct if choices > 1 else None)
+        chosen -= math.comb(experts - ranks.sizes[0], choices) / math.comb(experts, choices)
+    distinct = np.full((members, members), math.ceil(-(-tokens // members) * chosen))
+    return LineSizes(ranks, np.tile(table, (members, 1)), RowTable(distinct) if choices > 1 else None)
 
 
 def _read(
@@ -405,14 +512,15 @@ def _read(
 ) -> dict[int, LineSizes]:
     """The sizes of each line with ranks here. The host waits for them."""
     found: dict[int, LineSizes] = {}
+    experts = ranks.experts
     for (_, table), (_, line) in zip(tables, lines, strict=True):
         if number_of(line) in found:
             continue
-        here = table.cpu()
-        counts, wrong, distinct = here[:, : ranks.experts], here[:, ranks.experts], here[:, ranks.experts + 1 :]
-        if bool(wrong.any()):
-            raise IndexError(
-                f"{int(wrong.sum())} entries of expert_ids are no experts: these are 0 to {ranks.experts - 1}"
-            )
-        found[number_of(line)] = LineSizes.of(ranks, counts, distinct if choices > 1 else None)
+        here = table.cpu().numpy().astype(np.int64)
+        bounds, rows = here[:, : experts + 1], here[:, experts + 1]
+        wrong = int((rows - bounds[:, -1] + bounds[:, 0]).sum())
+        if wrong:
+            raise IndexError(f"{wrong} entries of expert_ids are no experts: these are 0 to {experts - 1}")
+        distinct = RowTable(here[:, experts + 2 :]) if choices > 1 else None
+        found[number_of(line)] = LineSizes(ranks, np.diff(bounds), distinct)
     return found

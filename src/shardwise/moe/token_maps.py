@@ -8,9 +8,9 @@ are each other's derivative, of any order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import AnyShard, Partial, Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.events import route_started
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import announced
 from shardwise.plan.cost import current_cost_model
@@ -29,7 +30,18 @@ from shardwise.rules.owner_programs import Exchanging, Items
 from shardwise.tensor import apply_function, dtensor_of, moved, wants_derivatives
 from shardwise.tensor.autograd_functions import laid_out_gradient
 
-__all__ = ["RowLayout", "TokenMap", "announce", "lines_here", "mapped", "member_of", "number_of"]
+__all__ = [
+    "Counts",
+    "LineRows",
+    "RowLayout",
+    "RowTable",
+    "TokenMap",
+    "announce",
+    "lines_here",
+    "mapped",
+    "member_of",
+    "number_of",
+]
 
 SUM = Partial()  # the one that a linear map passes on as it is
 Counts = tuple[tuple[int, ...], tuple[int, ...]]  # rows to each member, and from each
@@ -65,6 +77,38 @@ class RowLayout:
         return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), meta, (self.axes, *others))
 
 
+class LineRows(Protocol):
+    """How many rows the members of a line send each other."""
+
+    def between(self, me: int) -> Counts:
+        """The rows of a member to each, and from each."""
+        ...
+
+    def crossing(self) -> float:
+        """The rows that go to another rank."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RowTable(LineRows):
+    """The same, as a table by sender and receiver."""
+
+    rows: np.ndarray
+
+    def between(self, me: int) -> Counts:
+        """The rows of a member to each, and from each."""
+        return tuple(self.rows[me].tolist()), tuple(self.rows[:, me].tolist())
+
+    def crossing(self) -> int:
+        """The rows that go to another rank."""
+        return int(self.rows.sum() - np.trace(self.rows))
+
+    def shift(self, me: int) -> np.ndarray:
+        """What to add to the number of a row among all that a sender sends, for its number among those that arrive."""
+        arriving = self.rows[:, me]
+        return np.cumsum(arriving) - arriving - self.rows[:, :me].sum(1)
+
+
 def member_of(mesh: DeviceMesh, over: tuple[int, ...], at: Coordinate) -> int:
     """The number of a rank among those of its line, the first axis major."""
     member = 0
@@ -76,11 +120,16 @@ def member_of(mesh: DeviceMesh, over: tuple[int, ...], at: Coordinate) -> int:
 def lines_here(mesh: DeviceMesh, over: tuple[int, ...], local: torch.Tensor) -> torch.Tensor:
     """For each rank here the number of its line, as a local: ranks of different slices have the same coordinate."""
     fabric = fabric_of(mesh)
+    if not fabric.many_ranks:
+        return fabric.map(mesh, lambda _, tensor: _FIRST, local)
     numbers = np.empty(mesh.grid_size, dtype=np.int64)
     for number, line in enumerate(mesh.groups(over)):
         numbers[line] = number
-    in_order = iter(numbers.tolist() if fabric.many_ranks else [0])
+    in_order = iter(numbers.tolist())
     return fabric.map(mesh, lambda _, tensor: torch.tensor(next(in_order), device="cpu"), local)
+
+
+_FIRST = torch.tensor(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +141,11 @@ class TokenMap:
         target: how they lie afterwards.
         send: for each rank here the local rows that it sends, those for the first rank of its line first.
         gather: for each rank here which of the rows that arrive its own are.
-        sizes: for each line how many rows each member sends to each: `sizes[line][sender, receiver]`.
+        rows: for each line how many rows its members send each other.
         over: the axes along which ranks exchange.
         line: for each rank here the number of its line.
-        once: whether no row is taken twice, here or there.
+        placed: for each rank here where the rows that arrive go, if no row is taken twice, here or there, and none is
+            empty: the inverse of `gather`.
         padded: whether there are rows that nothing is taken for: `send` or `gather` is the number of rows there.
         what: the rows, in words.
     """
@@ -104,27 +154,34 @@ class TokenMap:
     target: RowLayout
     send: torch.Tensor
     gather: torch.Tensor
-    sizes: Mapping[int, np.ndarray]
+    rows: Mapping[int, LineRows]
     over: tuple[int, ...]
     line: torch.Tensor
-    once: bool = False
+    placed: torch.Tensor | None = None
     padded: bool = False
     what: str = "tokens"
-
-    def counts(self, member: int, line: int) -> Counts:
-        """How many rows a rank sends to each of its line, and gets from each."""
-        sizes = self.sizes[line]
-        return tuple(sizes[member].tolist()), tuple(sizes[:, member].tolist())
+    _layouts: dict[tuple[DTensorSpec, bool], tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
 
     def crossing(self) -> float:
         """The rows that go to another rank, of one line on average."""
-        return sum(int(sizes.sum() - np.trace(sizes)) for sizes in self.sizes.values()) / len(self.sizes)
+        return sum(rows.crossing() for rows in self.rows.values()) / len(self.rows)
+
+    def layouts(self, spec: DTensorSpec, transposed: bool) -> tuple[DTensorSpec, DTensorSpec]:
+        """The layout that a tensor is moved to first, and the one of the result."""
+        found = self._layouts.get((spec, transposed))
+        if found is None:
+            start, end = (self.target, self.source) if transposed else (self.source, self.target)
+            before = start.of(spec)
+            found = self._layouts[spec, transposed] = before, end.of(before)
+            self._layouts[found[1], not transposed] = found[1], before
+        return found
 
 
 def mapped(tensor: Any, by: TokenMap, transposed: bool = False) -> Any:
     """A DTensor with its rows mapped, with derivatives."""
-    want = (by.target if transposed else by.source).of(tensor._spec)
-    tensor = moved(tensor, want)
+    want, _ = by.layouts(tensor._spec, transposed)
+    if tensor._spec is not want:
+        tensor = moved(tensor, want)
     if wants_derivatives(tensor):
         return apply_function(MapRows, tensor, by, transposed)
     return _exchanged(tensor, by, transposed)
@@ -156,19 +213,22 @@ class MapRows(torch.autograd.Function):
 
 
 def _exchanged(tensor: Any, by: TokenMap, transposed: bool) -> Any:
-    before, layout = tensor._spec, by.source if transposed else by.target
-    after = layout.of(before)
+    before = tensor._spec
+    _, after = by.layouts(before, transposed)
     mesh = before.mesh
     rest = before.largest_local_shape[1:] if by.source.rest is None else ()
     row_bytes = before.tensor_meta.dtype.itemsize * math.prod(rest)
-    step = announce(before, after, by.over, by.what, by.crossing(), row_bytes)
+    step = announce(before, after, by.over, by.what, by.crossing, row_bytes)
+    run = _return if transposed else _send
 
     def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        rows, send, gather, line = own
-        counts = by.counts(member_of(mesh, by.over, at), number_of(line))
-        return (_return if transposed else _send)(by, rows, send, gather, counts, after.local_shape(at))
+        rows, send, gather, line, *placed = own
+        counts = by.rows[number_of(line)].between(member_of(mesh, by.over, at))
+        return run(by, rows, send, gather, placed, counts, after.local_shape(at))
 
     locals_ = [tensor._local_tensor, by.send, by.gather, by.line]
+    if by.placed is not None:
+        locals_.append(by.placed)
     (local,) = fabric_of(mesh).exchange_by_owner(step, start, locals_)
     return dtensor_of(after, local)
 
@@ -179,12 +239,19 @@ def number_of(line: torch.Tensor) -> int:
 
 
 def announce(
-    before: DTensorSpec, after: DTensorSpec, over: tuple[int, ...], what: str, crossing: float, row_bytes: int
+    before: DTensorSpec,
+    after: DTensorSpec,
+    over: tuple[int, ...],
+    what: str,
+    crossing: Callable[[], float],
+    row_bytes: int,
 ) -> TokenExchange:
-    """The step of an exchange, of which listeners were told: so many rows cross between the ranks of a line."""
-    step = TokenExchange(before, after, 0, over, what, round(crossing))
-    members = int(np.prod([before.mesh.shape[axis] for axis in over]))
-    received = crossing * row_bytes / members
+    """The step of an exchange, of which listeners are told: so many rows cross between the ranks of a line."""
+    if not route_started and fabric_of(before.mesh).has_values:
+        return TokenExchange(before, after, 0, over, what)
+    rows = crossing()
+    step = TokenExchange(before, after, 0, over, what, round(rows))
+    received = rows * row_bytes / math.prod(before.mesh.shape[axis] for axis in over)
     cost = StepCost(received, current_cost_model().seconds(before.mesh, over, received), after.local_bytes)
     announced(Route(before, after, (step,), (cost,)))
     return step
@@ -194,7 +261,7 @@ def announce(
 
 
 def _send(
-    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, counts: Counts, shape: Any
+    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, placed: Any, counts: Counts, shape: Any
 ) -> Exchanging:
     if by.source.rest is not None:
         rows = rows.reshape(-1)
@@ -203,12 +270,15 @@ def _send(
 
 
 def _return(
-    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, counts: Counts, shape: Any
+    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, placed: Any, counts: Counts, shape: Any
 ) -> Exchanging:
     sent, arriving = counts
-    got = yield Items((_added(rows, gather, sum(arriving), by),), arriving, sent)
+    if placed:
+        got = yield Items((rows.index_select(0, placed[0]),), arriving, sent)
+        return (torch.empty_like(got.tensors[0]).index_copy_(0, send, got.tensors[0]).view(shape),)
+    got = yield Items((_added(rows, gather, sum(arriving), by.padded),), arriving, sent)
     count = shape[0] if by.source.rest is None else math.prod(shape)
-    return (_added(got.tensors[0], send, count, by).view(shape),)
+    return (_added(got.tensors[0], send, count, by.padded).view(shape),)
 
 
 def _taken(rows: torch.Tensor, index: torch.Tensor, padded: bool) -> torch.Tensor:
@@ -218,11 +288,10 @@ def _taken(rows: torch.Tensor, index: torch.Tensor, padded: bool) -> torch.Tenso
     return rows.index_select(0, index)
 
 
-def _added(rows: torch.Tensor, index: torch.Tensor, count: int, by: TokenMap) -> torch.Tensor:
+def _added(rows: torch.Tensor, index: torch.Tensor, count: int, padded: bool) -> torch.Tensor:
     """The sums of rows with the same index; what has the index `count` is dropped."""
-    total = rows.new_zeros((count + by.padded, *rows.shape[1:]))
-    total = total.index_copy_(0, index, rows) if by.once and not by.padded else total.index_add_(0, index, rows)
-    return total[:count] if by.padded else total
+    total = rows.new_zeros((count + padded, *rows.shape[1:])).index_add_(0, index, rows)
+    return total[:count] if padded else total
 
 
 never_traced(*(getattr(MapRows, name) for name in ("forward", "setup_context", "backward", "jvp")))

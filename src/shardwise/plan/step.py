@@ -329,14 +329,14 @@ class TokenExchange(OwnerExchange):
     """Rows of tokens are sent to the ranks of their experts, or results back; `what`: the rows, in words."""
 
     what: str = "tokens"
-    rows: int = 0  # that cross between ranks, all together
+    rows: int | None = None  # that cross between ranks, all together, where it was asked for
 
     @property
     def title(self) -> str:
-        return f"{self.rows} {self.what}"
+        return self.what if self.rows is None else f"{self.rows} {self.what}"
 
     def describe(self) -> str:
-        return f"exchange {self.rows} {self.what} over {self._names(self.over)}"
+        return f"exchange {self.title} over {self._names(self.over)}"
 
 
 def reduction(step: AllReduce | ReduceScatter) -> str:
