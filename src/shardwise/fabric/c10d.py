@@ -116,6 +116,7 @@ class C10dFabric(Fabric):
         self._used: weakref.WeakSet[Any] = weakref.WeakSet()  # the groups of this world and of former ones
         self._kept: list[Any] = []  # those of the parent of a forked process
         self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
+        self._owners: dict[tuple[DeviceMesh, tuple[int, ...]], Any] = {}  # the groups of exchanges by owner
         self._lanes: dict[tuple[int, ...], TransferLane] = {}
         self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
         self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
@@ -182,7 +183,8 @@ class C10dFabric(Fabric):
 
     def _forget(self) -> None:
         for forget in (
-            self._groups.clear, self._lines.clear, self._lanes.clear, self._coordinates.clear, *on_new_world
+            self._groups.clear, self._lines.clear, self._owners.clear, self._lanes.clear, self._coordinates.clear,
+            *on_new_world,
         ):  # fmt: skip
             forget()
 
@@ -597,8 +599,13 @@ class C10dFabric(Fabric):
         mesh = step.before.mesh
         coordinate = self.coordinate(mesh)
         assert coordinate is not None, "a rank outside the mesh has nothing to exchange"
-        line = self._line(mesh, step.over)
-        group, program = self._carrier(line.ranks, step), start(coordinate, list(locals_))
+        line, group = self._lines.get((mesh, step.over)), self._owners.get((mesh, step.over))
+        if line is None or group is None or self._check is not None:
+            line = self._line(mesh, step.over)
+            group = self._carrier(line.ranks, step)
+            if self._check is None:
+                self._owners[mesh, step.over] = group
+        program = start(coordinate, list(locals_))
         sent, results = advance(program, None)
         while sent is not None:
             try:

@@ -5,19 +5,19 @@ The same call on plain tensors does the same on one device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Replicate, Shard
+from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import is_tracing
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.moe.routing_plan import ExpertRanks, RoutingPlan, expert_ranks, plan_of, plan_with_capacity
-from shardwise.moe.token_maps import RowLayout, mapped
+from shardwise.moe.token_maps import mapped
 from shardwise.tensor import DTensor, dtensor_of, is_dtensor, moved
 from shardwise.transforms import transforming
 
@@ -162,9 +162,8 @@ def dispatch(
         raise LayoutError(
             f"dispatch: groups={groups}, and {ranks.members} ranks share the tokens", hint="leave it out on a mesh"
         )
-    source = RowLayout(x.shape[0], ranks.over, tuple([Shard(0) for _ in ranks.over]))
     ids = _as_dtensor(expert_ids, mesh)
-    ids = moved(ids, replace(source, rest=tuple(ids.shape[1:])).of(ids._spec))
+    ids = moved(ids, ranks.source(ids._spec, tuple(ids.shape[1:])))
     plan = plan_of(ranks, ids) if capacity is None else plan_with_capacity(ranks, ids, capacity)
     back = Back(*_numbers(ranks, plan), capacity, (ids.shape[0], ids.shape[1]), plan)
     return mapped(x, plan.tokens), back

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -84,6 +84,18 @@ class ExpertRanks:
         """The number of experts of a rank that has all it can have."""
         return -(-self.experts // self.mesh.shape[self.axis])
 
+    def source(self, spec: DTensorSpec, rest: tuple[int, ...] | None = None) -> DTensorSpec:
+        """The layout that tokens of this one are exchanged from, or numbers for each token."""
+        found = self._sources.get((spec, rest))
+        if found is None:
+            layout = RowLayout(spec.shape[0], self.over, tuple([Shard(0) for _ in self.over]), rest)
+            found = self._sources.keep_recent((spec, rest), layout.of(spec))
+        return found
+
+    @cached_property
+    def _sources(self) -> BoundedCache[tuple[Any, ...], DTensorSpec]:
+        return BoundedCache(MAX_MESHES)
+
     def layout(self, per_rank: Sequence[int]) -> RowLayout:
         """How rows lie that are sorted by expert, so many for the experts of each rank along the axis."""
         splits = (Ragged(0, per_rank), *[Shard(0) for _ in self.minors])
@@ -125,6 +137,12 @@ class ExpertRanks:
             DTensorSpec(self.mesh, [Replicate()] * self.mesh.ndim, meta),
             DTensorSpec(self.mesh, partial, meta),
         )
+
+    def length(self, per_rank: Sequence[int], at: Coordinate) -> int:
+        """The rows of one rank."""
+        if not self.minors:
+            return per_rank[at[self.axis]]
+        return int(self.blocks(torch.tensor(per_rank))[1][self.member(at)])
 
     def blocks(self, per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the rows of each member begin, and how many they are."""
@@ -342,13 +360,21 @@ def _filling(ranks: ExpertRanks, me: int, capacity: int, ids: torch.Tensor) -> E
 
 
 def _arriving(
-    sizes: LineSizes, me: int, count: int, choices: int, order: torch.Tensor, number: torch.Tensor, leads: torch.Tensor
+    sizes: LineSizes,
+    me: int,
+    count: int,
+    choices: int,
+    order: torch.Tensor,
+    number: torch.Tensor,
+    leads: torch.Tensor,
+    dropped: bool = False,
 ) -> Exchanging:
-    """The rows that arrive, in the order of their experts. Gives `send` and `gather` of both maps, and `placed`.
+    """The rows that arrive, in the order of their experts. Gives `send` and `gather` of both maps, and the inverses.
 
-    `count` is the number of rows afterwards, of which the last may be empty.
+    `count` is the number of rows afterwards, of which the last may be empty. `dropped`: so may any of `order`.
     """
     device = order.device
+    sent_at = order if dropped else _inverse(order)
     pieces, begins = sizes.arriving(me)
     shift = begins - _begins(pieces.reshape(-1))[:-1].reshape(pieces.shape)
     arriving = int(pieces.sum())
@@ -359,7 +385,7 @@ def _arriving(
         gather = F.pad(gather, (0, count - arriving), value=arriving)
     if sizes.distinct is None:
         send = order if choices == 1 else order.div(choices, rounding_mode="floor")
-        return send, order, gather, gather, placed
+        return send, order, gather, gather, placed, sent_at
     sent, of_sender = sizes.between(me)
     (arrived,) = (yield Items((number,), sent, of_sender)).tensors
     base = _repeated(sizes.distinct.shift(me), np.array(of_sender), arriving, device)
@@ -371,7 +397,7 @@ def _arriving(
         send = order.new_empty(leaders)
     else:
         send = order[torch.nonzero_static(leads, size=leaders).view(-1)].div(choices, rounding_mode="floor")
-    return send, order, tokens[gather], gather, placed
+    return send, order, tokens[gather], gather, placed, sent_at
 
 
 def _repeated(values: np.ndarray, counts: np.ndarray, total: int, device: torch.device) -> torch.Tensor:
@@ -389,7 +415,7 @@ def plan_of(ranks: ExpertRanks, ids: Any) -> RoutingPlan:
     fabric = fabric_of(mesh)
     width = ranks.experts + 2 + (ranks.members if choices > 1 else 0)
     told = ranks.ends_spec
-    step = announce(told, told, ranks.over, "counts", lambda: ranks.members * (ranks.members - 1), width * 4)
+    step = announce(told, told, ranks.over, "counts", lambda: ranks.members * (ranks.members - 1), lambda: width * 4)
 
     def count(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
         return _counting(ranks, ranks.member(at), *own)
@@ -403,13 +429,13 @@ def plan_of(ranks: ExpertRanks, ids: Any) -> RoutingPlan:
     each = [sizes.per_rank.tolist() for sizes in lines.values()]
     per_rank = each[0] if len(each) == 1 else np.max(each, 0).tolist()  # of virtual ranks the largest of all slices
     target = ranks.layout(per_rank)
-    after = target.of(spec)
     if choices > 1:
-        step = announce(spec, after, ranks.over, "numbers of tokens", lambda: _crossing(lines), 4)
+        numbers = target.of(spec)
+        step = announce(spec, numbers, ranks.over, "numbers of tokens", lambda: _crossing(lines), lambda: 4)
 
     def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
         *tensors, line = own
-        return _arriving(lines[number_of(line)], ranks.member(at), after.local_shape(at)[0], choices, *tensors)
+        return _arriving(lines[number_of(line)], ranks.member(at), ranks.length(per_rank, at), choices, *tensors)
 
     found = fabric.exchange_by_owner(step, arrive, [order, number, leads, line])
     padded = any(own != per_rank for own in each)
@@ -426,14 +452,13 @@ def plan_with_capacity(ranks: ExpertRanks, ids: Any, capacity: int) -> RoutingPl
     lines = {0: sizes}
     per_rank = sizes.per_rank.tolist()
     target = ranks.layout(per_rank)
-    after = target.of(ids._spec)
-    step = TokenExchange(ids._spec, after, 0, ranks.over)
+    step = TokenExchange(ids._spec, ids._spec, 0, ranks.over)  # nothing is sent
 
     def fill(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
         return _filling(ranks, ranks.member(at), capacity, *own)
 
     def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        return _arriving(sizes, ranks.member(at), after.local_shape(at)[0], choices, *own)
+        return _arriving(sizes, ranks.member(at), ranks.length(per_rank, at), choices, *own, dropped=True)
 
     rows, chosen = fabric.exchange_by_owner(step, fill, [ids._local_tensor])
     found = fabric.exchange_by_owner(step, arrive, [rows, rows, rows])
@@ -452,19 +477,16 @@ def _maps(
 ) -> tuple[TokenMap, TokenMap]:
     """The maps of tokens and of their choices."""
     tokens, choices = shape
-    source = RowLayout(tokens, ranks.over, tuple([Shard(0) for _ in ranks.over]))
+    splits = tuple([Shard(0) for _ in ranks.over])
     distinct: dict[int, LineRows] = {number: sizes.distinct or sizes for number, sizes in lines.items()}
-    send, order, gather, of_row, placed = found
-    once = placed if not padded else None
+    send, order, gather, of_row, *inverse = found
+    once = () if padded else tuple(inverse)
+    source, choice = (RowLayout(tokens, ranks.over, splits, rest) for rest in (None, (choices,)))
+    numbers = RowLayout(target.rows, target.axes, target.placements, ())
     return (
-        TokenMap(
-            source, target, send, gather, distinct, ranks.over, line, once if choices == 1 else None, padded=padded
-        ),
-        TokenMap(
-            replace(source, rest=(choices,)), replace(target, rest=()), order, of_row, lines, ranks.over, line, once,
-            padded=padded, what="weights",
-        ),
-    )  # fmt: skip
+        TokenMap(source, target, send, gather, distinct, ranks.over, line, once if choices == 1 else (), padded),
+        TokenMap(choice, numbers, order, of_row, lines, ranks.over, line, once, padded, "weights"),
+    )
 
 
 def _crossing(lines: Mapping[int, LineSizes]) -> float:

@@ -8,7 +8,7 @@ are each other's derivative, of any order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,8 +144,8 @@ class TokenMap:
         rows: for each line how many rows its members send each other.
         over: the axes along which ranks exchange.
         line: for each rank here the number of its line.
-        placed: for each rank here where the rows that arrive go, if no row is taken twice, here or there, and none is
-            empty: the inverse of `gather`.
+        inverse: for each rank here the inverse of `gather` and that of `send`, if no row is taken twice, here or there,
+            and none is empty.
         padded: whether there are rows that nothing is taken for: `send` or `gather` is the number of rows there.
         what: the rows, in words.
     """
@@ -157,7 +157,7 @@ class TokenMap:
     rows: Mapping[int, LineRows]
     over: tuple[int, ...]
     line: torch.Tensor
-    placed: torch.Tensor | None = None
+    inverse: tuple[torch.Tensor, ...] = ()
     padded: bool = False
     what: str = "tokens"
     _layouts: dict[tuple[DTensorSpec, bool], tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
@@ -215,20 +215,18 @@ class MapRows(torch.autograd.Function):
 def _exchanged(tensor: Any, by: TokenMap, transposed: bool) -> Any:
     before = tensor._spec
     _, after = by.layouts(before, transposed)
-    mesh = before.mesh
-    rest = before.largest_local_shape[1:] if by.source.rest is None else ()
-    row_bytes = before.tensor_meta.dtype.itemsize * math.prod(rest)
-    step = announce(before, after, by.over, by.what, by.crossing, row_bytes)
-    run = _return if transposed else _send
+    mesh, run = before.mesh, _return if transposed else _send
+
+    def row_bytes() -> int:
+        rest = before.largest_local_shape[1:] if by.source.rest is None else ()
+        return before.tensor_meta.dtype.itemsize * math.prod(rest)
 
     def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        rows, send, gather, line, *placed = own
-        counts = by.rows[number_of(line)].between(member_of(mesh, by.over, at))
-        return run(by, rows, send, gather, placed, counts, after.local_shape(at))
+        counts = by.rows[number_of(own[3])].between(member_of(mesh, by.over, at))
+        return run(by, own, counts, after.local_shape(at))
 
-    locals_ = [tensor._local_tensor, by.send, by.gather, by.line]
-    if by.placed is not None:
-        locals_.append(by.placed)
+    step = announce(before, after, by.over, by.what, by.crossing, row_bytes)
+    locals_ = [tensor._local_tensor, by.send, by.gather, by.line, *by.inverse]
     (local,) = fabric_of(mesh).exchange_by_owner(step, start, locals_)
     return dtensor_of(after, local)
 
@@ -244,14 +242,14 @@ def announce(
     over: tuple[int, ...],
     what: str,
     crossing: Callable[[], float],
-    row_bytes: int,
+    row_bytes: Callable[[], int],
 ) -> TokenExchange:
     """The step of an exchange, of which listeners are told: so many rows cross between the ranks of a line."""
     if not route_started and fabric_of(before.mesh).has_values:
         return TokenExchange(before, after, 0, over, what)
     rows = crossing()
     step = TokenExchange(before, after, 0, over, what, round(rows))
-    received = rows * row_bytes / math.prod(before.mesh.shape[axis] for axis in over)
+    received = rows * row_bytes() / math.prod(before.mesh.shape[axis] for axis in over)
     cost = StepCost(received, current_cost_model().seconds(before.mesh, over, received), after.local_bytes)
     announced(Route(before, after, (step,), (cost,)))
     return step
@@ -260,22 +258,20 @@ def announce(
 # ---------------------------------------------------------------- on the locals of one rank
 
 
-def _send(
-    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, placed: Any, counts: Counts, shape: Any
-) -> Exchanging:
+def _send(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: torch.Size) -> Exchanging:
+    rows, send, gather = own[:3]
     if by.source.rest is not None:
         rows = rows.reshape(-1)
     got = yield Items((_taken(rows, send, by.padded),), *counts)
     return (_taken(got.tensors[0], gather, by.padded),)
 
 
-def _return(
-    by: TokenMap, rows: torch.Tensor, send: torch.Tensor, gather: torch.Tensor, placed: Any, counts: Counts, shape: Any
-) -> Exchanging:
+def _return(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: torch.Size) -> Exchanging:
+    rows, send, gather, _, *inverse = own
     sent, arriving = counts
-    if placed:
-        got = yield Items((rows.index_select(0, placed[0]),), arriving, sent)
-        return (torch.empty_like(got.tensors[0]).index_copy_(0, send, got.tensors[0]).view(shape),)
+    if inverse:
+        got = yield Items((rows.index_select(0, inverse[0]),), arriving, sent)
+        return (got.tensors[0].index_select(0, inverse[1]).view(shape),)
     got = yield Items((_added(rows, gather, sum(arriving), by.padded),), arriving, sent)
     count = shape[0] if by.source.rest is None else math.prod(shape)
     return (_added(got.tensors[0], send, count, by.padded).view(shape),)
