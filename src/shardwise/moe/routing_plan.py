@@ -434,8 +434,9 @@ def plan_of(ranks: ExpertRanks, ids: Any) -> RoutingPlan:
         step = announce(spec, numbers, ranks.over, "numbers of tokens", lambda: _crossing(lines), lambda: 4)
 
     def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        *tensors, line = own
-        return _arriving(lines[number_of(line)], ranks.member(at), ranks.length(per_rank, at), choices, *tensors)
+        order, number, leads, line = own
+        length = ranks.length(per_rank, at)
+        return _arriving(lines[number_of(line)], ranks.member(at), length, choices, order, number, leads)
 
     found = fabric.exchange_by_owner(step, arrive, [order, number, leads, line])
     padded = any(own != per_rank for own in each)
@@ -458,10 +459,12 @@ def plan_with_capacity(ranks: ExpertRanks, ids: Any, capacity: int) -> RoutingPl
         return _filling(ranks, ranks.member(at), capacity, *own)
 
     def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        return _arriving(sizes, ranks.member(at), ranks.length(per_rank, at), choices, *own, dropped=True)
+        (rows,) = own
+        length = ranks.length(per_rank, at)
+        return _arriving(sizes, ranks.member(at), length, choices, rows, rows, rows, dropped=True)
 
     rows, chosen = fabric.exchange_by_owner(step, fill, [ids._local_tensor])
-    found = fabric.exchange_by_owner(step, arrive, [rows, rows, rows])
+    found = fabric.exchange_by_owner(step, arrive, [rows])
     ends, _ = _numbers(ranks, line, lines, per_rank)
     return RoutingPlan(*_maps(ranks, ids.shape, line, lines, target, found, True), ends, chosen, True)
 

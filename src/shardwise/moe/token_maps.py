@@ -258,7 +258,7 @@ def announce(
 # ---------------------------------------------------------------- on the locals of one rank
 
 
-def _send(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: torch.Size) -> Exchanging:
+def _send(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: tuple[int, ...]) -> Exchanging:
     rows, send, gather = own[:3]
     if by.source.rest is not None:
         rows = rows.reshape(-1)
@@ -266,7 +266,7 @@ def _send(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: torc
     return (_taken(got.tensors[0], gather, by.padded),)
 
 
-def _return(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: torch.Size) -> Exchanging:
+def _return(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: tuple[int, ...]) -> Exchanging:
     rows, send, gather, _, *inverse = own
     sent, arriving = counts
     if inverse:
