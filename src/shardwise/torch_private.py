@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim._muon import _adjust_lr as muon_learning_rate
-from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -86,7 +85,6 @@ __all__ = [
     "make_subclass",
     "make_wrapper_subclass",
     "muon_learning_rate",
-    "newton_schulz",
     "opaque_types",
     "pop_dispatch_mode",
     "pop_function_mode",

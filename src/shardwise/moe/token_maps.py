@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -77,6 +77,7 @@ class RowLayout:
         return DTensorSpec.from_dim_axes(spec.mesh, tuple(placements), meta, (self.axes, *others))
 
 
+@runtime_checkable
 class LineRows(Protocol):
     """How many rows the members of a line send each other."""
 

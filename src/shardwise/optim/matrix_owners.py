@@ -35,6 +35,7 @@ def by_matrix(
     *,
     dtype: torch.dtype | None = None,
     cost: Callable[[torch.Size], float] | None = None,
+    batched: bool = False,
 ) -> list[torch.Tensor]:
     """`function` of each of some matrices, in their layouts. It gets full matrices, as on one device.
 
@@ -46,6 +47,8 @@ def by_matrix(
         matrices: 2-D DTensors in any layout. Of plain tensors every rank computes the function itself.
         dtype: in which matrices are sent, given to the function, and returned; that of each matrix by default.
         cost: of a matrix of this shape; by default that of a product with its own transpose.
+        batched: the function takes and returns a stack `[n, rows, columns]` of the matrices of one shape that a rank
+            owns, and is called once for each shape.
 
     Example:
         >>> import shardwise as sw
@@ -65,10 +68,11 @@ def by_matrix(
         if isinstance(matrix, DTensor):
             groups.setdefault((matrix.device_mesh, dtype or matrix.dtype), []).append(at)
         else:
-            results[at] = function(matrix if dtype is None else matrix.to(dtype))
+            given = matrix if dtype is None else matrix.to(dtype)
+            results[at] = function(given.unsqueeze(0)).squeeze(0) if batched else function(given)
     for (mesh, sent), positions in groups.items():
         given = [_reduced(matrices[at]) for at in positions]
-        for at, result in zip(positions, _computed(function, mesh, given, sent, cost), strict=True):
+        for at, result in zip(positions, _computed(function, mesh, given, sent, cost, batched), strict=True):
             results[at] = result
     return results  # pyright: ignore[reportReturnType]  # each was computed
 
@@ -85,6 +89,7 @@ def _computed(
     matrices: Sequence[Any],
     dtype: torch.dtype,
     cost: Callable[[torch.Size], float] | None,
+    batched: bool,
 ) -> list[Any]:
     """The results for DTensors of one mesh, which are sent in one dtype."""
     specs = tuple([_dense(matrix.spec, dtype) for matrix in matrices])
@@ -100,7 +105,7 @@ def _computed(
         return torch.cat([part.to(dtype) for part in sent]) if sent else parts[0].new_empty(0, dtype=dtype)
 
     def compute(coordinate: Coordinate, received: torch.Tensor) -> torch.Tensor:
-        return plan.compute(function, coordinate[0], received)
+        return plan.compute(function, coordinate[0], received, batched)
 
     def unpack(at: int) -> Callable[..., torch.Tensor]:
         return lambda coordinate, received: plan.part_of(at, _number(mesh, coordinate), received)
@@ -173,26 +178,36 @@ class Transfers(NamedTuple):
         return (at for owned in self.owned for at in owned if rank in self.sends[at])
 
     def compute(
-        self, function: Callable[[torch.Tensor], torch.Tensor], owner: int, received: torch.Tensor
+        self, function: Callable[[torch.Tensor], torch.Tensor], owner: int, received: torch.Tensor, batched: bool
     ) -> torch.Tensor:
         """All parts of the results of a rank's matrices, in the order of the ranks that hold them."""
         mine = self.owned[owner]
         if not mine:
             return received.new_empty(0)
-        matrices = {at: received.new_empty(self.specs[at].shape) for at in mine}
+        alike: dict[torch.Size, list[int]] = {}
+        for at in mine:
+            alike.setdefault(self.specs[at].shape, []).append(at)
+        stacks = {shape: received.new_empty((len(group), *shape)) for shape, group in alike.items()}
+        matrices = {
+            at: matrix for shape, group in alike.items() for at, matrix in zip(group, stacks[shape], strict=True)
+        }
         start = 0
         for rank in range(len(self.owned)):
             for at in (at for at in mine if rank in self.sends[at]):
                 block = self.blocks[at][rank]
                 matrices[at][_indices(block)] = received[start : start + math.prod(block.shape)].view(block.shape)
                 start += math.prod(block.shape)
-        results = {at: function(matrix).to(received.dtype) for at, matrix in matrices.items()}
-        for at, result in results.items():
-            if result.shape != self.specs[at].shape:
-                raise LayoutError(
-                    f"by_matrix: the function made {tuple(result.shape)} of a matrix of {tuple(self.specs[at].shape)}",
-                    hint="return a matrix of the same shape",
-                )
+        results: dict[int, torch.Tensor] = {}
+        for shape, group in alike.items():
+            if batched:
+                made = function(stacks[shape])
+                _check_shape(made.shape, stacks[shape].shape)
+                results.update(zip(group, made.to(received.dtype), strict=True))
+                continue
+            for at in group:
+                made = function(matrices[at])
+                _check_shape(made.shape, shape)
+                results[at] = made.to(received.dtype)
         pairs = itertools.product(range(len(self.owned)), mine)
         return torch.cat([results[at][_indices(self.blocks[at][rank])].reshape(-1) for rank, at in pairs])
 
@@ -203,6 +218,14 @@ class Transfers(NamedTuple):
 
 
 _plans: BoundedCache[tuple[Any, ...], Transfers] = BoundedCache(MAX_PLANS)
+
+
+def _check_shape(made: torch.Size, given: torch.Size) -> None:
+    if made != given:
+        raise LayoutError(
+            f"by_matrix: the function made {tuple(made)} of a matrix of {tuple(given)}",
+            hint="return a matrix of the same shape, or a stack of as many",
+        )
 
 
 def _indices(block: Block) -> tuple[Any, ...]:
