@@ -64,3 +64,48 @@ def test_training_is_that_of_one_device(gloo4: Any) -> None:
         for mine, theirs in zip(found, wanted, strict=True):
             for value, plain in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-5)
+
+
+READS = ("cpu", "item", "tolist", "__bool__", "__int__", "__index__", "__float__")
+
+
+def reads_of_a_layer(choices: int, capacity: int | None) -> int:
+    """How often the host reads values of tensors in a layer, forward and backward."""
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    x, router, up, down = (sw.distribute_tensor(t, mesh, [sw.Shard(0)]).requires_grad_() for t in given(6))
+    weights, ids = F.linear(x, router).softmax(-1).topk(choices)
+    gradient = sw.ones(TOKENS, WIDTH, device_mesh=mesh, placements=[sw.Shard(0)])
+    found, saved = 0, {name: getattr(torch.Tensor, name) for name in READS}
+
+    def counting(read: Any) -> Any:
+        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal found
+            found += 1
+            return read(tensor, *args, **kwargs)
+
+        return counted
+
+    def step() -> None:
+        rows, back = sw.moe.dispatch(x, ids, 6, capacity=capacity)
+        out = F.grouped_mm(F.silu(F.grouped_mm(rows, up, offs=back.offs)), down, offs=back.offs)
+        back(out, weights).backward(gradient, retain_graph=True)
+
+    step()  # what is decided once may read
+    for name, read in saved.items():
+        setattr(torch.Tensor, name, counting(read))
+    try:
+        step()
+    finally:
+        for name, read in saved.items():
+            setattr(torch.Tensor, name, read)
+    return found
+
+
+def reads() -> list[int]:
+    """With one and two choices, without and with a capacity."""
+    return [reads_of_a_layer(choices, capacity) for choices in (1, 2) for capacity in (None, 5)]
+
+
+def test_the_host_waits_once_for_a_layer_and_never_with_a_capacity(gloo4: Any) -> None:
+    for found in gloo4.run(reads, timeout=60):
+        assert found == [1, 0, 1, 0]

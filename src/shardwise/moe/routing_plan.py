@@ -22,6 +22,7 @@ from shardwise.core.placement import Partial, Placement, Ragged, Replicate, Shar
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import device_of, fabric_of
 from shardwise.moe.token_maps import (
+    FIRST,
     Counts,
     LineRows,
     RowLayout,
@@ -449,7 +450,7 @@ def plan_with_capacity(ranks: ExpertRanks, ids: Any, capacity: int) -> RoutingPl
     mesh, choices = ranks.mesh, ids.shape[1]
     fabric = fabric_of(mesh)
     sizes = LineSizes(ranks, np.full((ranks.members, ranks.experts), capacity))
-    line = fabric.build(mesh, lambda _: torch.tensor(0, device="cpu"))  # all lines have the same sizes
+    line = fabric.build(mesh, lambda _: FIRST)  # all lines have the same sizes
     lines = {0: sizes}
     per_rank = sizes.per_rank.tolist()
     target = ranks.layout(per_rank)

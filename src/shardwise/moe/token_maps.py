@@ -31,6 +31,7 @@ from shardwise.tensor import apply_function, dtensor_of, moved, wants_derivative
 from shardwise.tensor.autograd_functions import laid_out_gradient
 
 __all__ = [
+    "FIRST",
     "Counts",
     "LineRows",
     "RowLayout",
@@ -122,7 +123,7 @@ def lines_here(mesh: DeviceMesh, over: tuple[int, ...], local: torch.Tensor) -> 
     """For each rank here the number of its line, as a local: ranks of different slices have the same coordinate."""
     fabric = fabric_of(mesh)
     if not fabric.many_ranks:
-        return fabric.map(mesh, lambda _, tensor: _FIRST, local)
+        return fabric.map(mesh, lambda _, tensor: FIRST, local)
     numbers = np.empty(mesh.grid_size, dtype=np.int64)
     for number, line in enumerate(mesh.groups(over)):
         numbers[line] = number
@@ -130,7 +131,7 @@ def lines_here(mesh: DeviceMesh, over: tuple[int, ...], local: torch.Tensor) -> 
     return fabric.map(mesh, lambda _, tensor: torch.tensor(next(in_order), device="cpu"), local)
 
 
-_FIRST = torch.tensor(0)
+FIRST = torch.tensor(0)  # the line of a process, which is in one; it is not read
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +235,7 @@ def _exchanged(tensor: Any, by: TokenMap, transposed: bool) -> Any:
 
 def number_of(line: torch.Tensor) -> int:
     """The number of a rank's line, from its part of `lines_here`. In a dry run there is one."""
-    return 0 if line.is_meta else int(line)
+    return 0 if line is FIRST or line.is_meta else int(line)
 
 
 def announce(

@@ -24,7 +24,7 @@ from shardwise.tensor import DTensor, is_dtensor
 __all__ = ["check_parameters", "keep_one_gradient", "laid_out", "lay_out", "see_on", "unsee", "update_ties"]
 
 _MADE = "_shardwise_made"  # on a parameter that was laid out: a weak reference to the DTensor
-_OWN = "_shardwise_own"  # on a module that runs on a larger mesh: its own parameters, to put back
+_OWN = "_shardwise_own"  # on a module that runs on a larger mesh: its own parameters and buffers, to put back
 _ONE = "_shardwise_one"  # on a plain parameter whose gradient is looked after
 
 
@@ -177,30 +177,42 @@ def _differing_gradients(name: str, rank: int) -> AgreementError:
 
 
 def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh, *, submodules: bool = True) -> None:
-    """Until `unsee`, the parameters that lie on `mesh` are seen on a larger mesh, one value along its other axes.
+    """Until `unsee`, parameters and buffers that lie on `mesh` are seen on a larger mesh, one value along other axes.
 
-    Their gradients are added up over these axes. With `submodules=False` only those of the module itself.
+    Gradients are added up over these axes. What is written to a buffer in place is written to the module's own. With
+    `submodules=False` only those of the module itself.
     """
-    own: list[tuple[nn.Module, str, Any]] = []
+    own: list[tuple[dict[str, Any], str, Any, Any]] = []
     for owner in module.modules() if submodules else (module,):
-        parameters: dict[str, Any] = owner._parameters
-        for name, parameter in parameters.items():
-            if is_dtensor(parameter) and parameter._spec.mesh == mesh:
-                own.append((owner, name, parameter))
-    for owner, name, parameter in own:
-        spec = parameter._spec.remapped(larger)
-        owner._parameters[name] = DTensor.from_local(  # pyright: ignore[reportArgumentType]
-            parameter.to_local(), larger, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride
-        )
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if is_dtensor(tensor) and tensor._spec.mesh == mesh:
+                    own.append((table, name, tensor, _seen(tensor, larger)))
+    for table, name, _, seen in own:
+        table[name] = seen
     if own:
         setattr(module, _OWN, own)  # not through its dict, which Dynamo of torch 2.11 does not know
 
 
+def _seen(tensor: Any, larger: DeviceMesh) -> Any:
+    spec = tensor._spec.remapped(larger)
+    return DTensor.from_local(
+        tensor.to_local(), larger, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride
+    )
+
+
 def unsee(module: nn.Module) -> None:
-    """The parameters are the module's own again."""
+    """The parameters and buffers are the module's own again; a buffer that was replaced keeps its new value."""
     own = getattr(module, _OWN, None)
     if own is None:
         return
-    for owner, name, parameter in own:
-        owner._parameters[name] = parameter
+    for table, name, tensor, seen in own:
+        now = table.get(name)
+        if now is seen or isinstance(tensor, nn.Parameter):
+            table[name] = tensor
+        elif is_dtensor(now) and now._spec.mesh == seen._spec.mesh:
+            spec = tensor._spec.remapped(now._spec.mesh)
+            local = now.redistribute(placements=spec.placements).to_local()
+            table[name] = DTensor.from_local(local, tensor._spec.mesh, tensor._spec.placements)
     delattr(module, _OWN)
