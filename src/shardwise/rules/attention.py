@@ -161,8 +161,13 @@ def efficient_backward(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """The gradients of memory-efficient attention on locals. Of queries that do not exist nothing may count."""
+    """The gradients of memory-efficient attention on locals. Of queries that do not exist nothing may count.
+
+    The kernel reads the output with the strides that it gives it, rows of all heads of a query together, whatever
+    strides the output has: another order gives other gradients, without an error.
+    """
     backward = aten._scaled_dot_product_efficient_attention_backward.default
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     sums = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % SUMS_ALIGNMENT), value=math.inf)
     return backward(grad_out_, query, key, value, padded(attn_bias), out, sums, *rest, **named)
 
