@@ -55,3 +55,16 @@ def test_calibrate_on_one_rank_a_host(hosts_of: int) -> None:
     assert {one.group for one in machine.measurements} == {"across"}
     assert machine.inside == machine.across == machine.mixed
     assert "A step of a fully sharded network: predicted" in ended[0].text
+
+
+def test_doctor_reports_all_ranks_and_tests_every_collective() -> None:
+    with Hosts(2, rate="200mbit") as hosts:
+        ended = hosts.torchrun("-m", "shardwise", "doctor", "--mesh", "dp=2,tp=2", "--json", ranks=2)
+    assert all(status == 0 for status, _ in ended), ended
+    report = json.loads(ended[0].text[ended[0].text.index("\n{\n") :])
+    assert [one["host"] for one in report["ranks"]] == ["host0", "host0", "host1", "host1"]
+    assert {one["axis"] for one in report["axes"]} == {"dp", "tp"}
+    assert len(report["self_test"]) == 10  # five collectives, two axes
+    assert not any(report["self_test"].values())
+    assert not [text for text in report["problems"] if "wrong values" in text or "versions" in text]
+    assert "{" not in ended[1].text

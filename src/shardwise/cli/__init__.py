@@ -16,6 +16,7 @@ from shardwise.cli import (
     calibrate_command,
     checkpoint_command,
     demo_command,
+    doctor_command,
     draw_command,
     explain_command,
     plan_command,
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "checkpoint": checkpoint_command.COMMAND,
     "bench": bench_command.COMMAND,
     "calibrate": calibrate_command.COMMAND,
+    "doctor": doctor_command.COMMAND,
 }
 
 

@@ -371,7 +371,7 @@ class C10dFabric(Fabric):
     def stage_link(self, meshes: Sequence[DeviceMesh]) -> StageLink | None:
         ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.grid_ranks}))
         number = self._made[ranks]
-        group = new_group(ranks) if len(ranks) > 1 and self.rank() in ranks else None
+        group = _own_group(ranks, "a pipeline") if len(ranks) > 1 and self.rank() in ranks else None
         store = _own_store(f"shardwise_pipeline_{self._worlds}_{'_'.join(map(str, ranks))}_{number}")
         stages = {rank: [n for n, mesh in enumerate(meshes) if rank in mesh.grid_ranks] for rank in ranks}
         return StageLink(group, store, functools.partial(self._leave_groups, group), stages)
@@ -534,7 +534,7 @@ class C10dFabric(Fabric):
         own = rank_transfer(transfer, self.rank())
         lane = self._lanes.get(ranks)
         if lane is None:  # one order of messages between two ranks: a group of its own, and one transfer at a time
-            lane = self._lanes[ranks] = TransferLane(new_group(ranks) if len(ranks) > 1 else None)
+            lane = self._lanes[ranks] = TransferLane(_own_group(ranks, "a transfer") if len(ranks) > 1 else None)
         # CUDA has streams for it; rank threads take turns
         can_wait = rank_threads() is None and all(mesh.device_type == "cpu" for mesh in transfer.meshes)
 
@@ -736,6 +736,11 @@ def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
             return dist.new_group(list(ranks), _timeout(), backend=backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = original
+
+
+def _own_group(ranks: tuple[int, ...], use: str) -> Any:
+    """A group beside those of meshes."""
+    return named_failures(lambda: new_group(ranks), lambda: (f"making a group for {use}", ranks))()
 
 
 def _timeout() -> datetime.timedelta | None:
