@@ -20,7 +20,7 @@ import shardwise as sw
 try:
     import transformers
 except ImportError:
-    sys.exit("this example needs transformers: pip install 'transformers>=5.22'")
+    sys.exit("this example needs transformers: pip install 'transformers>=5.17'")
 
 say = print if os.environ.get("RANK", "0") == "0" else lambda *words: None
 

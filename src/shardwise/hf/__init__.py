@@ -9,5 +9,15 @@ from shardwise.hf.input_layouts import context_parallel, shard_batch
 from shardwise.hf.model_plans import plan_of
 from shardwise.hf.parallel_models import parallelize
 from shardwise.hf.pretrained_models import from_pretrained, save_pretrained
+from shardwise.hf.training_loops import TrainerMixin, one_program
 
-__all__ = ["context_parallel", "from_pretrained", "parallelize", "plan_of", "save_pretrained", "shard_batch"]
+__all__ = [
+    "TrainerMixin",
+    "context_parallel",
+    "from_pretrained",
+    "one_program",
+    "parallelize",
+    "plan_of",
+    "save_pretrained",
+    "shard_batch",
+]

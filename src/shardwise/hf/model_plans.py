@@ -73,7 +73,7 @@ def named_plan(model: nn.Module, plan: str | NamedPlan) -> NamedPlan:
 
 
 def _carried(model: nn.Module, name: str) -> dict[str, str]:
-    return dict(getattr(model, name, None) or {})
+    return dict(getattr(model, name, None) or getattr(model, f"_{name}", None) or {})  # 5.17 has no `ep_plan`
 
 
 def _with_experts(dense: dict[str, str], experts: dict[str, str]) -> dict[str, str]:

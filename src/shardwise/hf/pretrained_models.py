@@ -23,7 +23,7 @@ from shardwise.hf.parallel_models import parallelize
 from shardwise.hf.transformers_version import load_transformers
 from shardwise.tensor import is_dtensor
 
-__all__ = ["from_pretrained", "save_pretrained"]
+__all__ = ["fill_from_files", "from_pretrained", "save_pretrained"]
 
 
 def from_pretrained(
@@ -59,6 +59,7 @@ def from_pretrained(
     mesh = as_mesh(device_mesh)
     config = transformers.AutoConfig.from_pretrained(path)
     _check_not_quantised(config, path)
+    _check_safetensors(Path(path))
     kind = model_class or _class_of(transformers, config, path)
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -68,7 +69,7 @@ def from_pretrained(
     sources = sources_of(model, _shapes_in(path))
     parallelize(model, mesh, plan, src_data_rank=None)
     _allocate(model, torch.device(mesh.device_type))
-    _fill(model, path, sources)
+    fill_from_files(model, path, sources)
     with contextlib.suppress(Exception):  # a model that does not generate has none
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()
@@ -81,6 +82,15 @@ def _check_not_quantised(config: Any, path: str | Path) -> None:
         raise UnsupportedError(
             f"{path} is quantised by {known.get('quant_method', 'an unknown method')}",
             hint="load weights that are not quantised",
+        )
+
+
+def _check_safetensors(path: Path) -> None:
+    pickled = sorted(each.name for each in path.glob("*.bin") if each.name.startswith("pytorch_model"))
+    if pickled and not any(path.glob("*.safetensors")):
+        raise UnsupportedError(
+            f"{path} has {pickled[0]} and no safetensors file, and a rank cannot read its slices of the former",
+            hint="convert it once, with from_pretrained and save_pretrained of transformers",
         )
 
 
@@ -149,8 +159,10 @@ def _shapes_in(path: str | Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
-def _fill(model: Any, path: str | Path, sources: Mapping[str, Any]) -> None:
+def fill_from_files(model: Any, path: str | Path, sources: Mapping[str, Any] | None = None) -> None:
     """Read the values. What the files lack is an error; what they have beside is a warning, as in transformers."""
+    if sources is None:
+        sources = sources_of(model, _shapes_in(path))
     loaded = load_safetensors(model, path, sources, strict=False, staged=False)
     if loaded.missing or loaded.mismatched:
         raise mismatch(loaded.missing, (), loaded.mismatched)

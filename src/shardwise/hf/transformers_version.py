@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["NEWEST", "OLDEST", "check_loaded", "load_transformers"]
 
 # The versions that the models are tested with, by their first two numbers. Newer ones are expected to work.
-OLDEST, NEWEST = (5, 22), (5, 22)
+OLDEST, NEWEST = (5, 17), (5, 23)
 
 
 def load_transformers() -> Any:
@@ -42,8 +42,8 @@ def check_version(module: ModuleType) -> None:
     found = tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
     if len(found) < 2 or found < OLDEST:
         raise ImportError(
-            f"transformers {text or 'of unknown version'} is not supported by shardwise.hf; "
-            f"pip install 'transformers>={_text(OLDEST)}'"
+            f"transformers {text or 'of unknown version'} is not supported by shardwise.hf, which was tested with "
+            f"{_text(OLDEST)} to {_text(NEWEST)}; pip install 'transformers>={_text(OLDEST)}'"
         )
     if found > NEWEST and not _warned:
         _warned.append(text)

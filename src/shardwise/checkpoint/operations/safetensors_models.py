@@ -30,7 +30,7 @@ from shardwise.checkpoint.operations.process_exchange import Outcome, Processes,
 from shardwise.checkpoint.operations.save_checkpoint import describe, local_of
 from shardwise.checkpoint.partition.assembled_tensors import Assembled
 from shardwise.checkpoint.partition.boxes import HeldBox, block_holders, byte_runs, full_box
-from shardwise.checkpoint.partition.fused_tensors import Source, file_shapes, file_slices, source_of
+from shardwise.checkpoint.partition.fused_tensors import FileSlice, Source, file_shapes, file_slices, source_of
 from shardwise.checkpoint.partition.write_assignment import TensorToWrite, WriteShare, assign_writes
 from shardwise.errors import AgreementError, CheckpointError, NotationError, UnsupportedError
 from shardwise.fabric.base import fabric_of
@@ -117,11 +117,11 @@ def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, wait: b
                 FileReader(directory, files, progress.add, links=True) as reader,
             ):
                 for name in fit.fitting:
-                    for each in _stage(reader, name, tensors[name], source_of(name, mapping), found):
-                        if wait:
-                            staged.append(each)
-                        else:
-                            put_values(each.local, each.values)
+                    held = source_of(name, mapping)
+                    if wait:
+                        staged.extend(_stage(reader, name, tensors[name], held, found))
+                    else:
+                        _fill(reader, name, tensors[name], held, found)
             return reader.bytes_read
 
         read_bytes = outcome.attempt(read_mine, 0)
@@ -182,13 +182,24 @@ def _stage(
 ) -> Iterator[StagedValues]:
     for spec, coordinate, local in _locals(tensor):
         values = torch.empty(local.shape, dtype=local.dtype)
-        for part, box, within, dims in file_slices(name, tuple(tensor.shape), source, spec, coordinate):
-            file, start, dtype, shape = found[part]
-            data = np.empty(box.numel * dtype.itemsize, dtype=np.uint8)
-            where = box.inside(full_box(shape))
-            reader.read_part(file, start, shape, where, dtype.itemsize, data, f"tensor {part}")
-            values[within] = _placed(torch.from_numpy(data).view(dtype).reshape(box.sizes), dims).to(local.dtype)
+        for piece in file_slices(name, tuple(tensor.shape), source, spec, coordinate):
+            values[piece.within] = _read_slice(reader, piece, found)
         yield StagedValues(local, values, name)
+
+
+def _fill(reader: FileReader, name: str, tensor: torch.Tensor, source: Source, found: Mapping[str, FileTensor]) -> None:
+    """Read a tensor into its locals. Beside them it takes the memory of one slice, in the dtype of the files."""
+    for spec, coordinate, local in _locals(tensor):
+        for piece in file_slices(name, tuple(tensor.shape), source, spec, coordinate):
+            put_values(local.detach()[piece.within], _read_slice(reader, piece, found))
+
+
+def _read_slice(reader: FileReader, piece: FileSlice, found: Mapping[str, FileTensor]) -> torch.Tensor:
+    file, start, dtype, shape = found[piece.name]
+    data = np.empty(piece.box.numel * dtype.itemsize, dtype=np.uint8)
+    where = piece.box.inside(full_box(shape))
+    reader.read_part(file, start, shape, where, dtype.itemsize, data, f"tensor {piece.name}")
+    return _placed(torch.from_numpy(data).view(dtype).reshape(piece.box.sizes), piece.dims)
 
 
 def _placed(values: torch.Tensor, dims: tuple[int | None, ...] | None) -> torch.Tensor:

@@ -1,0 +1,188 @@
+"""one_program and TrainerMixin: Accelerate and the Trainer of transformers under torchrun, on a parallel model.
+
+Both take processes for copies of one device, each with a model and a batch of its own. Here all processes run one
+program on one global model: the same batches, no DistributedDataParallel, and losses that are global already.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.checkpoint.operations.load_checkpoint import load
+from shardwise.checkpoint.operations.save_checkpoint import save
+from shardwise.errors import UnsupportedError
+from shardwise.fabric.world import is_main
+from shardwise.hf.pretrained_models import fill_from_files, save_pretrained
+from shardwise.tensor import is_dtensor
+
+__all__ = ["TrainerMixin", "one_program"]
+
+Accelerator = TypeVar("Accelerator")
+OWN_WAYS = ("parallelism_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")  # of Accelerate
+SAMPLING = ("random", "sequential", "group_by_length")  # the same order in every process
+STATES = "shardwise_states"  # beside the model in a checkpoint of the Trainer
+
+
+def one_program(accelerator: Accelerator) -> Accelerator:
+    """Let an `Accelerator` treat all processes as one program, for a model of `parallelize` or `fully_shard`.
+
+    `prepare` then wraps no model in DistributedDataParallel, and loaders give every process the same, global batches:
+    `per_device` sizes are those of the global batch. `gather`, `gather_for_metrics`, `reduce` and
+    `pad_across_processes` give a tensor back as it is, and the global tensor of a DTensor. `backward`,
+    `clip_grad_norm_`, `autocast`, `print` and `is_main_process` are as they were.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`, before `prepare`.
+
+    Returns:
+        The same object.
+
+    Example:
+        >>> accelerator = one_program(accelerate.Accelerator())  # doctest: +SKIP
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+    """
+    given: Any = accelerator
+    if any(getattr(given.state, name, None) is not None for name in OWN_WAYS):
+        raise UnsupportedError(
+            "the Accelerator has a parallelism_config, DeepSpeed or FSDP of its own",
+            hint="leave these out: sw.hf.parallelize, shard_batch and sw.fully_shard say what is parallel",
+        )
+    given.__class__ = _one_program_class(type(given))
+    return accelerator
+
+
+@functools.cache
+def _one_program_class(base: Any) -> Any:
+    def as_it_is(self: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+        return _global(tensor)
+
+    def prepare_model(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+        # With evaluation_mode autocast and compilation alone are prepared.
+        return base.prepare_model(self, model, device_placement=False, evaluation_mode=True)
+
+    def prepare_scheduler(self: Any, scheduler: Any) -> Any:
+        prepared = base.prepare_scheduler(self, scheduler)
+        prepared.split_batches = True  # one step at a time, however many processes there are
+        return prepared
+
+    return type(
+        f"OneProgram{base.__name__}",
+        (base,),
+        {
+            "num_processes": property(lambda self: 1),
+            "process_index": property(lambda self: 0),
+            "multi_device": property(lambda self: False),
+            "prepare_model": prepare_model,
+            "prepare_scheduler": prepare_scheduler,
+            "gather": as_it_is,
+            "gather_for_metrics": as_it_is,
+            "reduce": as_it_is,
+            "pad_across_processes": as_it_is,
+        },
+    )
+
+
+def _global(value: Any) -> Any:
+    """Values, with the global tensors of DTensors."""
+    if is_dtensor(value):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return type(value)({name: _global(each) for name, each in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_global(each) for each in value)
+    return value
+
+
+class TrainerMixin:
+    """For a Trainer on a parallel model, also under torchrun: `class Trainer(TrainerMixin, transformers.Trainer)`.
+
+    Losses, norms of gradients, schedules, logs and evaluations are those of one device. The global batch has
+    `per_device_train_batch_size` samples; `sw.hf.shard_batch` shards it over an axis. Checkpoints have the model as
+    `save_pretrained` of transformers writes it, and the optimizer as `sw.checkpoint.save` does: training may resume on
+    another mesh.
+
+    Example:
+        >>> class Trainer(TrainerMixin, transformers.Trainer): ...  # doctest: +SKIP
+        >>> Trainer(model=model, args=settings, train_dataset=data).train()  # doctest: +SKIP
+    """
+
+    args: Any
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    gather_function: Any
+    _train_batch_size: int
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Accelerator, as one program."""
+        sampling = getattr(self.args, "train_sampling_strategy", SAMPLING[0])
+        if sampling not in SAMPLING:
+            raise UnsupportedError(
+                f"train_sampling_strategy={sampling!r} gives each process other batches, and here all have the same",
+                hint=f"one of {', '.join(SAMPLING)}",
+            )
+        self.args.average_tokens_across_devices = False  # the count of tokens is global
+        super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
+        self.gather_function = one_program(self.accelerator).gather_for_metrics
+        name = type(self.model).__name__.removeprefix("FSDP")
+        if name != type(self.model).__name__:  # the Trainer shifts labels, to smooth them, by the name of the class
+            self.model._get_name = functools.partial(str, name)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The samples of a step: batches are global."""
+        return self._train_batch_size * args.gradient_accumulation_steps
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """The loss, as a plain tensor."""
+        return _plain_loss(
+            super().compute_loss(model, inputs, *args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        """Loss, logits and labels, as plain tensors."""
+        return _global(super().prediction_step(*args, **options))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _nested_gather(self, tensors: Any, *args: Any) -> Any:
+        return _global(tensors)
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Nothing: plain parameters beside a plan have the same values and gradients on every rank."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, each rank its slices, and the processing class and settings."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if is_main():  # a run that resumed writes its later checkpoints once more, as with plain transformers
+            for old in Path(folder).glob("model*.safetensors*"):
+                old.unlink()
+        save_pretrained(self.model, folder)
+        if is_main():
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, "training_args.bin"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(self._states(), os.path.join(output_dir, STATES), overwrite=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and os.path.isdir(os.path.join(checkpoint, STATES)):
+            load(self._states(), os.path.join(checkpoint, STATES))
+
+    def _states(self) -> dict[str, Any]:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside the one of Accelerate
+        return {"optimizer": optimizer, "scheduler": self.lr_scheduler}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        fill_from_files(self.model if model is None else model, resume_from_checkpoint)
+
+
+def _plain_loss(found: Any) -> Any:
+    if isinstance(found, tuple):
+        return (_plain_loss(found[0]), *found[1:])
+    return found.full_tensor() if is_dtensor(found) else found
