@@ -1,4 +1,4 @@
-"""Programs on a model of transformers, for torchrun and for one device: `python -m tests.models.hf_torchrun NAME FOLDER`.
+"""Programs on a model of transformers, for torchrun and for one device; arguments are the program and a folder.
 
 The first process writes what it found to `FOLDER/NAME.json`, or `NAME-plain.json` without torchrun.
 """
