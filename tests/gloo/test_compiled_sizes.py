@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import shardwise as sw
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tests.gloo.compiled_sizes import Pair, Program, check, run
+from tests.gloo.compiled_sizes import Pair, Program, check, check_virtual, run
 from tests.gloo.processes import ProcessPool
 
 R, S = sw.Replicate(), sw.Shard
@@ -22,6 +22,11 @@ def test_a_second_uneven_batch(gloo4: ProcessPool) -> None:
 
 def test_random_layers_layouts_and_sizes(gloo4: ProcessPool) -> None:
     assert not check(range(2), gloo4)
+
+
+def test_a_dynamic_program_on_virtual_ranks() -> None:
+    assert Program.of(11).dynamic
+    assert not check_virtual([11], "aot_eager")
 
 
 def graphs_of_blocks() -> int:
