@@ -127,3 +127,107 @@ def test_a_dry_run_counts_two_exchanges() -> None:
         optimizer.step()
     each = 4 * 256 * 128 * 2 / 64  # bytes of all matrices in bfloat16, on average over the ranks
     assert run.bytes == pytest.approx(2 * each * 63 / 64, rel=0.01)
+
+
+# ---------------------------------------------------------------- optimizers that a user writes with it
+
+
+def inverse_root(matrix: torch.Tensor) -> torch.Tensor:
+    """The inverse fourth root of a symmetric matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp(min=1e-9) ** -0.25) @ vectors.mT
+
+
+def shampoo(parameters: list[Any], gradients: list[list[Any]], roots: Any) -> None:
+    """Steps of Shampoo: a preconditioner for each side, whose roots `roots` computes for all matrices at once."""
+    sides = [[torch.zeros_like(p @ p.mT), torch.zeros_like(p.mT @ p)] for p in parameters]
+    for step in gradients:
+        for (left, right), grad in zip(sides, step, strict=True):
+            left.add_(grad @ grad.mT)
+            right.add_(grad.mT @ grad)
+        found = roots([side for pair in sides for side in pair])
+        for at, (parameter, grad) in enumerate(zip(parameters, step, strict=True)):
+            parameter.sub_(0.1 * (found[2 * at] @ grad @ found[2 * at + 1]))
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def quantized(matrix: Any) -> tuple[Any, Any]:
+    """Eight bits for each element, and a scale for each 4 in a row."""
+    blocks = matrix.view(matrix.shape[0], -1, 4)
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return (blocks / scale).round().to(torch.int8), scale
+
+
+def momentum_in_8_bits(parameters: list[Any], gradients: list[list[Any]], directions: Any) -> list[Any]:
+    """Steps along orthogonalized momenta, which are kept in blocks of 8 bits."""
+    states = [quantized(torch.zeros_like(parameter)) for parameter in parameters]
+    for step in gradients:
+        momenta = [
+            (codes * scale).view(grad.shape) * 0.9 + grad for (codes, scale), grad in zip(states, step, strict=True)
+        ]
+        states = [quantized(momentum) for momentum in momenta]
+        for parameter, direction in zip(parameters, directions(momenta), strict=True):
+            parameter.sub_(0.1 * direction)
+    return [codes for codes, _ in states]
+
+
+@pytest.mark.parametrize(("shape", "placements"), [((4,), [S0]), ((3,), [S0]), ((2, 2), [R, S0]), ((2, 2), [S0, S1])])
+def test_shampoo_of_a_user(shape: tuple[int, ...], placements: Any) -> None:
+    torch.manual_seed(0)
+    mesh = sw.init_device_mesh("cpu", shape)
+    plain = [torch.randn(size, dtype=torch.float64) for size in ((8, 12), (8, 8), (9, 4))]
+    steps = [[torch.randn_like(p) for p in plain] for _ in range(3)]
+    laid = [sw.distribute_tensor(p, mesh, placements) for p in plain]
+    laid_steps = [[sw.distribute_tensor(g, mesh, placements) for g in step] for step in steps]
+    seen: list[torch.Size] = []
+
+    def once(matrix: torch.Tensor) -> torch.Tensor:
+        seen.append(matrix.shape)
+        return inverse_root(matrix)
+
+    shampoo(laid, laid_steps, lambda sides: by_matrix(once, sides))
+    shampoo(plain, steps, lambda sides: [inverse_root(side) for side in sides])
+    assert len(seen) == 3 * 6  # each root once in the mesh
+    for mine, one in zip(laid, plain, strict=True):
+        assert mine.placements == tuple(placements)
+        torch.testing.assert_close(mine.full_tensor(), one)
+
+
+@pytest.mark.parametrize(("shape", "placements"), [((4,), [S0]), ((3,), [S0]), ((2, 2), [S0, S0])])
+def test_states_in_blocks_of_eight_bits(shape: tuple[int, ...], placements: Any) -> None:
+    """Rows are not split, so no block is; codes are those of one device, bit by bit."""
+    torch.manual_seed(0)
+    mesh = sw.init_device_mesh("cpu", shape)
+    plain = [torch.randn(size, dtype=torch.float64) for size in ((8, 12), (5, 8))]
+    steps = [[torch.randn_like(p) for p in plain] for _ in range(3)]
+    laid = [sw.distribute_tensor(p, mesh, placements) for p in plain]
+    laid_steps = [[sw.distribute_tensor(g, mesh, placements) for g in step] for step in steps]
+    codes = momentum_in_8_bits(laid, laid_steps, lambda momenta: by_matrix(orthogonal, momenta))
+    wanted = momentum_in_8_bits(plain, steps, lambda momenta: [orthogonal(momentum) for momentum in momenta])
+    for mine, one in zip(codes, wanted, strict=True):
+        assert mine.dtype is torch.int8
+        assert torch.equal(mine.full_tensor(), one)
+    for mine, one in zip(laid, plain, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), one)
+
+
+def test_matrices_of_one_shape_as_a_stack() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    given = [torch.randn(size) for size in ((4, 6), (4, 6), (6, 4), (4, 6), (4, 6))]
+    calls: list[torch.Size] = []
+
+    def doubled(stack: torch.Tensor) -> torch.Tensor:
+        calls.append(stack.shape)
+        return stack * 2
+
+    laid: list[Any] = [sw.distribute_tensor(x, mesh, [S0]) for x in given]
+    for found, x in zip(by_matrix(doubled, [*laid, given[0]], batched=True), [*given, given[0]], strict=True):
+        torch.testing.assert_close(found.full_tensor() if isinstance(found, sw.DTensor) else found, 2 * x)
+    assert sum(shape[0] for shape in calls) == 6
+    assert len(calls) == 4  # two shapes on one rank, one on the other, and the plain one
+    with pytest.raises(sw.LayoutError, match="same shape"):
+        by_matrix(lambda stack: stack[:, :1], laid, batched=True)
