@@ -132,8 +132,8 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward (grad
 class _Saved(NamedTuple):
     """The forward of a microbatch that waits for its backward."""
 
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]  # of the last stage, the loss
+    inputs: list[Any]
+    outputs: list[Any]  # of the last stage, the loss
 
 
 class Pipeline:
