@@ -266,6 +266,24 @@ def test_the_latest_values_of_captured_tensors_count() -> None:
             torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_in_inference_mode() -> None:
+    """Tensors of inference mode have no version: what a mask reads of them is read each time."""
+    plain = operands()
+    with torch.inference_mode():
+        numbers = DOCUMENTS.clone()
+
+        def same(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return numbers[q] == numbers[k]
+
+        q, k, v = laid_out(plain, LAYOUTS[0])
+        for _ in range(2):
+            blocks = create(same)
+            wanted = flex_attention(*plain, block_mask=blocks)
+            got: Any = flex_attention(q, k, v, block_mask=blocks)
+            torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
+            numbers.zero_()
+
+
 def test_blocks_that_a_mask_lists_do_not_hide_keys() -> None:
     """Uncompiled, one device goes by the function alone."""
     plain = operands()

@@ -108,8 +108,9 @@ class Reaches:
         self, used: FlexFunctions, sizes: tuple[int, ...], device: torch.device, blocks: tuple[Blocks, Blocks]
     ) -> Reach | None:
         """The reach of a mask of these numbers of samples, heads, queries and keys; None: all keys may be needed."""
-        kept = _is_traced(used.mask)
-        versions = tuple([x._version for x in used.mask_captured if isinstance(x, torch.Tensor)]) if kept else ()
+        tensors = [x for x in used.mask_captured if isinstance(x, torch.Tensor)]
+        kept = _is_traced(used.mask) and not any(x.is_inference() for x in tensors)  # these have no version
+        versions = tuple([x._version for x in tensors]) if kept else ()
         for known in self._known if kept else ():
             given = [x() if isinstance(x, weakref.ref) else x for x in known.captured]
             same = len(given) == len(used.mask_captured) and all(map(operator.is_, given, used.mask_captured))
