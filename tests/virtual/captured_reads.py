@@ -348,6 +348,12 @@ def derived_numbers() -> Case:
 
 
 @same
+def mark() -> Case:
+    missing, table = object(), {"a": 1.0}
+    return lambda x: x * (2.0 if table.get("b", missing) is missing else 3.0), lambda call: table.update(b=float(call))
+
+
+@same
 def thread_local() -> Case:
     held = threading.local()
     held.number = 1.0

@@ -532,7 +532,7 @@ def captured(
         verify: compare a new program with the function, bit by bit, before it is used. A call that is recorded then
             takes the memory of the state twice more.
         backend: "inductor" compiles the operators between collectives. Values are then those of eager within rounding,
-            which is checked when a program is recorded, and not its bits.
+            which is checked when a program is recorded, and not its bits. "cudagraphs" launches them as CUDA graphs.
         overlap: wait for a collective only before the first operator that needs it. They are issued in the same order.
 
     Example:
@@ -546,4 +546,6 @@ def captured(
     """
     if backend is not None and backend not in BACKENDS:
         raise UnsupportedError(f"captured has no backend {backend!r}", hint=f"one of {list(BACKENDS)}, or None")
+    if backend == "cudagraphs" and not torch.cuda.is_available():
+        raise UnsupportedError("captured: CUDA graphs need a GPU", hint="sw.captured(function) runs the operators")
     return Captured(function, max_programs, verify, backend, overlap)

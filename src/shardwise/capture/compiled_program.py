@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from shardwise.capture.cuda_graphs import Replayed
 from shardwise.capture.program import Program
 from shardwise.capture.segments import Segment, segments_of
 from shardwise.capture.tape import Call, Geometry, Ref, Unit
@@ -28,15 +29,24 @@ def _inductor(graph: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
     return inductor_compile()(graph, list(examples))
 
 
-BACKENDS: dict[str, Callable[[GraphModule, Sequence[torch.Tensor]], Function]] = {"inductor": _inductor}
+def _by_operators(graph: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
+    return graph
+
+
+BACKENDS: dict[str, Callable[[GraphModule, Sequence[torch.Tensor]], Function]] = {
+    "inductor": _inductor,
+    "cudagraphs": _by_operators,  # which are captured later
+}
 
 
 class _Part:
     """A segment while it is compared: the first run compiles it, and runs it beside its operators."""
 
-    def __init__(self, segment: Segment, backend: str) -> None:
+    def __init__(self, segment: Segment, backend: str, leaves: Sequence[bool], pool: Any) -> None:
         self.segment = segment
         self.backend = backend
+        self.leaves = leaves
+        self.pool = pool
         self.compiled: Function | None = None
 
     def __call__(self, *given: torch.Tensor) -> Any:
@@ -54,6 +64,9 @@ class _Part:
         if _is_laid_out_alike(found, others, self.segment.geometry):
             _check_values([*found, *others], [*wanted, *given], self.segment.eps, self.backend)
             self.compiled = function
+            if self.backend == "cudagraphs":
+                on_device = given and all(tensor.is_cuda for tensor in given)  # a graph would fix numbers on the CPU
+                self.compiled = Replayed(function, self.leaves, self.pool) if on_device else None
         return wanted
 
 
@@ -117,12 +130,15 @@ def compiled_program(
         run: runs a program from the recorded state, with the recorded results of collectives.
     """
     parts: dict[int, _Part] = {}
+    memory_of = program.facts.memory_of
+    leaving = {memory_of[number] for number in program.wanted}
+    pool = torch.cuda.graph_pool_handle() if backend == "cudagraphs" else None
     calls: list[tuple[int, Call | Unit]] = []
     for found in segments_of(program):
         if not isinstance(found, Segment):
             calls.append(found)
             continue
-        part = _Part(found, backend)
+        part = _Part(found, backend, [memory_of[number] in leaving for number in found.outputs], pool)
         parts[len(calls)] = part
         calls.append((found.origin, _unit(found, part)))
         calls += [(found.origin, view) for view in found.again]
@@ -137,5 +153,5 @@ def compiled_program(
 
 def _unit(segment: Segment, run: Callable[..., Any]) -> Unit:
     given, made = (tuple(map(Ref, numbers)) for numbers in (segment.given, segment.outputs))
-    name = "operators" if isinstance(run, GraphModule) else "compiled"
+    name = "operators" if isinstance(run, GraphModule) else "graph" if isinstance(run, Replayed) else "compiled"
     return Unit(run, given, "", name=name, made=made)

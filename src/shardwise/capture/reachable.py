@@ -410,7 +410,7 @@ class Reachable:
         elif isinstance(value, enum.Enum):
             self._identity(value)
             self._attributes(value, path)
-        elif isinstance(value, _BY_IDENTITY):
+        elif isinstance(value, _BY_IDENTITY) or kind is object:  # an object without a class of its own is a mark
             self._identity(value)
         elif isinstance(value, types.MappingProxyType):
             self.problems.append(f"{path}, a {kind.__name__}")
