@@ -102,3 +102,20 @@ def test_what_a_new_rule_reads_is_in_the_key(mesh: sw.DeviceMesh, monkeypatch: p
     monkeypatch.undo()
     forget_operators()
     assert different
+
+
+class MappedCall(torch.nn.Module):
+    """A module whose call makes a function of local tensors of the call that it inherits."""
+
+    def __call__(self, x: Any) -> Any:
+        rows = x.placements
+        return sw.local_map(super().__call__, out_placements=(rows,), in_placements=(rows,))(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_local_map_is_made_inside_compiled_code() -> None:
+    x, module = sw.ones(8, device_mesh=sw.init_device_mesh("cpu", (4,)), placements=[sw.Shard(0)]), MappedCall()
+    compiled = torch.compile(lambda x: module(x) + 1, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x).full_tensor(), torch.full((8,), 3.0))
