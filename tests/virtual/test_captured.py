@@ -387,3 +387,15 @@ def test_runs_of_a_program_that_differ_from_each_other_may_differ_from_the_funct
     assert not differs_as_itself(noisy, again, wanted + 1e-3)
     assert not differs_as_itself(noisy, again, torch.where(wanted > 0.9, torch.nan, wanted))
     assert not differs_as_itself(torch.tensor([1]), torch.tensor([2]), torch.tensor([3]))
+
+
+NOTHING = object()
+
+
+def test_a_sentinel_is_compared_by_identity() -> None:
+    given = {"value": NOTHING}
+    step = captured(lambda x: x + 1 if given["value"] is NOTHING else x + 2)
+    x = torch.zeros(2)
+    assert [float(step(x)[0]) for _ in range(3)] == [1, 1, 1]
+    given["value"] = object()
+    assert [float(step(x)[0]) for _ in range(3)] == [2, 2, 2]

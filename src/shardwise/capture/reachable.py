@@ -56,7 +56,7 @@ __all__ = [
 MAX_OBJECTS = 500_000
 MISSING: Any = object()
 _BY_VALUE: frozenset[type] = frozenset({
-    type(None), bool, int, str, bytes, type(...), type(NotImplemented), range, torch.dtype, torch.device,
+    type(None), bool, int, str, bytes, type(...), type(NotImplemented), object, range, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
 })  # fmt: skip
 _BY_IDENTITY = (
