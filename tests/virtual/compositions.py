@@ -35,6 +35,7 @@ from shardwise.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from tests.torch_version import TORCH
 
 VOCABULARY, WIDTH, HIDDEN, HEADS, EXPERTS, LENGTH, BATCH, STEPS = 12, 8, 16, 2, 3, 8, 8, 3
 # The order of the axes of a mesh; each has two ranks.
@@ -340,6 +341,11 @@ def whole(tensor: Any) -> Tensor:
     return local.tensors[0] if isinstance(local, sw.RankTensor) else local
 
 
+def hides_errors(case: Case) -> bool:
+    """Whether torch's compiler gives an error of its own in place of one that traced code raises, as in 2.11."""
+    return case.option == "compiled" and TORCH < (2, 12)
+
+
 def check(case: Case) -> str:
     """Right, or why it is refused or has no meaning; any error where it is wrong."""
     if (reason := why_not(case)) is not None:
@@ -347,9 +353,9 @@ def check(case: Case) -> str:
     losses, parameters = one_device(case)
     try:
         got, ours = together(case)
-    except sw.ShardwiseError as error:
+    except Exception as error:
         known = [why for (axis, option), why in REFUSED.items() if axis in case.axes and option == case.option]
-        if not any(why in str(error) for why in known):
+        if not any(why in str(error) for why in known) and not (known and hides_errors(case)):
             raise
         return f"refused: {known[0]}"
     assert not any(axis in case.axes and option == case.option for axis, option in REFUSED), "it is no longer refused"
