@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,6 +143,7 @@ class Rank:
 
 def run_rank(rank: int, hosts: Hosts, port: int, program: str, folder: Path, report: Path, ready: int) -> None:
     """The process of a rank, from its host to its report."""
+    warnings.simplefilter("default")  # pytest makes errors of them, and they would hide the one that is looked for
     hosts.enter(rank // RANKS)
     os.environ.update(environment_of(rank, hosts, RANKS) | {"MASTER_PORT": str(port)})
     text, kind = "", "right"

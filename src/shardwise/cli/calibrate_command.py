@@ -18,7 +18,7 @@ from shardwise.core.mesh import DeviceMesh, chosen_fabric
 from shardwise.core.notation import parse_axes, parse_spec
 from shardwise.errors import MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.link_measurements import measure_machine, slowest_seconds, timed_collective
+from shardwise.fabric.link_measurements import leave_together, measure_machine, slowest_seconds, timed_collective
 from shardwise.fabric.machine_file import COLLECTIVES, Machine, write_machine
 from shardwise.fabric.world import dry_run, init_device_mesh, is_main, virtual
 from shardwise.parallel import fully_shard
@@ -67,7 +67,9 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
         }
     finally:
         set_cost_model(before)
-    if not is_main():
+    main = is_main()
+    leave_together()
+    if not main:
         return
     if arguments.json:
         print(json.dumps({"machine": asdict(machine), **report}, indent=2))

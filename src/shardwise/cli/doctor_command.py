@@ -10,6 +10,7 @@ from shardwise.cli.arguments import Command
 from shardwise.core.mesh import chosen_fabric
 from shardwise.core.notation import parse_axes
 from shardwise.errors import UnsupportedError
+from shardwise.fabric.link_measurements import leave_together
 from shardwise.fabric.rank_diagnosis import RankFacts, axis_speeds, gather_facts, self_test, slow_ranks
 from shardwise.fabric.world import init_device_mesh, is_main
 from shardwise.text import human_bytes, human_seconds, print_lines, slim_table
@@ -37,7 +38,9 @@ def run_doctor(arguments: argparse.Namespace) -> None:
     mesh = init_device_mesh(arguments.device, shape, mesh_dim_names=names)
     facts = gather_facts(arguments.device)
     wrong, speeds = self_test(mesh), axis_speeds(mesh)
-    if not is_main():
+    main = is_main()
+    leave_together()
+    if not main:
         return
     found = problems(facts, wrong)
     if arguments.json:

@@ -18,7 +18,16 @@ from shardwise.fabric.c10d import c10d
 from shardwise.fabric.machine_file import COLLECTIVES, Machine, Measurement
 from shardwise.plan.cost import Link, all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 
-__all__ = ["RankHosts", "find_hosts", "fit_link", "host_mesh", "measure_machine", "slowest_seconds", "timed_collective"]
+__all__ = [
+    "RankHosts",
+    "find_hosts",
+    "fit_link",
+    "host_mesh",
+    "leave_together",
+    "measure_machine",
+    "slowest_seconds",
+    "timed_collective",
+]
 
 SAMPLES = 5
 LONGEST = 2.0  # seconds that the samples of one measurement may take
@@ -47,6 +56,12 @@ def find_hosts() -> RankHosts:
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return RankHosts(tuple(names))
+
+
+def leave_together() -> None:
+    """End the process groups when every process is done: one that exits earlier breaks the connections of others."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def host_mesh(device_type: str, ranks_per_host: int) -> DeviceMesh:
