@@ -42,7 +42,11 @@ ONCE = {
     "shardwise.parallel.data_parallel.gathered_params.Leaves",
     "shardwise.capture.program._Spent",  # stands for a graph that was used up: its gradient raises too
 }
-NO_GRADIENT = {"shardwise.parallel.data_parallel.gathered_params.Completion"}  # a signal: nothing flows through it
+# signals: nothing flows through them
+NO_GRADIENT = {
+    "shardwise.parallel.data_parallel.gathered_params.Completion",
+    "shardwise.pipelines.split_backward._Within",
+}
 
 
 def mesh_of(*shape: int) -> sw.DeviceMesh:

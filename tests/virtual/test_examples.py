@@ -107,4 +107,4 @@ def test_the_transformer_on_long_sequences() -> None:
 
 
 def test_none_is_forgotten() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"} == {*PRINTED, "llama", "chat"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"} == {*PRINTED, "llama", "chat", "elastic"}

@@ -11,6 +11,7 @@ import torch
 import shardwise as sw
 from shardwise.rules.registry import RULES
 from shardwise.tensor import dispatcher, forget_operators
+from tests.torch_version import needs_torch
 
 R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
 
@@ -115,6 +116,7 @@ class MappedCall(torch.nn.Module):
         return x * 2
 
 
+@needs_torch(2, 12, "the compiler cannot call a function that was made while tracing")
 def test_local_map_is_made_inside_compiled_code() -> None:
     x, module = sw.ones(8, device_mesh=sw.init_device_mesh("cpu", (4,)), placements=[sw.Shard(0)]), MappedCall()
     compiled = torch.compile(lambda x: module(x) + 1, backend="eager", fullgraph=True)

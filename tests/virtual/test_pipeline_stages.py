@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.pipelines import pipeline_table
 from tests.pipelines import language_model, lay_out, one_device, train, whole
+from tests.torch_version import needs_torch
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 MICROBATCHES, ROWS, WIDTH = 4, 8, 6
@@ -166,6 +167,7 @@ def test_a_frozen_stage_and_unused_parameters(schedule: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of the first stage, on one device too
+@needs_torch(2, 12, "sizes of gradients of functions in Python are not known: schedules with a split backward refuse")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_run_once_for_each_microbatch(schedule: str) -> None:
     counts: dict[str, int] = {}

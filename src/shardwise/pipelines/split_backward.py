@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shardwise.errors import UnsupportedError
 from shardwise.torch_private import input_metadata
 
 __all__ = ["WeightPart", "input_gradients"]
@@ -174,10 +175,21 @@ def _levels(edges: Sequence[_Edge]) -> list[list[_Edge]]:
 
 def _fitting(gradient: torch.Tensor, edge: _Edge) -> torch.Tensor:
     """A gradient as the engine hands it on: operators leave it to that to undo broadcasting and promotion."""
-    meta = input_metadata(edge[0])[edge[1]]
+    meta = _metadata(*edge)
     if gradient.shape != torch.Size(meta.shape):
         gradient = gradient.sum_to_size(meta.shape)
     return gradient if gradient.dtype is meta.dtype else gradient.to(meta.dtype)
+
+
+def _metadata(node: Any, number: int) -> Any:
+    """Shape, dtype and device of a gradient that a node takes."""
+    try:
+        return input_metadata(node)[number]
+    except RuntimeError as error:  # torch 2.11, of functions in Python
+        raise UnsupportedError(
+            f"a backward in two parts through {node.name()}: this version of torch has no sizes of its gradients",
+            hint='use the schedule "1f1b" or "interleaved", or torch 2.13',
+        ) from error
 
 
 class _Within(torch.autograd.Function):
@@ -201,7 +213,7 @@ def _run_in_backward(work: Callable[[], None], edges: Sequence[_Edge]) -> None:
     go nowhere, since none of them leads to another, and no hook of a parameter sees them.
     """
     wanted = [GradientEdge(*edge) for edge in edges]
-    metas = [input_metadata(edge.node)[edge.output_nr] for edge in wanted]
+    metas = [_metadata(edge.node, edge.output_nr) for edge in wanted]
     zeros = [torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape)) for meta in metas]
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True)
