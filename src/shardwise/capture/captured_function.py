@@ -260,7 +260,7 @@ class Captured(Generic[Result]):
                 raise UnsupportedError(f"captured: {what} (at {line})", hint=hint)
             if knows and outside_randomness() != randomness:  # the first call may import modules that draw some
                 raise UnsupportedError(
-                    "captured: random numbers of Python or numpy are drawn, which a program would not repeat",
+                    "captured: random numbers of numpy are drawn, which a program would not repeat",
                     hint="draw them outside and pass tensors, or use torch's random operators",
                 )
             new = [code for code in watch.codes if code not in self._codes]

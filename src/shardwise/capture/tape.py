@@ -29,7 +29,7 @@ __all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "made_by", "refs_
 _ASSERTED = (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
 # Functions of the library that read values only to raise where they are not as they must be, or are zero.
 _CHECKS = frozenset({"agree", "check_agreement", "_gradient", "_is_zeros", "_same", "_words", "is_sequential"})
-_OWN = str(Path(__file__).parents[1])
+_HERE, _OWN = (str(folder) for folder in Path(__file__).parents[:2])
 _MASKS = (torch.bool, torch.uint8)
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -348,7 +348,10 @@ class Tape(TorchDispatchMode):
 
     def check_version_read(self) -> None:
         """The version of a tensor is read."""
-        if not self._paused and not is_library_file(sys._getframe(2).f_code.co_filename):
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((_HERE, "<@beartype")):
+            frame = frame.f_back
+        if not self._paused and frame is not None and not is_library_file(frame.f_code.co_filename):
             raise refused("the version of a tensor is read", "do that outside")
 
     def _refuse_read(self) -> None:
