@@ -43,7 +43,7 @@ AXES = ("pp", "dp", "cp", "ep", "tp")
 # Options that an axis refuses with an error, and why.
 REFUSED = {
     ("ep", "compiled"): "which rows go where depends on values",
-    ("ep", "captured"): "the value of a tensor is read",
+    ("ep", "captured"): "of a tensor",  # its value is read, or sizes depend on its values
 }
 # How parameters are kept over the axes of the batch.
 DATA = ("fsdp", "ddp", "plan")

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.capture import captured
-from shardwise.capture.captured_function import differs_as_itself
+from shardwise.capture.captured_function import is_within_noise
 from shardwise.errors import UnsupportedError
 from tests.transformer import Transformer, batch, loss_of, tensor_parallel
 from tests.virtual import captured_steps
@@ -382,11 +382,11 @@ def test_runs_of_a_program_that_differ_from_each_other_may_differ_from_the_funct
     """Kernels without a fixed order have other last bits in each run; there is none on CPUs to capture."""
     wanted = torch.linspace(-1, 1, 64)
     noisy, again = wanted + 1e-5, wanted - 1e-5
-    assert differs_as_itself(noisy, again, wanted)
-    assert not differs_as_itself(again, again.clone(), wanted)  # the program is the same each time, and another
-    assert not differs_as_itself(noisy, again, wanted + 1e-3)
-    assert not differs_as_itself(noisy, again, torch.where(wanted > 0.9, torch.nan, wanted))
-    assert not differs_as_itself(torch.tensor([1]), torch.tensor([2]), torch.tensor([3]))
+    assert is_within_noise(noisy, again, wanted)
+    assert not is_within_noise(again, again.clone(), wanted)  # the program is the same each time, and another
+    assert not is_within_noise(noisy, again, wanted + 1e-3)
+    assert not is_within_noise(noisy, again, torch.where(wanted > 0.9, torch.nan, wanted))
+    assert not is_within_noise(torch.tensor([1]), torch.tensor([2]), torch.tensor([3]))
 
 
 NOTHING = object()

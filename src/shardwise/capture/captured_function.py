@@ -62,6 +62,7 @@ Result = TypeVar("Result")
 
 
 MANY_UNSETTLED = 8  # calls in a row, after which there is a warning
+REPEATS = 3  # runs of a program that differs from its function, to see whether it differs from itself
 
 
 class _Entry(NamedTuple):
@@ -382,9 +383,14 @@ class Captured(Generic[Result]):
         values, found = run()
         if not all(map(agree, found, expected)):
             first = [tensor.detach().clone() for tensor in found]
-            values, found = run()
+            is_noisy = False
+            for _ in range(REPEATS):
+                values, found = run()
+                is_noisy = not all(map(agree, found, first))
+                if is_noisy:
+                    break
             for one, other, want in zip(first, found, expected, strict=True):
-                if not agree(other, want) and not differs_as_itself(one, other, want):
+                if not agree(other, want) and not (is_noisy and is_within_noise(one, other, want)):
                     raise UnsupportedError(
                         f"captured: the recorded program gives other values than the function, in a tensor of shape "
                         f"{tuple(want.shape)}: it did something that is not an operator of torch",
@@ -410,12 +416,12 @@ class Captured(Generic[Result]):
         return entry, left_behind(entry, values, roots, before.slots)
 
 
-def differs_as_itself(first: torch.Tensor, second: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether two runs of a program differ from each other in a tensor about as much as from the function.
+def is_within_noise(first: torch.Tensor, second: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether a tensor of a program differs from that of the function about as much as two runs of the program differ.
 
-    Some CUDA kernels add in no fixed order, and have other last bits in each run.
+    For programs with kernels that add in no fixed order: they have other last bits in each run, not in every tensor.
     """
-    if agree(first, second) or not is_rounded(wanted) or not torch.equal(wanted.isfinite(), second.isfinite()):
+    if not is_rounded(wanted) or not torch.equal(wanted.isfinite(), second.isfinite()):
         return False
     noise, scale = largest(wide(first) - wide(second)), largest(wanted)
     return largest(wide(second) - wide(wanted)) <= 4 * noise + 8 * torch.finfo(wanted.dtype).eps * scale
