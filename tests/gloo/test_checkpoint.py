@@ -239,12 +239,12 @@ def test_a_rank_reads_its_part_alone(gloo4: ProcessPool, tmp_path: Path) -> None
 
 
 def test_an_error_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Path) -> None:
-    for rank, told in enumerate(gloo4.run(a_rank_fails, str(tmp_path))):
+    for told in gloo4.run(a_rank_fails, str(tmp_path)):
         odd, disk, behind, paths, damaged, none, more = told
         assert "odd is of type builtins.object" in odd
         assert "No space left" in disk
         assert "No space left" in behind
-        assert ("rank 3" in disk) == (rank != 3)
+        assert "rank 3" in disk
         assert "the ranks save to different paths" in paths
         assert "tensor x: its block at (2,) in blocks-00001.safetensors" in damaged
         assert "there is no checkpoint" in none

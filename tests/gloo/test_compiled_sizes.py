@@ -1,12 +1,15 @@
 """A sample of the compiled programs of many sizes; `python -m tests.gloo.compiled_sizes --programs 200` runs more."""
 
+import subprocess
+import sys
+
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
 import shardwise as sw
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tests.gloo.compiled_sizes import Pair, Program, check, check_virtual, run
+from tests.gloo.compiled_sizes import Pair, Program, check, run
 from tests.gloo.processes import ProcessPool
 
 R, S = sw.Replicate(), sw.Shard
@@ -25,8 +28,11 @@ def test_random_layers_layouts_and_sizes(gloo4: ProcessPool) -> None:
 
 
 def test_a_dynamic_program_on_virtual_ranks() -> None:
+    """In a process of its own: the compiler cannot follow the checks of types that are made in this one."""
     assert Program.of(11).dynamic
-    assert not check_virtual([11], "aot_eager")
+    command = (sys.executable, "-m", "tests.gloo.compiled_sizes", "--virtual", "--programs", "1", "--seed", "11")
+    made = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
 
 
 def graphs_of_blocks() -> int:
