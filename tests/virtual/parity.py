@@ -20,6 +20,7 @@ MESHES = ((4,), (2, 2), (2, 3))
 # What each rank of an axis holds of a Partial(sum), as multiples of the value: powers of two, so that nothing is
 # rounded, and of both signs, so that only a linear operator gives the right sum.
 SHARES = {1: (1,), 2: (2, -1), 3: (2, -2, 1), 4: (2, -1, -2, 2)}
+LARGE = 1e5  # a value that one rank has
 
 
 class Diverged(AssertionError):
@@ -89,10 +90,15 @@ def distribute(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> sw
 
 
 def _share(local: torch.Tensor, times: int, first: bool) -> torch.Tensor:
-    """A rank's multiple of a value; what is not finite, or would not be, is all with the first rank."""
+    """A rank's multiple of a value. Values that are not finite, or would not be, or are large are with the first rank.
+
+    Sums of some multiples are rounded (five times a value needs three bits more): by 0.25 at a million in float32, and
+    an exponential makes a factor of that.
+    """
     if not (local.is_floating_point() or local.is_complex()):
         return local * times
-    return torch.where((local * 16).isfinite(), local * times, local if first else torch.zeros_like(local))
+    is_shared = (local * 16).isfinite() & (local.abs() < LARGE)
+    return torch.where(is_shared, local * times, local if first else torch.zeros_like(local))
 
 
 def _legal(tensor: torch.Tensor, placements: Sequence[Any]) -> list[Any]:
