@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
 from shardwise.dispatch.flat_buffer import FlatBuffer, alike
 from shardwise.dispatch.signature import Executor, Signature, Wrapping
 from shardwise.fabric.routes import BoundRoute, bound_route
@@ -154,12 +153,12 @@ def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Ex
 def reduced_in_place(info: OpInfo, copied: Executor) -> Executor:
     """The same call on its operand, which keeps the reduced value: the view shares memory with it.
 
-    Not in a traced program, and not for an operand that is a copied view itself: `copied` computes a copy of these.
+    Not for an operand that is a copied view itself: `copied` computes a copy of it.
     """
 
     def run_on_reduced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensor = args[0]
-        if is_tracing() or tensor._copied_view is not None:
+        if tensor._copied_view is not None:
             return copied(args, kwargs)
         goal = tensor._spec.reduced()
         tensor._local_tensor = bound_route(tensor._spec, goal).run(tensor._local_tensor)
