@@ -137,15 +137,15 @@ class DottedName:
         return Measurement(min(longest + 1, options.max_width), min(len(self.name), options.max_width))
 
 
-def slim_table(*, expand: bool = False) -> Any:
+def slim_table(*headings: str, expand: bool = False) -> Any:
     """A `rich.table.Table` to fill: a line under its headings and no other.
 
     Args:
+        *headings: of its columns, as many as need no options.
         expand: as wide as the page.
 
     Example:
-        >>> table = slim_table()
-        >>> table.add_column("axis")
+        >>> table = slim_table("axis")
         >>> table.add_row("dp")
         >>> print_lines(table)
         axis
@@ -155,7 +155,10 @@ def slim_table(*, expand: bool = False) -> Any:
     from rich import box
     from rich.table import Table
 
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), expand=expand)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), expand=expand)
+    for heading in headings:
+        table.add_column(heading)
+    return table
 
 
 def print_lines(*parts: Any, style: str = "", widest: int = WIDEST) -> None:

@@ -190,18 +190,18 @@ def _print(machine: Machine, mesh: DeviceMesh, report: dict[str, Any], out: str)
         f"{machine.ranks_per_host} ranks on each; written to {out}",
         "",
     )
-    links = _table("link", "latency", "bandwidth", "slower collectives")
+    links = slim_table("link", "latency", "bandwidth", "slower collectives")
     for kind in ("inside", "across", "mixed"):
         link = getattr(machine, kind)
         slower = ", ".join(f"{name} x{factor:.1f}" for name, factor in link.factors if factor > 1.1)
         speed = "-" if link.beta == 0 else f"{human_bytes(1 / link.beta)}/s"
         links.add_row(kind, human_seconds(link.alpha), speed, slower or "-")
-    axes = _table(f"on {mesh}", "collective", "received", "predicted", "measured", "ratio")
+    axes = slim_table(f"on {mesh}", "collective", "received", "predicted", "measured", "ratio")
     for row in report["axes"]:
         numbers = human_seconds(row["predicted"]), human_seconds(row["measured"])
         ratio = f"{row['predicted'] / row['measured']:.2f}"
         axes.add_row(row["axes"], row["collective"], human_bytes(row["received"]), *numbers, ratio)
-    routes = _table("change of layout", "route", "predicted", "measured", "on equal links", "ratio to it")
+    routes = slim_table("change of layout", "route", "predicted", "measured", "on equal links", "ratio to it")
     for row in report["routes"]:
         times = [human_seconds(row[key]) for key in ("predicted", "measured", "flat")]
         routes.add_row(row["change"], row["steps"], *times, f"{row['measured'] / row['flat']:.2f}")
@@ -211,13 +211,6 @@ def _print(machine: Machine, mesh: DeviceMesh, report: dict[str, Any], out: str)
         f"A step of a fully sharded network: predicted {human_seconds(step['communication'] + step['computation'])} "
         f"({human_seconds(step['communication'])} of communication), measured {human_seconds(step['measured'])}.",
     )  # fmt: skip
-
-
-def _table(*headings: str) -> Any:
-    table = slim_table()
-    for heading in headings:
-        table.add_column(heading)
-    return table
 
 
 COMMAND = Command(

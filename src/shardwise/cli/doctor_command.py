@@ -83,24 +83,17 @@ def problems(facts: list[RankFacts], wrong: dict[str, list[int]]) -> list[str]:
 
 
 def _print(mesh: str, facts: list[RankFacts], speeds: Any, wrong: dict[str, list[int]], found: list[str]) -> None:
-    ranks = _table("rank", "host", "device", "versions", "work", "clock")
+    ranks = slim_table("rank", "host", "device", "versions", "work", "clock")
     for one in facts[:SHOWN]:
         cells = one.host, one.device, one.versions, human_seconds(one.seconds), f"{one.clock * 1e3:+.1f} ms"
         ranks.add_row(str(one.rank), *cells)
-    axes = _table(f"axis of {mesh}", "ranks", "latency", "bandwidth")
+    axes = slim_table(f"axis of {mesh}", "ranks", "latency", "bandwidth")
     for one in speeds:
         axes.add_row(one.axis, str(one.ranks), human_seconds(one.latency), f"{human_bytes(one.bandwidth)}/s")
     more = [f"and {len(facts) - SHOWN} more ranks"] if len(facts) > SHOWN else []
     tested = f"{len(wrong)} collectives of axes tested, {sum(map(bool, wrong.values()))} with wrong values"
     said = [f"problem: {text}" for text in found] or ["no problem was found"]
     print_lines(ranks, *more, "", axes, "", tested, *said)
-
-
-def _table(*headings: str) -> Any:
-    table = slim_table()
-    for heading in headings:
-        table.add_column(heading)
-    return table
 
 
 COMMAND = Command(

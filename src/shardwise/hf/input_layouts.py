@@ -59,7 +59,7 @@ class InputLayouts:
         return self._mesh
 
     def reset(self) -> None:
-        """Find the mesh anew at the next call."""
+        """Look for the mesh again at the next call."""
         self._mesh = None
 
     def laid_out(self, name: str, value: Any, mesh: DeviceMesh) -> Any:

@@ -111,7 +111,7 @@ def padded(bias: torch.Tensor | None) -> torch.Tensor | None:
     size = bias.shape[-1]
     stored = bias
     for dim in range(bias.dim() - 2):
-        if bias.stride(dim) == 0:  # one stands for all samples or heads
+        if bias.stride(dim) == 0:  # one value for all samples or heads
             stored = stored.narrow(dim, 0, 1)
     return torch.nn.functional.pad(stored, (0, -size % ALIGNMENT))[..., :size].expand(bias.shape)
 
