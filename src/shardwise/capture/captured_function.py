@@ -374,9 +374,7 @@ class Captured(Generic[Result]):
 
         def run() -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
             """The results of the program from the same state, and everything that it leaves."""
-            before.restore()
-            with torch.no_grad():
-                values = program.verifying()(before.parts)
+            values = _run_from(before, program)
             return values, [*values, *before.parts, *[state for _, state in random_states()]]
 
         expected = [*[wanted[number] for number in program.wanted], *left, *[state for _, state in random]]
@@ -404,16 +402,17 @@ class Captured(Generic[Result]):
     ) -> tuple[_Entry, Any]:
         """Compile a program while it runs once more from the same state, and return it with what that run leaves."""
         entry.program.received = received
-        before.restore()
-
-        def run(program: Program) -> tuple[torch.Tensor, ...]:
-            with torch.no_grad():
-                return program.verifying()(before.parts)
-
-        program, values = compiled_program(entry.program, backend, run)
+        program, values = compiled_program(entry.program, backend, functools.partial(_run_from, before))
         program.received = entry.program.received = {}
         entry = entry._replace(program=program)
         return entry, left_behind(entry, values, roots, before.slots)
+
+
+def _run_from(before: Snapshot, program: Program) -> tuple[torch.Tensor, ...]:
+    """The results of a program from a state, with the recorded results of collectives."""
+    before.restore()
+    with torch.no_grad():
+        return program.verifying()(before.parts)
 
 
 def is_within_noise(first: torch.Tensor, second: torch.Tensor, wanted: torch.Tensor) -> bool:
