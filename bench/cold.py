@@ -7,13 +7,14 @@ import statistics
 
 import torch
 
-from bench.figures import figure
+from bench.figures import figure, point
 from bench.peers import Peer, peers, start
 from bench.timing import Timing, compare_cold
 
 ASKED = {1: 0.15, 2: 0.03, 3: 0.005}
 MESHES = {1: (64,), 2: (8, 8), 3: (4, 4, 4), 6: (2, 2, 2, 2, 2, 2)}
 SIZES = range(3, 15)
+PLOTTED = ("add", "mm", "softmax")
 
 
 def calls(peer: Peer) -> dict:
@@ -51,6 +52,9 @@ def main() -> None:
                 sides = {peer.name: thunks(peer, name) for peer in measured}
                 timings = compare_cold(sides, title=f"{name} on {axes} axes {shape}")
                 mine = timings["shardwise"]
+                if name in PLOTTED:
+                    for peer, timing in timings.items():
+                        point("cold_axes", f"{name}, {peer}", axes, timing.median)
                 if axes <= 3:
                     one_axis.setdefault(name, mine)
                     ratio, asked = mine.median / timings["torch"].median, ASKED[axes]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from bench.counting import Moved, fake_world, unperformed_collectives
-from bench.figures import figure
+from bench.figures import figure, point
 from bench.timing import compare
 
 RANKS = (8, 64, 512, 2048, 4096)
@@ -103,6 +103,8 @@ def main() -> None:
                     f"  a step of {name}: {counts[name]} calls, {communicated[name].collectives} collectives, "
                     f"{communicated[name].received / 1e6:.1f} MB received"
                 )
+            for name, peer in (("Shardwise", "shardwise"), ("FSDP2", "torch")):
+                point("step_time", name, ranks, times[peer].median / 1e3)
             ratio = times["shardwise"].median / times["torch"].median
             print("  " + figure(f"fully_shard step of FSDP2's, {ranks} ranks", ratio, LIMIT))
 

@@ -34,8 +34,7 @@ def main() -> None:
                 f"{what}: {flat['seconds'] * 1e3:.0f} ms flat, {planned['seconds'] * 1e3:.0f} ms by hosts, "
                 f"ratio {ratio:.2f}; bytes between hosts {sent:.2f}"
             )
-            if cards > 1:
-                print("  ", figure(f"{what}: by hosts to flat", ratio, 0.6))
+            print("  ", figure(f"{what}: by hosts to flat", ratio, 0.6))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 Both sort the choices by expert, exchange sizes, exchange rows, sort what arrives by expert, and go back in the same
 manner; forward and backward, with weights of the choices, and both give the same bits on each run. The one by hand
-sends a row for each choice, and uses the fastest operators for it (`index_select`). Asked: not slower. Experts are a
-product by 2 in some figures, and two grouped products in others. Interleaved, the median of steps; the slowest rank
-counts. Four processes on two cores wait for each other, so the time of the processors is there too, of all ranks.
+sends a row for each choice, and uses the fastest operators for it (`index_select`). Asked: not slower. Experts do
+nothing in some figures, so that dispatch and return are all there is, and are two grouped products in others.
+Interleaved, the median of steps; the slowest rank counts. Processes that share cores wait for each other, so the time
+of the processors is there too, of all ranks. So are counts of one step on one rank: functions of Python, operators on
+plain tensors, and collectives.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from bench.figures import figure
@@ -27,7 +31,7 @@ from bench.figures import figure
 RANKS = 4
 SIZES = ((512, 256), (2048, 512))  # tokens of each rank, their width
 CASES = ((8, 1), (8, 2), (64, 8))  # experts and choices
-REPEATS = 9
+REPEATS = 25
 
 
 class AllToAll(torch.autograd.Function):
@@ -89,20 +93,53 @@ def sides(experts: int, choices: int, products: bool, tokens: int, width: int) -
 
         def compute(rows: Any, offs: Any, own: list[Any] = own) -> Any:
             if not products:
-                return rows * 2
+                return rows
             return F.grouped_mm(F.silu(F.grouped_mm(rows, own[3], offs=offs)), own[4], offs=offs)
 
         def step(layer: Any = layer, own: list[Any] = own, compute: Any = compute) -> Any:
             y = layer(own[0], own[1], own[2], experts, compute)
-            y.square().sum().backward()
-            found = y.to_local() if isinstance(y, sw.DTensor) else y
+            y.backward(own[0].detach())  # a gradient that is there: losses are no part of the layer
             for tensor in own:
                 tensor.grad = None
-            return found.detach()
+            return y
 
         made[name] = step
-    torch.testing.assert_close(*[step() for step in made.values()], rtol=1e-3, atol=1e-3)
+    found = [step().detach() for step in made.values()]
+    found = [y.to_local() if isinstance(y, sw.DTensor) else y for y in found]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
     return made
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators on plain tensors, and collectives among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.collectives = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(issubclass(kind, sw.DTensor) for kind in types):
+            self.operators += 1
+            self.collectives += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def counts(step: Callable[[], Any]) -> str:
+    """Functions of Python, operators and collectives of a step."""
+    functions = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal functions
+        functions += event == "call"
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    with Counting() as found:
+        step()
+    return f"{functions} functions, {found.operators} operators, {found.collectives} collectives"
 
 
 def on_rank(rank: int, port: int, results: Any) -> None:
@@ -115,7 +152,7 @@ def on_rank(rank: int, port: int, results: Any) -> None:
             continue  # as much as takes minutes; what experts cost is the same on both sides
         steps = sides(experts, choices, products, tokens, width)
         times: dict[str, list[list[float]]] = {name: [] for name in steps}
-        for turn in range(REPEATS + 2):
+        for turn in range((REPEATS if tokens == SIZES[0][0] else REPEATS // 2) + 2):
             for name in sorted(steps, reverse=bool(turn % 2)):
                 dist.barrier()
                 begin, used = time.perf_counter(), time.process_time()
@@ -126,9 +163,10 @@ def on_rank(rank: int, port: int, results: Any) -> None:
                 total = taken[1:].clone()
                 dist.all_reduce(total)
                 times[name].append([taken[0].item(), total.item()])
+        counted = {name: counts(step) for name, step in steps.items()}
         if rank == 0:
             medians = {n: [statistics.median(each) for each in zip(*t[2:], strict=True)] for n, t in times.items()}
-            results.put((tokens, width, products, experts, choices, medians))
+            results.put((tokens, width, products, experts, choices, medians, counted))
     dist.destroy_process_group()
 
 
@@ -138,7 +176,7 @@ def main() -> None:
     mp.start_processes(on_rank, (29751, results), nprocs=RANKS, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
     print(f"{RANKS} gloo processes, forward and backward")
     while not results.empty():
-        tokens, width, products, experts, choices, times = results.get()
+        tokens, width, products, experts, choices, times, counted = results.get()
         kind = "two grouped products" if products else "dispatch alone"
         what = f"{tokens} tokens of {width} on each rank, {kind}, {experts} experts, top-{choices}"
         shown = ", ".join(
@@ -146,6 +184,8 @@ def main() -> None:
         )
         wall, used = (ours / theirs for ours, theirs in zip(times["shardwise"], times["by hand"], strict=True))
         print(f"  {what}: {shown}; {figure(f'{what}, to a dispatcher by hand', wall, 1.0)}; processors {used:.2f}")
+        if not products:
+            print("    " + "; ".join(f"{name}: {text}" for name, text in counted.items()))
 
 
 if __name__ == "__main__":

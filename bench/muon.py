@@ -5,12 +5,16 @@ fake process group, which sends nothing: what is measured is what one rank does 
 Newton-Schulz takes a number of operations that grows with the cube of the width, AdamW with its square. So the ratio
 depends on the width and on the device: measured here for small widths, and modelled for a GPU and for this core, whose
 rates are measured. The model has no host's part, and is what no implementation goes below: AdamW moves 28 bytes of an
-element, Newton-Schulz of `torch.optim.Muon` takes 23 operations of it for each unit of the width.
+element, Newton-Schulz of `torch.optim.Muon` takes 23 operations of it for each unit of the width. On a GPU the part of
+one rank of eight is measured too, on plain tensors, by the time of its kernels: no host, no exchange, no library.
 """
 
+import itertools
 import math
+import statistics
 import time
 import timeit
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +25,7 @@ from bench.figures import figure
 from bench.peers import start
 from bench.timing import compare
 from shardwise.optim.matrix_owners import matrix_owners
-from shardwise.optim.muon import newton_schulz_cost
+from shardwise.optim.muon import newton_schulz, newton_schulz_cost
 
 RANKS, BLOCKS, WIDTHS = 8, 12, (16, 64, 128, 256)
 TOKENS = 8192  # of each rank in a step, beside which the optimizer's part is shown
@@ -95,8 +99,74 @@ def modelled(device: Device, width: int) -> str:
     )
 
 
+def owned_shapes(width: int) -> list[tuple[int, int]]:
+    """The matrices of the rank that has the most to do."""
+    each = shapes(width)
+    costs = [newton_schulz_cost(torch.Size(shape)) for shape in each]
+    owners = matrix_owners(costs, RANKS)
+    load = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(RANKS)]
+    return [shape for shape, owner in zip(each, owners, strict=True) if owner == load.index(max(load))]
+
+
+def kernels(step: Callable[[], object]) -> float:
+    """Milliseconds that the GPU takes for a step, as a graph: the host has no part in it."""
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(11):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def on_gpu(width: int) -> str:
+    """The kernels of one rank's part of a step: AdamW, and Muon's momentum, Newton-Schulz and update."""
+    parts = [(rows // RANKS, columns) for rows, columns in shapes(width)]
+    values, gradients, momenta = ([torch.randn(part, device="cuda") for part in parts] for _ in range(3))
+    updates = [torch.randn(part, device="cuda", dtype=torch.bfloat16) for part in parts]
+    stacks = [
+        torch.randn(len(list(alike)), *shape, device="cuda", dtype=torch.bfloat16)
+        for shape, alike in itertools.groupby(sorted(owned_shapes(width)))
+    ]
+    leaves = [nn.Parameter(value) for value in values]
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient
+    fused = torch.optim.AdamW(leaves, fused=True, capturable=True)
+
+    @torch.no_grad()
+    def momentum() -> None:
+        torch._foreach_lerp_(momenta, gradients, 0.05)
+        nesterov = torch._foreach_lerp(gradients, momenta, 0.95)
+        torch._foreach_copy_(updates, nesterov)
+        torch._foreach_mul_(values, 0.999)
+        torch._foreach_add_(values, updates, alpha=-0.01)
+
+    @torch.no_grad()
+    def orthogonalize() -> None:
+        for stack in stacks:
+            newton_schulz(stack, (3.4445, -4.775, 2.0315), 5, 1e-7)
+
+    adamw, moved, computed = kernels(fused.step), kernels(momentum), kernels(orthogonalize)
+    rate = busiest(width) * orthogonalizing(width) / RANKS / computed / 1e9
+    return (
+        f"kernels of one rank of {RANKS}, width {width}: AdamW (fused) {adamw:.3f} ms; Muon's momentum and update "
+        f"{moved:.3f} ms, Newton-Schulz {computed:.3f} ms ({rate:.0f} TFLOP/s); {(moved + computed) / adamw:.2f}, "
+        f"Newton-Schulz alone {computed / adamw:.2f}"
+    )
+
+
 def main() -> None:
     """Print both times for each width."""
+    if torch.cuda.is_available():
+        for width in (64, 256, 768, 2048, 4096):
+            print(f"  {on_gpu(width)}")
     start(RANKS)
     mesh = sw.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     for width in WIDTHS:

@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
+from bench.figures import point
 
 RANKS = (8, 64, 512, 4096)
 ROWS, WIDTH = 64, 256  # of the data on each rank
 UNIT = ROWS * WIDTH * 4  # bytes of the data on each rank
+PLOTTED = ("mean_squared_error", "differences_of_rows", "beside_rows", "covariance", "convolution", "recurrent")
 
 Program = Callable[["World"], Any]
 PROGRAMS: dict[str, Program] = {}
@@ -535,6 +537,9 @@ def table(names: Sequence[str], ranks: Sequence[int] = RANKS) -> int:
         found = [cost(PROGRAMS[name], n) for n in ranks]
         more = grows(found[0], found[-1], ranks[0])
         growing += more
+        if name in PLOTTED:
+            for n, each_cost in zip(ranks, found, strict=True):
+                point("weak_scaling", name.replace("_", " "), n, each_cost.peak)
         cells = "".join(f"{c.peak:7.2f}{c.received:10.3f}{c.collectives:7d}" for c in found)
         print(f"{name:24}{cells}{'  grows' if more else ''}", flush=True)
     print(f"{len(names)} programs, {growing} of them grow")

@@ -57,8 +57,9 @@ def train(state: dict[str, Any], mesh: sw.DeviceMesh, steps: int, folder: Path |
         state["step"] = step + 1
         state["random"].copy_(torch.get_rng_state())
         if folder is not None:
-            sw.checkpoint.save(state, folder / f"step-{step + 1}", keep=2, overwrite=True)
+            # the note first: a rank that is lost in between repeats a step, and no step is without a note
             note(folder, f"{step} {mesh.size()} {losses[-1]!r}")
+            sw.checkpoint.save(state, folder / f"step-{step + 1}", keep=2, overwrite=True)
     return losses
 
 

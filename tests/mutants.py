@@ -1,10 +1,11 @@
 """Mutation testing: break the code in one place, and see whether a test fails.
 
 `python -m tests.mutants --modules core plan rules dispatch --sample 120 --seed 0 --jobs 2` draws mutants, equally many
-of each package, and runs the tests that execute the changed line: the quickest first, up to `--seconds` of them. A
-first pass records which test executes which line; `--coverage FILE` keeps it for later runs. A mutant is killed when a
-test fails, times out when the tests take far longer than before, survives when they pass, and is uncovered when no
-test of the chosen files executes its line.
+of each package, and runs the tests that execute the changed line: the quickest first, up to `--seconds` of them.
+`--files plan/route.py` draws equally many of each of these files instead. A first pass records which test executes
+which line; `--coverage FILE` keeps it for later runs. A mutant is killed when a test fails, times out when the tests
+take far longer than before, survives when they pass, and is uncovered when no test of the chosen files executes its
+line.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ TESTS = (
     "pure/test_core_mesh.py",
     "pure/test_core_notation.py",
     "pure/test_core_spec.py",
+    "pure/test_host_axes.py",
     "pure/test_plan.py",
+    "pure/test_plan_parts.py",
     "pure/test_rules.py",
     "virtual/test_broadcast.py",
     "virtual/test_choices.py",
@@ -58,6 +61,7 @@ TESTS = (
     "virtual/test_dtensor.py",
     "virtual/test_extend.py",
     "virtual/test_halo.py",
+    "virtual/test_host_routes.py",
     "virtual/test_known_cases.py",
     "virtual/test_meshes.py",
     "virtual/test_modes.py",
@@ -84,6 +88,7 @@ TESTS = (
     "virtual/test_shapes.py",
     "virtual/test_spread_gradients.py",
     "virtual/test_torch_api.py",
+    "virtual/test_transfer.py",
 )
 START_SECONDS = 30  # CPU time of importing the package and the test files, at most
 BROKEN, NOT_REPLACED = 70, 71  # exit statuses that pytest does not use
@@ -271,15 +276,16 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
     return finder.mutants
 
 
-def all_mutants(root: Path, packages: list[str]) -> dict[str, list[Mutant]]:
+def all_mutants(root: Path, places: list[str]) -> dict[str, list[Mutant]]:
+    """The mutants of each place: a package or a file below src/shardwise."""
     source = root / "src/shardwise"
     return {
-        package: [
+        place: [
             mutant
-            for path in sorted((source / package).rglob("*.py"))
+            for path in (sorted((source / place).rglob("*.py")) if (source / place).is_dir() else [source / place])
             for mutant in mutants_of(str(path.relative_to(source)), path.read_bytes())
         ]
-        for package in packages
+        for place in places
     }
 
 
@@ -417,7 +423,8 @@ class WarmSession:
 
     def _record(self, session: pytest.Session) -> int:
         """In a random order, until the tests of a file have taken the time that a file has."""
-        recorder = LineRecorder(self._root / "src/shardwise", PACKAGES)
+        packages = sorted({*PACKAGES, *(mutant.file.partition("/")[0] for mutant in self._mutants)})
+        recorder = LineRecorder(self._root / "src/shardwise", packages)
         session.config.pluginmanager.register(recorder)
         session.config.option.maxfail = 0
         by_file: dict[str, list[pytest.Item]] = {}
@@ -513,18 +520,19 @@ def verdicts_of(root: Path, options: argparse.Namespace, mutants: list[Mutant]) 
 
 
 def chosen_mutants(root: Path, options: argparse.Namespace) -> list[Mutant]:
-    by_package = all_mutants(root, options.modules)
+    by_place = all_mutants(root, options.files or options.modules)
     if options.only:
-        return [mutant for mutants in by_package.values() for mutant in mutants if mutant.name in options.only]
+        return [mutant for mutants in by_place.values() for mutant in mutants if mutant.name in options.only]
     draw = random.Random(options.seed)
-    share = max(options.sample // len(by_package), 1)
-    return [mutant for mutants in by_package.values() for mutant in draw.sample(mutants, min(share, len(mutants)))]
+    share = max(options.sample // len(by_place), 1)
+    return [mutant for mutants in by_place.values() for mutant in draw.sample(mutants, min(share, len(mutants)))]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--modules", nargs="+", default=list(PACKAGES), choices=PACKAGES, help="packages to mutate")
-    parser.add_argument("--sample", type=int, default=120, help="mutants in all, equally many of each package")
+    parser.add_argument("--files", nargs="+", help="files to mutate, below src/shardwise, instead of packages")
+    parser.add_argument("--sample", type=int, default=120, help="mutants in all, equally many of each package or file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="mutants tested at once")
     parser.add_argument("--seconds", type=float, default=15, help="CPU time of the tests of one mutant")

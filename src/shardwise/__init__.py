@@ -1,13 +1,13 @@
-"""Shardwise: a distributed tensor library for PyTorch. The public names; the larger parts are loaded when asked for."""
+"""Shardwise: a distributed tensor library for PyTorch. The public names; all but data types load when first used."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwise import loading, optimizer_hook, raw_memory, recurrent_states
-from shardwise.api import distribute_module, distribute_tensor
-from shardwise.core.mesh import DeviceMesh, on_first_mesh
+import torch
+
+from shardwise.core.mesh import DeviceMesh, on_first_fabric, rebuild_mesh
 from shardwise.core.placement import (
     MaskPartial,
     Owned,
@@ -39,40 +39,62 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.extend import check_rule, local_map, register_sharding
-from shardwise.fabric.c10d import take_meshes_as_groups
-from shardwise.fabric.dry import DryRun, dry_run
-from shardwise.fabric.machine_file import load_machine
-from shardwise.fabric.virtual import RankTensor
-from shardwise.fabric.world import init_device_mesh, is_main, virtual
-from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
-from shardwise.imports import when_imported
-from shardwise.interop import from_torch, to_torch
-from shardwise.modes import (
-    ReplicationWarning,
-    allow_implicit,
-    attention,
-    implicit_replication,
-    plain_tensors,
-    set_plain_tensors,
-    strict,
-)
-from shardwise.plan.cost import CostModel, HostLinks, Link, current_cost_model, set_cost_model
-from shardwise.plan.route import DTensorRedistributePlanner, Route
-from shardwise.random import OffsetBasedRNGTracker, RNGTracker, manual_seed, use_rng
-from shardwise.schema import RULE_MODULES
-from shardwise.tensor import DTensor, cache_info
+from shardwise.imports import when_called
 
 if TYPE_CHECKING:
-    from shardwise import checkpoint, debug, hf, moe, optim, parallel, pipelines
+    from shardwise import checkpoint, debug, hf, moe, optim, parallel, pipelines, recurrences
     from shardwise.capture import Captured, CapturedReport, captured, load_captured
     from shardwise.debug import Drawing, check_lock, comm_budget, draw, explain, parity
     from shardwise.elastic import batch_indices, remesh
+    from shardwise.essentials import (
+        CostModel,
+        DryRun,
+        DTensor,
+        DTensorRedistributePlanner,
+        HostLinks,
+        Link,
+        OffsetBasedRNGTracker,
+        RankTensor,
+        ReplicationWarning,
+        RNGTracker,
+        Route,
+        allow_implicit,
+        attention,
+        cache_info,
+        check_rule,
+        current_cost_model,
+        distribute_module,
+        distribute_tensor,
+        dry_run,
+        empty,
+        from_torch,
+        full,
+        implicit_replication,
+        init_device_mesh,
+        is_main,
+        load_machine,
+        local_map,
+        manual_seed,
+        ones,
+        plain_tensors,
+        rand,
+        randint,
+        randn,
+        randperm,
+        register_sharding,
+        set_cost_model,
+        set_plain_tensors,
+        strict,
+        to_torch,
+        use_rng,
+        virtual,
+        zeros,
+    )
     from shardwise.meshes import PendingTransfer, TransferPlan, transfer, transfer_plan
     from shardwise.parallel import fully_shard, replicate
     from shardwise.pipelines import Pipeline, pipeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AgreementError",
@@ -163,6 +185,7 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "recurrences",
     "register_sharding",
     "remesh",
     "replicate",
@@ -177,12 +200,8 @@ __all__ = [
     "zeros",
 ]
 
-
-_PACKAGES = ("checkpoint", "debug", "hf", "moe", "optim", "parallel", "pipelines")
-_DCP = "shardwise.checkpoint.dcp"
-_STATE_DICT = "shardwise.checkpoint.state_dicts.torch_state_dict"
-_FLEX_ATTENTION = "shardwise.decompose.sharded_flex_attention"
-_LATER = {
+# Public names of the rooms that many programs do not use.
+_ROOMS = {
     **dict.fromkeys(("Drawing", "check_lock", "comm_budget", "draw", "explain", "parity"), "debug"),
     **dict.fromkeys(("fully_shard", "replicate"), "parallel"),
     **dict.fromkeys(("Captured", "CapturedReport", "captured", "load_captured"), "capture"),
@@ -190,44 +209,47 @@ _LATER = {
     **dict.fromkeys(("batch_indices", "remesh"), "elastic"),
     **dict.fromkeys(("PendingTransfer", "TransferPlan", "transfer", "transfer_plan"), "meshes"),
 }
+_PACKAGES = ("checkpoint", "debug", "hf", "moe", "optim", "parallel", "pipelines", "recurrences")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"shardwise.{name}")
-    if name in _LATER:
-        return getattr(importlib.import_module(f"shardwise.{_LATER[name]}"), name)
+    if name in _ROOMS:
+        return getattr(importlib.import_module(f"shardwise.{_ROOMS[name]}"), name)
+    if name in __all__ and name not in _PACKAGES:
+        _load_essentials()
+        return globals()[name]
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"shardwise.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"shardwise.{name}":
+                raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _by_dcp(name: str) -> Any:
-    """A method of DTensor that torch.distributed.checkpoint calls to list its shards."""
-    return lambda *args: getattr(importlib.import_module(_DCP), name)(*args)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
-for _method, _function in (
-    ("__create_write_items__", "write_items"),
-    ("__create_chunk_list__", "chunk_list"),
-    ("__get_tensor_shard__", "tensor_shard"),
-):
-    setattr(DTensor, _method, _by_dcp(_function))
+def _load_essentials() -> None:
+    """Load the core of the library, and bind its names, so that `__getattr__` is not called again."""
+    essentials = importlib.import_module("shardwise.essentials")
+    globals().update({name: getattr(essentials, name) for name in essentials.__all__})
 
 
-def _wrap_torch_state_dict(module: Any) -> None:
-    importlib.import_module(_STATE_DICT).wrap(module)
-
-
-def _register_flex_attention(module: Any) -> None:
-    importlib.import_module(_FLEX_ATTENTION).register()
-
-
-RULE_MODULES.append("shardwise.decompose")
-# DTensors need a mesh, so torch is unchanged until the first mesh is made.
-on_first_mesh.append(loading.wrap_load_state_dict)
-on_first_mesh.append(raw_memory.wrap_to_dlpack)
-on_first_mesh.append(raw_memory.wrap_jiterator)
-on_first_mesh.append(recurrent_states.wrap_recurrent_modules)
-on_first_mesh.append(optimizer_hook.install)
-on_first_mesh.append(lambda: when_imported("torch.distributed.checkpoint.state_dict", _wrap_torch_state_dict))
-on_first_mesh.append(lambda: when_imported("torch.distributed._functional_collectives", take_meshes_as_groups))
-on_first_mesh.append(lambda: when_imported("torch.nn.attention.flex_attention", _register_flex_attention))
+on_first_fabric.append(_load_essentials)
+# Functions that torch.load(weights_only=True) may call to rebuild a DTensor: they build data and run no other code.
+torch.serialization.add_safe_globals(
+    [
+        *(Shard, StridedShard, Zigzag, Ragged, Owned, Replicate, Partial, MaskPartial, DTensorSpec, TensorMeta),
+        rebuild_mesh,
+        *(
+            (when_called(module, name), f"{module}.{name}")
+            for module, name in (
+                ("shardwise.tensor.dtensor", "_rebuild"),
+                ("shardwise.fabric.rank_tensor", "RankTensor"),
+                ("shardwise.fabric.virtual", "RankTensor"),  # where files of version 0.1 have it
+            )
+        ),
+    ]
+)

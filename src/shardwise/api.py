@@ -81,14 +81,14 @@ def _distribute(
     shard_order: Sequence[Any] | None,
 ) -> DTensor:
     spec = DTensorSpec(mesh, placements, TensorMeta.of(tensor).dense(), shard_order)
-    whole = spec.reduced()
+    reduced = spec.reduced()
     source = tensor.detach().resolve_conj().resolve_neg()
     if fabric_of(mesh).has_values and source.device.type != mesh.device_type and source.device.type != "meta":
         source = source.to(mesh.device_type)
     sender = None if source.is_meta else src_data_rank  # meta tensors have no values to send
-    local = scatter(whole, lambda coordinate: cut_block(source, whole, coordinate), sender)
-    if whole is not spec:
-        local = bound_route(whole, spec).run(local)
+    local = scatter(reduced, lambda coordinate: cut_block(source, reduced, coordinate), sender)
+    if reduced is not spec:
+        local = bound_route(reduced, spec).run(local)
     made = dtensor_of(spec, local)
     if tensor_entered:
         tensor_entered.notify(made)
@@ -200,9 +200,11 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | Non
         if tensor is None or isinstance(tensor, DTensor):
             return tensor
         if id(tensor) not in made:
-            whole = distribute_tensor(tensor.detach(), mesh, src_data_rank=src_data_rank)
+            distributed = distribute_tensor(tensor.detach(), mesh, src_data_rank=src_data_rank)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
+            made[id(tensor)] = (
+                nn.Parameter(distributed, requires_grad=tensor.requires_grad) if is_parameter else distributed
+            )
         return made[id(tensor)]
 
     for owner in module.modules():

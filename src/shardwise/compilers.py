@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import why_not_constant
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.tracing import is_dynamo_compiling, proxy_mode
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.plan.cost import current_cost_model
 from shardwise.rules.registry import USERS_RULES
-from shardwise.torch_private import DispatchModeKey, dispatch_mode_of, dynamo_frames
+from shardwise.torch_private import dynamo_frames
 
 __all__ = [
     "COMPILER",
@@ -44,7 +44,7 @@ COMPILER = "torch._dynamo"  # which some of torch's Python functions import when
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-_whole: list[Callable[..., Any]] = []
+_single_nodes: list[Callable[..., Any]] = []
 
 
 def single_node(function: AnyFunction) -> AnyFunction:
@@ -52,7 +52,7 @@ def single_node(function: AnyFunction) -> AnyFunction:
 
     Call it from traced code after `tell_compiler()`.
     """
-    _whole.append(function)
+    _single_nodes.append(function)
     return function
 
 
@@ -66,14 +66,14 @@ def traceable(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @single_node
     @functools.wraps(function)
-    def whole(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def traced(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         return function(*args, **kwargs)
 
     @functools.wraps(function)
     def either(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         if is_dynamo_compiling():
             tell_compiler()
-            return whole(*args, **kwargs)
+            return traced(*args, **kwargs)
         return function(*args, **kwargs)
 
     return either
@@ -89,8 +89,8 @@ def tell_compiler() -> bool:
             hint="run the program without torch.compile, or on another version of torch",
         )
     compiler = importlib.import_module("torch._dynamo")
-    while _whole:
-        compiler.allow_in_graph(_whole.pop())
+    while _single_nodes:
+        compiler.allow_in_graph(_single_nodes.pop())
     return True
 
 
@@ -173,7 +173,7 @@ def refuse_dry(mesh: DeviceMesh) -> None:
 
 def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
     """torch's make_fx names its inputs in the graph, but not the tensors inside a DTensor."""
-    mode: Any = dispatch_mode_of(DispatchModeKey.PROXY)
+    mode = proxy_mode()
     if mode is not None and tensor in mode.tracer.tensor_tracker:
         raise UnsupportedError(
             f"make_fx was given the DTensor {spec} as an input: its local would become a constant of the graph",

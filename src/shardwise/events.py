@@ -110,12 +110,8 @@ class Interception:
     def __init__(self, owner: type, name: str) -> None:
         self.owner, self.name, self.original = owner, name, owner.__dict__[name]
         self.function: Callable[..., Any] = getattr(self.original, "__func__", self.original)
+        self.is_active = False  # whether anything is put around the method
         self._around: list[Callable[..., Any]] = []
-
-    @property
-    def is_active(self) -> bool:
-        """Whether anything is put around the method."""
-        return bool(self._around)
 
     def add(self, around: Callable[..., Any], *, outermost: bool = False) -> None:
         """Put a function around the method."""
@@ -129,7 +125,8 @@ class Interception:
 
     def _put(self) -> None:
         method: Any = self.original
-        if self._around:
+        self.is_active = bool(self._around)
+        if self.is_active:
 
             @functools.wraps(self.function)
             def intercepted(*args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from shardwise.api import distribute_tensor
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Placement, Replicate, as_placement
 from shardwise.core.spec import TensorMeta
+from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.errors import LayoutError, RuleError
 from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
 from shardwise.rules.engine import Factors, Row, candidates, parse
@@ -38,7 +39,7 @@ def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None
             flattened). Left out, this is a decorator of a function that gets the operator's arguments, with
             `TensorMeta` in place of tensors, and returns the rows of one axis: pairs of the results' placements and
             of the arguments' placements (None for arguments that are not tensors).
-        facts: with a rule string, arguments of `Factors`: `linear`, `reduce`, `whole`, `monotone`, ...
+        facts: with a rule string, arguments of `Factors`: `linear`, `reduce`, `unsharded`, `monotone`, ...
 
     Example:
         >>> @torch.library.custom_op("shardwise_doc::scale", mutates_args=())
@@ -103,7 +104,7 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
     Args:
         op: the operator.
         args: sample arguments, with plain tensors.
-        sizes: how many ranks the meshes have.
+        sizes: the numbers of ranks of the meshes.
         kwargs: sample keyword arguments.
 
     Raises:
@@ -151,15 +152,15 @@ def _with_metas(leaves: list[Any], tree: Any, at: list[int]) -> tuple[tuple[Any,
 
 
 def _spread(tensor: torch.Tensor, mesh: Any, placement: Placement) -> DTensor:
-    """A tensor laid out so that a wrong treatment of it shows: a Partial sum has something on every rank."""
+    """A tensor in a layout that makes a wrong rule visible: a Partial sum has nonzero addends on every rank."""
     if isinstance(placement, Partial) and placement.reduce_op == "sum" and type(placement) is Partial:
-        whole = distribute_tensor(tensor, mesh, [Replicate()])
+        replicated = distribute_tensor(tensor, mesh, [Replicate()])
         other = distribute_tensor(torch.ones_like(tensor), mesh, [Replicate()])
-        parts: Any = whole.redistribute(placements=[placement])._local_tensor
+        parts: Any = replicated.redistribute(placements=[placement])._local_tensor
         one: Any = other._local_tensor
         for sign, part in zip(itertools.cycle((1, -1)), parts.tensors[: 2 * (mesh.size() // 2)], strict=False):
             part.add_(sign * one.tensors[0])
-        return dtensor_of(whole._spec.with_placements([placement]), parts)
+        return dtensor_of(replicated._spec.with_placements([placement]), parts)
     return distribute_tensor(tensor, mesh, [placement])
 
 
@@ -217,7 +218,7 @@ def local_map(
         return _as_dtensors(result, mesh, out_placements, shapes)
 
     # compilers do not read the attributes of every callable
-    return mapped if torch.compiler.is_compiling() else functools.wraps(func)(mapped)
+    return mapped if is_dynamo_compiling() else functools.wraps(func)(mapped)
 
 
 def _locals_of(

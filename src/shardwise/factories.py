@@ -45,11 +45,11 @@ def _new(
     spec: DTensorSpec, requires_grad: bool, make: Callable[[DTensorSpec], torch.Tensor], draws: bool = False
 ) -> DTensor:
     """A DTensor whose local `make` gives, for a spec without Partial. `draws`: it holds random numbers."""
-    whole = spec.reduced()
+    reduced = spec.reduced()
     with outside_transforms("a factory of random numbers" if draws else "a factory", draws=draws):
-        local = make(whole)
-        if whole is not spec:  # a Partial tensor of ones has the value one, not one for each rank
-            local = bound_route(whole, spec).run(local)
+        local = make(reduced)
+        if reduced is not spec:  # a Partial tensor of ones has the value one, not one for each rank
+            local = bound_route(reduced, spec).run(local)
         made = dtensor_of(spec, local)
     if requires_grad:
         made.requires_grad_()
@@ -185,7 +185,7 @@ def _drawn(
             f"{spec} cannot be drawn: random numbers do not add up to random numbers",
             hint="use Replicate() or Shard()",
         )
-    return _new(spec, requires_grad, lambda whole: fill_parts(whole, fill, numbers, generator), draws=True)
+    return _new(spec, requires_grad, lambda reduced: fill_parts(reduced, fill, numbers, generator), draws=True)
 
 
 @traceable
@@ -288,7 +288,7 @@ def randperm(
         if not fabric_of(spec.mesh).has_values:
             return _blocks(torch.empty)(spec)
         device = spec.mesh.device_type
-        whole = torch.randperm(n, generator=generator, dtype=spec.tensor_meta.dtype, device=device)
-        return fabric_of(spec.mesh).build(spec.mesh, lambda c: cut_block(whole, spec, c))
+        full = torch.randperm(n, generator=generator, dtype=spec.tensor_meta.dtype, device=device)
+        return fabric_of(spec.mesh).build(spec.mesh, lambda c: cut_block(full, spec, c))
 
     return _new(spec, requires_grad, permuted, draws=True)

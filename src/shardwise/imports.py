@@ -1,7 +1,8 @@
-"""Run a function when a module is first imported, without importing it."""
+"""Imports that wait: what runs when a module is first imported, and functions whose module is imported by a call."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
@@ -9,7 +10,17 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
+__all__ = ["when_called", "when_imported"]
+
+
+def when_called(module: str, name: str) -> Callable[..., Any]:
+    """The function `name` of a module that is imported at the first call.
+
+    Example:
+        >>> when_called("json", "dumps")([1])
+        '[1]'
+    """
+    return lambda *args: getattr(importlib.import_module(module), name)(*args)
 
 
 def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:

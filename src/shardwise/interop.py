@@ -161,7 +161,7 @@ def _their_tensor(local: torch.Tensor, spec: DTensorSpec, mesh: Any) -> torch.Te
     meta = spec.tensor_meta
     options: dict[str, Any] = {"tensor_meta": TheirMeta(meta.shape, meta.stride, meta.dtype)}
     if any(isinstance(p, StridedShard) for p in spec.placements) and _HOW in TheirSpec.__dataclass_fields__:
-        options[_HOW] = False  # strided shards here are strided, and encode no order
+        options[_HOW] = False  # our strided shards encode no shard order
     theirs = TheirSpec(mesh, _their_placements(spec), **options)
     return _torch_tensor().DTensor(local, theirs, requires_grad=False)
 
@@ -236,7 +236,7 @@ def _their_placements(spec: DTensorSpec) -> tuple[Any, ...]:
         raise LayoutError(
             f"torch cannot express {spec} over {spec.mesh}: it writes an order of axes by strided shards, which mean "
             "something else " + ("beside other strided shards" if strided is None else "where sizes do not divide"),
-            hint="redistribute to a layout without a shard order of its own first",
+            hint="redistribute to a layout with the default shard order first",
         )
     return tuple(map(_their_placement, strided.placements))
 

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.api import distribute_tensor
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.rank_tensor import is_of_ranks
 from shardwise.tensor import DTensor
 
 __all__ = ["laid_out_as", "wrap_load_state_dict"]
@@ -27,7 +27,7 @@ def laid_out_as(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A value in the layout of `spec`, in its own dtype. Of a plain one each rank takes its block, and nothing moves.
 
     Args:
-        value: a DTensor, or the global value as a plain tensor, the same on every rank.
+        value: a DTensor, or the global value as a plain tensor (or a RankTensor), the same on every rank.
         spec: the layout; its global shape must be that of the value.
     """
     with torch.no_grad():
@@ -36,9 +36,13 @@ def laid_out_as(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
             if own is spec:
                 return value
             return value.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
-        if isinstance(value, RankTensor):
+        if is_of_ranks(value):
+            # full_tensor() of a DTensor on a slice of a mesh is one: a global value for each rank of the other axes.
+            first = value.tensors[0]
+            if all(first.shape == other.shape and torch.equal(first, other) for other in value.tensors[1:]):
+                return laid_out_as(first, spec)
             raise UnsupportedError(
-                f"a RankTensor holds the locals of virtual ranks, and {spec} is to be loaded from it",
+                f"a RankTensor with different values on its virtual ranks cannot be loaded into {spec}",
                 hint="DTensor.from_local(value, mesh, placements) declares the layout of locals",
             )
         return distribute_tensor(
@@ -102,5 +106,5 @@ def _loading_states(process: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _can_hold(spec: DTensorSpec, value: Any) -> bool:
-    """Whether a value can be laid out; about one of another shape torch complains, with the name of the parameter."""
+    """Whether a value fits; for another shape torch raises an error with the name of the parameter."""
     return isinstance(value, torch.Tensor) and value.shape == spec.shape and not value.is_meta

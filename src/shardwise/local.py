@@ -14,8 +14,8 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import OperatorRunner, fabric_of
+from shardwise.fabric.rank_tensor import map_parts, parts_of
 from shardwise.fabric.shared_writes import written_arguments
-from shardwise.fabric.virtual import map_parts, parts_of
 from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import DispatchKey, is_key_excluded, set_key_excluded, tree_leaves, tree_map
 
@@ -68,7 +68,7 @@ def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
         meta_args, meta_kwargs = tree_map(_on_meta, (args, kwargs))
         try:
             results = op(*meta_args, **meta_kwargs)
-        except (NotImplementedError, RuntimeError, TypeError):  # it looks at values, or cannot run on meta tensors
+        except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or cannot run on meta tensors
             return op(*args, **kwargs)
         if any(tensor.numel() for tensor in _tensors(results)):
             return op(*args, **kwargs)

@@ -50,7 +50,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def in_force() -> tuple[Any, ...]:
-    """All modes that are in force, for the keys of decisions that depend on them.
+    """All active modes, for the keys of decisions that depend on them.
 
     Example:
         >>> in_force()
@@ -183,7 +183,7 @@ def implicit_replication() -> Iterator[None]:
 
 
 def plain_policy() -> str:
-    """How plain tensors among DTensors are interpreted here."""
+    """How plain tensors among DTensors are currently interpreted."""
     policies = plain_mode.values()
     return policies[-1] if policies else _plain_default
 
@@ -317,7 +317,7 @@ def check_strict(op: Any, routes: Sequence[Route]) -> None:
 
 
 class _RefusedWhileTracing(ImplicitCommunicationError, UnsupportedFakeTensorException):
-    """The error for a compiler: it breaks the graph here, and the operator raises when it is run."""
+    """The error for a compiler: it breaks the graph, and the operator raises when it runs."""
 
     def __str__(self) -> str:
         return self.reason  # that of the compiler's class, which has the hint too

@@ -45,7 +45,7 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
                 found.append(parameter)
     sums = {at: p.grad._spec for at, p in enumerate(found) if p._spec.is_replicated and not any(p.grad._spec.dim_axes)}
     for positions in alike(sums):
-        _reduce_together([found[at] for at in positions])
+        _reduce_as_one([found[at] for at in positions])
     for parameter in found:
         if _differs(parameter.grad._spec, goal := parameter._spec):
             parameter.grad = parameter.grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
@@ -55,7 +55,7 @@ def _differs(have: DTensorSpec, goal: DTensorSpec) -> bool:
     return have.mesh is goal.mesh and (have.placements != goal.placements or have.dim_axes != goal.dim_axes)
 
 
-def _reduce_together(parameters: list[Any]) -> None:
+def _reduce_as_one(parameters: list[Any]) -> None:
     """Reduce gradients of one layout in one collective."""
     buffer = FlatBuffer.of([parameter.grad._spec for parameter in parameters])
     joined = dtensor_of(buffer.spec, buffer.joined(parameter.grad._local_tensor for parameter in parameters))

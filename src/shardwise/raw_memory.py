@@ -1,6 +1,6 @@
 """Functions of torch that read the memory of a tensor in C++, past Python classes: `to_dlpack`, `jiterator` kernels.
 
-A DTensor has no memory of its own: they would read address 0, and end the process or lose its GPU. They are wrapped
+A DTensor has no storage: they would read address 0, and crash the process or its GPU context. They are wrapped
 when the first mesh is made.
 """
 
@@ -14,7 +14,7 @@ import torch.utils.dlpack
 from torch.cuda import jiterator
 
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.rank_tensor import is_of_ranks
 from shardwise.tensor import DTensor
 
 __all__ = ["wrap_jiterator", "wrap_to_dlpack"]
@@ -44,7 +44,7 @@ def wrap_jiterator() -> None:
     @functools.wraps(original)
     def call(self: Any, *tensors: torch.Tensor, **kwargs: Any) -> Any:
         for tensor in tensors:
-            if isinstance(tensor, DTensor | RankTensor):
+            if isinstance(tensor, DTensor) or is_of_ranks(tensor):
                 raise UnsupportedError(
                     f"a function of torch.cuda.jiterator cannot run on a {type(tensor).__name__}",
                     hint="write it with torch's operators, or run it on locals with shardwise.local_map",

@@ -89,7 +89,7 @@ def op_info(op: OpOverload) -> OpInfo:
 
 
 def forget_infos() -> None:
-    """Read schemas and rules again when they are next asked for: a rule has changed."""
+    """Read schemas and rules again at their next use, because a rule has changed."""
     infos.clear()
 
 

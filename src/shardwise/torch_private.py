@@ -13,6 +13,7 @@ import torch
 import torch._higher_order_ops as higher_order_ops
 import torch._library as _library
 from torch import overrides as _overrides
+from torch._functorch import eager_transforms as _eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
@@ -51,6 +52,7 @@ __all__ = [
     "assert_async",
     "autograd_sequence_number",
     "below_autograd",
+    "cudnn_enabled",
     "current_autograd_node",
     "current_graph_task",
     "current_raw_stream",
@@ -61,6 +63,7 @@ __all__ = [
     "dispatch_mode_of",
     "dispatch_mode_stack",
     "dynamo_frames",
+    "eager_transforms",
     "flex_attention",
     "flex_attention_backward",
     "foreach_add_",
@@ -84,6 +87,7 @@ __all__ = [
     "keep_thread_object",
     "make_subclass",
     "make_wrapper_subclass",
+    "mkldnn_enabled",
     "muon_learning_rate",
     "opaque_types",
     "pop_dispatch_mode",
@@ -93,6 +97,7 @@ __all__ = [
     "push_function_mode",
     "push_raw_dispatch_mode",
     "queue_callback",
+    "replay_views",
     "saved_tensor_hooks",
     "scalar_lookups",
     "set_key_excluded",
@@ -104,6 +109,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "views_replayed",
     "without_dispatch_modes",
 ]
 
@@ -163,6 +169,11 @@ global_backward_hooks = _module._global_backward_hooks  # the same
 # ---------------------------------------------------------------- torch.func and compilers
 functorch = _C._functorch  # the wrappers that transformed functions are given
 transforms_active = _C._are_functorch_transforms_active  # whether one runs
+views_replayed = _C._is_view_replay_enabled  # gradients of writes to views repeat the views: no storage offsets
+replay_views = _C._set_view_replay_enabled  # the same
+eager_transforms: Any = _eager_transforms  # `torch.func.grad` and `vjp`: the names of their levels are replaced there
+mkldnn_enabled = _C._get_mkldnn_enabled  # settings of a captured call, at a tenth of the time of the public names
+cudnn_enabled = _C._get_cudnn_enabled  # the same
 dict_version = _C._dynamo.guards.dict_version  # a number that changes with the contents of a dict
 # `higher_order_ops` is the package that users import `associative_scan` from; the name there is replaced
 opaque_types: Any = getattr(_library, "opaque_object", None)  # classes whose values are constants in a graph

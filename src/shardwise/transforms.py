@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from shardwise.core.placement import AnyShard, Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.errors import UnsupportedError
 from shardwise.torch_private import functorch, temporarily_clear_interpreter_stack, transforms_active
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.checkpoint.io import host_memory
 from shardwise.checkpoint.partition.boxes import held_boxes
 from tests.gloo.processes import ProcessPool
 from tests.virtual.checkpoints import mesh_of
@@ -30,9 +31,10 @@ EXCHANGING = {
     "save", "async_save", "prepare_save", "execute_save", "load", "_load", "retry_replaced", "_agreed_match",
     "_read_and_verify", "change_all", "export_safetensors", "load_safetensors", "reshard", "_reshard",
     "load.<locals>.<lambda>", "load_safetensors.<locals>.<lambda>", "reshard.<locals>.<lambda>",
-    "async_save.<locals>.write_in_background",
+    "async_save.<locals>.write_in_background", "_written", "latest",
     "OpenDirectory.__exit__", "FileReader.__exit__",  # after the last exchange
     "_by_rows",  # before the first
+    "_is_dead", "_start_time", "_machine", "_machine_digest",  # with an error there, a process counts as alive
 }  # fmt: skip
 ERRORS: tuple[Callable[[], BaseException], ...] = (
     lambda: MemoryError("injected"),
@@ -70,6 +72,7 @@ class Steps:
     def watch(self, action: Callable[[], Any]) -> BaseException | None:
         """What the action raises."""
         held_boxes.cache_clear()  # a step that is remembered would not be entered
+        host_memory._kept.clear()
         sys.setprofile(self)
         threading.setprofile(self)
         try:
@@ -113,6 +116,9 @@ def actions(folder: Path) -> dict[str, Callable[[], Any]]:
         "save": lambda: checkpoint.save(state_of(2.0), folder / "new-7", keep=1),
         "overwrite": lambda: checkpoint.save(state_of(2.0), folder / "old", overwrite=True),
         "async_save": lambda: checkpoint.async_save(state_of(2.0), folder / "new-8").wait(),
+        "save with base": lambda: checkpoint.save(state_of(2.0), folder / "new-6", base=folder / "old"),
+        "save to a URL": lambda: checkpoint.save(state_of(2.0), f"file://{folder}/new-5"),
+        "latest": lambda: checkpoint.latest(folder),
         "load": lambda: checkpoint.load(state_of(3.0), folder / "old"),
         "load unstaged": lambda: checkpoint.load(state_of(3.0), folder / "old", staged=False),
         "reshard": lambda: checkpoint.reshard(folder / "plain", folder / "new-9", mesh_of((2, 2))),
@@ -183,7 +189,10 @@ def look(folder: Path, beside: Any) -> None:
 
 TIMEOUT = 300.0  # seconds for one action, all steps of it
 EVERY = 9
-NAMES = ("load", "load unstaged", "save", "overwrite", "async_save", "reshard", "export", "load_safetensors")
+NAMES = (
+    "load", "load unstaged", "save", "overwrite", "async_save", "save with base", "save to a URL", "latest", "reshard",
+    "export", "load_safetensors",
+)  # fmt: skip
 
 
 def run_all(pool: ProcessPool, folder: str, every: int) -> dict[str, int]:

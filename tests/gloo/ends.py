@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,17 @@ def main(how: str, path: str) -> None:
             x.full_tensor()
         case "interrupted":
             signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and background jobs ignore it
-            if rank == 1:
-                threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            interrupted = Path(f"{path}.interrupted")
+            if rank == 0:  # joins the collective only when rank 1 has left it, however slow the machine is
+                while not interrupted.exists():
+                    time.sleep(0.05)
             else:
-                time.sleep(2)
-            x.full_tensor()
+                threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            try:
+                x.full_tensor()
+            except KeyboardInterrupt:
+                interrupted.touch()
+                raise
         case "stopped":
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)

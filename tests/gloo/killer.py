@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.checkpoint import async_save, load, read, save, verify
+from shardwise.checkpoint import async_save, latest, load, read, save, verify
 
 RANKS = 2
 
@@ -34,9 +34,10 @@ def save_for_ever(rank: int, folder: Path, store: Path, ready: int, first: int) 
         state = state_of(number, mesh)
         path = folder / ("last" if number % 3 == 2 else f"step-{number}")
         if number % 3 == 1:
-            async_save(state, path, keep=2).wait()
+            async_save(state, path, keep=2, base=latest(folder)).wait()
         else:
             save(state, path, keep=None if path.name == "last" else 2, overwrite=path.name == "last")
+        save(state, f"file://{folder}/remote/step-{number}", keep=2)
         if rank == 0:
             os.write(log, f"{number}\n".encode())
         if number == first:
@@ -46,7 +47,8 @@ def save_for_ever(rank: int, folder: Path, store: Path, ready: int, first: int) 
 
 def state_of(number: int, mesh: sw.DeviceMesh) -> dict[str, object]:
     rows = sw.full((512, 1024), float(number), device_mesh=mesh, placements=[sw.Shard(0)])
-    return {"rows": rows, "plain": torch.full((1000,), number), "number": number}
+    frozen = sw.ones(512, 1024, device_mesh=mesh, placements=[sw.Shard(0)])
+    return {"rows": rows, "frozen": frozen, "plain": torch.full((1000,), number), "number": number}
 
 
 def fork_rank(rank: int, folder: Path, store: Path, ready: int, first: int) -> int:
@@ -84,7 +86,7 @@ def look(folder: Path) -> bool:
     reported = [int(line) for line in (folder / "done").read_text().split()]
     found: dict[str, int] = {}
     for path in folder.iterdir():
-        if path.name.startswith(".") or path.name == "done":
+        if path.name.startswith(".") or path.name in ("done", "remote"):
             continue
         assert verify(path) == [], path.name
         state = read(path)
@@ -99,8 +101,13 @@ def look(folder: Path) -> bool:
     assert not over or found["last"] >= max(over)
     with sw.virtual():
         target = state_of(-1, sw.init_device_mesh("cpu", (3,)))
-        latest = max(found, key=lambda name: found[name])
-        assert load(target, folder / latest).state["number"] == found[latest]
+        newest_name = max(found, key=lambda name: found[name])
+        assert latest(folder) == str(folder / newest_name)
+        assert load(target, folder / newest_name).state["number"] == found[newest_name]
+        remote = latest(f"file://{folder}/remote")
+        assert remote is not None
+        assert verify(remote) == []
+        assert load(target, remote).state["number"] >= max(reported)
     return any(".saving-" in path.name for path in folder.iterdir())
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,9 +86,9 @@ def trains(folder: str) -> tuple[list[float], list[float]]:
 
 def reads_its_part(folder: str) -> tuple[int, int]:
     mesh = mesh_of((4,))
-    whole = torch.arange(512 * 512).float().reshape(512, 512)
+    whole = torch.arange(128 * 2048).float().reshape(128, 2048)
     save({"w": sw.distribute_tensor(whole, mesh, [sw.Shard(0)])}, Path(folder) / "rows")
-    target = sw.zeros(512, 512, device_mesh=mesh, placements=[sw.Shard(1)])
+    target = sw.zeros(128, 2048, device_mesh=mesh, placements=[sw.Shard(1)])
     loaded = load({"w": target}, Path(folder) / "rows")
     assert torch.equal(target.full_tensor(), whole)
     return loaded.bytes_read, target.to_local().nbytes
@@ -205,7 +208,86 @@ def readers_beside_writers(folder: str, count: int) -> int:
     return count
 
 
+def builds_on_another(folder: str) -> tuple[str | None, int]:
+    """Another number of ranks that write, and files of the base that several ranks use."""
+    mesh, place = mesh_of((4,)), Path(folder)
+    for step in range(3):
+        frozen = sw.distribute_tensor(torch.arange(65536.0), mesh, [sw.Shard(0)])
+        moving = sw.full((8,), float(step), device_mesh=mesh, placements=[sw.Shard(0)])
+        replicated = torch.ones(5000)  # divided among the ranks
+        state = {"frozen": frozen, "moving": moving, "replicated": replicated, "step": step}
+        before = sw.checkpoint.latest(place)
+        saving = sw.checkpoint.async_save(state, place / f"step-{step}", keep=2, base=before)
+        saving.wait()
+    other = {"frozen": sw.zeros(65536, device_mesh=mesh, placements=[sw.Replicate()])}
+    loaded = load(other, place / "step-2", strict=False)
+    assert torch.equal(other["frozen"].to_local(), torch.arange(65536.0))
+    return sw.checkpoint.latest(place), len(loaded.unexpected)
+
+
+def uses_a_url(folder: str) -> None:
+    mesh = mesh_of((4,))
+    x = sw.distribute_tensor(torch.arange(64.0), mesh, [sw.Shard(0)])
+    save({"x": x}, f"file://{folder}/url/step-1", keep=1)
+    save({"x": x}, f"file://{folder}/url/step-2", keep=1)
+    y = sw.zeros(64, device_mesh=mesh, placements=[sw.Replicate()])
+    assert sw.checkpoint.latest(f"file://{folder}/url") == f"file://{folder}/url/step-2"
+    load({"x": y}, f"file://{folder}/url/step-2")
+    assert torch.equal(y.to_local(), torch.arange(64.0))
+    with pytest.raises(sw.CheckpointError, match="all processes must write to the same file system"):
+        save({"x": x}, "memory://of-one-process/c")
+
+
+def listening() -> set[str]:
+    """The addresses that this process listens on."""
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes and (kind.startswith("udp") or fields[3] == "0A"):
+                found.add(f"{kind} {fields[1]}")
+    return found
+
+
+def listens(folder: str) -> tuple[set[str], set[str], set[str]]:
+    """The sockets before Shardwise is used, after torch's own groups, and after training and saving."""
+    before = listening()
+    dist.new_group(list(range(4)), backend="gloo")
+    torch_own = {address.rpartition(":")[0] for address in listening()}
+    model = Trained(mesh_of((2, 2)))
+    model.train(1)
+    model.save(Path(folder) / "c")
+    sw.checkpoint.async_save({"x": torch.ones(3)}, Path(folder) / "d").wait()
+    return before, torch_own, {address.rpartition(":")[0] for address in listening()}
+
+
 # ---------------------------------------------------------------- tests
+
+
+def test_checkpoints_build_on_another(gloo4: ProcessPool, tmp_path: Path) -> None:
+    assert gloo4.run(builds_on_another, str(tmp_path)) == [(str(tmp_path / "step-2"), 3)] * 4
+    first, second = tmp_path / "step-1", tmp_path / "step-2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+    assert sw.checkpoint.verify(second) == []
+    shared = {file.stat().st_ino for file in first.iterdir()} & {file.stat().st_ino for file in second.iterdir()}
+    assert len(shared) == 4
+    assert torch.equal(read(second)["moving"], torch.full((8,), 2.0))
+
+
+def test_processes_and_a_url(gloo4: ProcessPool, tmp_path: Path) -> None:
+    gloo4.run(uses_a_url, str(tmp_path))
+    assert os.listdir(tmp_path / "url") == ["step-2"]
+
+
+def test_nothing_listens_on_other_addresses(gloo4: ProcessPool, tmp_path: Path) -> None:
+    """Groups of ours, as torch's own, listen on the address of the process group alone; nothing else does."""
+    for before, torch_own, after in gloo4.run(listens, str(tmp_path)):
+        assert torch_own, "gloo listens"
+        assert after <= torch_own | {address.rpartition(":")[0] for address in before}
 
 
 def test_processes_save_and_load(gloo4: ProcessPool, tmp_path: Path) -> None:
@@ -254,6 +336,7 @@ def test_an_error_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Pat
 
 def test_an_error_at_any_step_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Path) -> None:
     counts = checkpoint_faults.run_all(gloo4, str(tmp_path), checkpoint_faults.EVERY)
+    assert counts.pop("latest") > 2  # a short one: the first process looks
     assert min(counts.values()) > 5
     assert sum(counts.values()) > 100
 

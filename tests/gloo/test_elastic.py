@@ -19,15 +19,25 @@ from tests.remeshing import MOVES, build, mesh_of, train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 STEPS = 40
-# Seconds: how long a meeting waits for more than it needs, and after how long a silent machine counts as gone. All four
-# must have time to start on a busy machine: torch's agents time out if one comes when the others have begun.
-MEETING = "is_host=0,last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"
+# Seconds: how long a meeting waits for more than it needs, and after how long a silent machine counts as gone.
+MEETING = "is_host=0,last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5"
+# torchrun, begun when all four have imported torch: its agents time out if one comes when the others have begun.
+TORCHRUN = """
+import sys
+import torch.distributed as dist
+import torch.distributed.run
+store = dist.TCPStore("127.0.0.1", int(sys.argv.pop(1)))
+if store.add("imported", 1) == 4:
+    store.set("all imported", b"")
+store.wait(["all imported"])
+torch.distributed.run.main()
+"""
 
 
 def agent(port: int, folder: Path, number: int) -> subprocess.Popen[bytes]:
     """torchrun as on one of several machines, with one process."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "3:4", "--nproc-per-node", "1"),
+        *(sys.executable, "-c", TORCHRUN, str(port), "--nnodes", "3:4", "--nproc-per-node", "1"),
         *("--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-conf", MEETING),
         *("--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.2", "--local-addr", "127.0.0.1"),
         *(str(EXAMPLE), "--folder", str(folder), "--steps", str(STEPS)),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,35 +36,84 @@ def test_groups_of_axes_are_made_with_the_mesh_and_keep_the_timeout(tmp_path: Pa
         assert timeout == 37
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+WORLDS = 50
 
 
-def worlds_come_and_go(folder: str) -> list[tuple[int, int]]:
-    """Descriptors and threads after each world."""
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    descriptors: int
+    threads: int
+    groups: int
+    memory: int
+
+
+def held() -> Held:
+    gc.collect()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return Held(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), groups, resident())
+
+
+def worlds_come_and_go(folder: str) -> list[Held]:
+    """What is held after each world, with groups of meshes, a transfer, a checkpoint, checks and plain tensors."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = []
-    for number in range(6):
+    for number in range(WORLDS):
         store = dist.FileStore(f"{folder}/store{number}", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         mesh = sw.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
         x = sw.distribute_tensor(torch.arange(8.0) + number, mesh, [sw.Shard(0), sw.Replicate()])
         assert torch.equal(x.full_tensor(), torch.arange(8.0) + number)
-        assert x.sum().item() == 28 + 8 * number
+        assert (x * torch.ones(8)).sum().item() == 28 + 8 * number
+        sw.transfer({"x": x}, sw.DeviceMesh("cpu", [1, 0]), {"x": [sw.Shard(0)]})
+        sw.checkpoint.async_save({"x": x}, f"{folder}/step-{number}", keep=1).wait()
+        with sw.debug.check_ranks(0.05):
+            assert torch.equal(x.full_tensor(), torch.arange(8.0) + number)
         dist.barrier()
         dist.destroy_process_group()
         del store, x
-        gc.collect()
-        threads = len(os.listdir("/proc/self/task"))
-        found.append((descriptors(), threads))
+        found.append(held())
     return found
 
 
-def test_descriptors_and_threads_do_not_grow_with_worlds(tmp_path: Path) -> None:
+def test_nothing_grows_with_worlds(tmp_path: Path) -> None:
     """The first worlds may leave something behind, such as a group that is kept for what is in flight."""
-    for found in run_processes(worlds_come_and_go, 2, str(tmp_path), backend=None, timeout=120):
-        assert found[-1][0] <= found[2][0] + 1, found
-        assert found[-1][1] <= found[2][1] + 1, found
+    for found in run_processes(worlds_come_and_go, 2, str(tmp_path), backend=None, timeout=400):
+        early, late = found[WORLDS // 5], found[-1]
+        assert late.descriptors <= early.descriptors + 2, found
+        assert late.threads <= early.threads + 2, found
+        assert late.groups == 0
+        assert late.memory <= early.memory + 16 * 2**20, found
+
+
+def meshes_come_and_go(store: str) -> list[Held]:
+    """A thousand meshes of few shapes, each used."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options = {"store": dist.FileStore(store, world), "rank": rank, "world_size": world}
+    dist.init_process_group("gloo", **options)
+    found = []
+    for number in range(1000):
+        shape = ((4,), (2, 2))[number % 2]
+        names = tuple(f"axis{number}{i}" for i in range(len(shape)))  # of their own, so that the mesh is a new one
+        mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        x = sw.distribute_tensor(torch.arange(8.0), mesh, [sw.Shard(0)] * mesh.ndim, src_data_rank=None)
+        assert x.full_tensor()[7] == 7
+        if number % 100 == 99:
+            found.append(held())
+    return found
+
+
+def test_meshes_of_the_same_ranks_share_groups(tmp_path: Path) -> None:
+    for found in run_processes(meshes_come_and_go, 4, str(tmp_path / "store"), backend=None, timeout=400):
+        assert found[0].groups == found[-1].groups == 3, found  # the world, and two pairs
+        assert found[-1].descriptors == found[0].descriptors, found
+        assert found[-1].threads == found[0].threads, found
+        assert found[-1].memory <= found[0].memory + 32 * 2**20, found
 
 
 IN_FLIGHT = """
@@ -94,9 +144,11 @@ def test_a_program_may_end_with_a_collective_in_flight(tmp_path: Path) -> None:
 def lose_a_rank(store: str) -> str:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options = {"store": dist.FileStore(store, world), "rank": rank, "world_size": world}
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20), **options)
+    dist.init_process_group("gloo", **options)
     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     x = sw.distribute_tensor(torch.arange(8.0), mesh, [sw.Shard(0)], src_data_rank=None)
+    x.redistribute(placements=[sw.Replicate()])  # the ranks have met: what follows need not wait for a slow start
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3), mesh.get_group())
     if rank == 1:
         dist.distributed_c10d._world.default_pg = None  # this process no longer takes part
         time.sleep(0.1)

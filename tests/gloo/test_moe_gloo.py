@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from tests import expert_slots
 
 CASES = (
     ((4,), ("ep",), 8, 2, None),
@@ -109,3 +111,66 @@ def reads() -> list[int]:
 def test_the_host_waits_once_for_a_layer_and_never_with_a_capacity(gloo4: Any) -> None:
     for found in gloo4.run(reads, timeout=60):
         assert found == [1, 0, 1, 0]
+
+
+def compiled() -> list[bool]:
+    """Layers with a capacity as one graph, beside eager ones."""
+    return [
+        same
+        for shape, names in expert_slots.CASES
+        for same in expert_slots.compiled_beside_eager(shape, names, uneven=len(names) == 1)
+    ]
+
+
+def test_with_a_capacity_a_layer_is_one_graph(gloo4: Any) -> None:
+    for found in gloo4.run(compiled, timeout=240):
+        assert all(found)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators on plain tensors, those of locals among them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(issubclass(kind, sw.DTensor) for kind in types)
+        return func(*args, **(kwargs or {}))
+
+
+def work_of_a_layer(choices: int) -> tuple[int, int, list[str]]:
+    """Operators and collectives of dispatch and back, forward and backward, and the nodes of autograd."""
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    x, router, *_ = (sw.distribute_tensor(t, mesh, [sw.Shard(0)]).requires_grad_() for t in given(8))
+    weights, ids = F.linear(x, router).softmax(-1).topk(choices)
+    weights = weights.detach().requires_grad_()
+
+    def step() -> list[str]:
+        rows, back = sw.moe.dispatch(x, ids, 8)
+        y = back(rows, weights)
+        node, found = y.grad_fn, []
+        while node is not None:
+            found.append(node.name())
+            node = node.next_functions[0][0] if node.next_functions else None
+        y.backward(x.detach())
+        return found
+
+    step()
+    with Operators() as operators:
+        nodes = step()
+    with sw.debug.CommDebugMode() as comm:
+        step()
+    return operators.count, comm.get_total_counts(), nodes
+
+
+def works() -> list[tuple[int, int, list[str]]]:
+    """With one choice and with two."""
+    return [work_of_a_layer(choices) for choices in (1, 2)]
+
+
+def test_what_a_layer_costs(gloo4: Any) -> None:
+    """Operators as counted first; collectives: counts, tokens, back; with several choices numbers and weights."""
+    nodes = ["WeightedReturnBackward", "MapRowsBackward", "torch::autograd::AccumulateGrad"]
+    for one, two in gloo4.run(works, timeout=60):
+        assert one[1:] == (5, nodes)
+        assert two[1:] == (8, nodes)
+        assert (one[0] <= 49, two[0] <= 100) == (True, True), (one[0], two[0])

@@ -63,7 +63,7 @@ def agreeing() -> dict[str, bool]:
     check = c10d._plain
     found["compared"] = check is not None and not check.verdict and len(check._streams) == 2
     # each key was read by one neighbour, and deleted
-    found["few keys left"] = check is not None and check._store.num_keys() - before < 100
+    found["few keys left"] = dist.distributed_c10d._get_default_store().num_keys() - before < 100
     return found
 
 
@@ -186,7 +186,10 @@ def at_a_collective(rank: int) -> tuple[str, str]:
     x = sharded(sw.init_device_mesh("cpu", (4,)), 4, 4)
 
     def collective() -> None:
-        time.sleep(1.0)  # long enough for all to hear
+        check, deadline = c10d._plain, time.monotonic() + LIMIT
+        assert check is not None
+        while not check.verdict and time.monotonic() < deadline:  # all must have heard: one that has not would wait
+            time.sleep(0.01)
         x.full_tensor()
 
     said = until_raised(lambda: x + torch.full((4, 4), float(rank == 2)), collective)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gloo import processes
 from tests.gloo.processes import ProcessPool, RankFailed, RankTimeout, child_processes, run_processes
 
 
@@ -31,9 +32,12 @@ def raise_on(bad: int) -> None:
 
 
 def raise_in_turn(first: int) -> None:
-    rank = dist.get_rank()
-    dist.barrier()  # however late one of them was started
-    time.sleep(0.0 if rank == first else 0.1)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    if rank == first:
+        store.set("first", b"")
+    else:
+        store.wait(["first"])
+        time.sleep(0.1)  # the first has noted when it raised
     raise ValueError(f"rank {rank} says no")
 
 
@@ -90,8 +94,9 @@ def test_pool_survives_a_failing_call(gloo4: ProcessPool) -> None:
     assert gloo4.run(rank_and_sum, 0)[3][1].item() == 6.0
 
 
-def test_failures_and_limits_with_two_ranks() -> None:
+def test_failures_and_limits_with_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One test for what needs fresh ranks each time, so that they are started as few times as possible."""
+    monkeypatch.setattr(processes, "GRACE", 30)  # of a busy machine; the second failure ends the wait
     others = set(child_processes())
     with ProcessPool(2) as pool:
         for first in (0, 1):
@@ -104,11 +109,9 @@ def test_failures_and_limits_with_two_ranks() -> None:
         assert died.value.rank == 1
 
         pool.run(pid)  # start-up is not part of a call's limit
-        start = time.monotonic()
         with pytest.raises(RankTimeout, match=r"no answer within 0\.5 s from rank 1 of 2(?s:.*)hang_on") as hung:
             pool.run(hang_on, 1, timeout=0.5)
         assert hung.value.ranks == (1,)
-        assert time.monotonic() - start < 10
         assert set(child_processes()) <= others
     assert pool.starts == 4
 
@@ -178,8 +181,8 @@ def test_ranks_end_with_an_interrupted_parent(how: signal.Signals, tmp_path: Pat
 
 
 def _ends(pid: int) -> bool:
-    """Whether the process is gone, or a zombie nobody has waited for, within five seconds."""
-    deadline = time.monotonic() + 5
+    """Whether the process is gone, or a zombie nobody has waited for, within half a minute."""
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":

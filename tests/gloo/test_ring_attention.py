@@ -67,8 +67,8 @@ def test_compiled(gloo4: ProcessPool) -> None:
 
 
 def _flex() -> None:
-    def identity(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score
+    def sloped(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any) -> Any:
+        return score + slopes[h] * (k - q)
 
     def window(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q - k).abs() < 4
@@ -78,22 +78,34 @@ def _flex() -> None:
 
     def run(tensors: list[Any], blocks: Any) -> list[Any]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out, lse, _ = flex_attention(*leaves, identity, blocks, 0.3, {})
+        out, lse, _ = flex_attention(*leaves[:3], sloped, blocks, 0.3, {}, (leaves[3],))
         return [out, lse.detach(), *torch.autograd.grad(out.square().sum() + lse.square().sum(), leaves)]
 
-    given = case("none", (13, 13))
+    given, slopes = case("none", (13, 13)), torch.linspace(0.1, 0.5, 4, dtype=torch.float64)
     mesh = sw.init_device_mesh("cpu", (4,))
     for mask, ways in ((window, ("halo", "ring", "gather")), (causal, ("ring", "heads"))):
         blocks = create_block_mask(mask, None, None, 13, 13, device="cpu").as_tuple()
-        wanted = run(given.tensors[:3], blocks)
+        wanted = run([*given.tensors[:3], slopes], blocks)
         for way, placement in itertools.product(ways, (S2, Z2, sw.Shard(1))):
             laid = [sw.distribute_tensor(x, mesh, [placement]) for x in given.tensors[:3]]
+            laid.append(sw.distribute_tensor(slopes, mesh, [S0]))
             with sw.attention(prefer=way):
                 assert_close(run(laid, blocks), wanted)
 
 
 def test_flex_attention(gloo4: ProcessPool) -> None:
     gloo4.run(_flex, timeout=120)
+
+
+def _dropout() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    given = case("causal", (13, 13), option="dropout")
+    for way, placement in itertools.product(("ring", "gather", "heads"), (S2, Z2)):
+        assert_close(on_mesh(given, mesh, [placement], way), on_one_device(given))
+
+
+def test_dropout(gloo4: ProcessPool) -> None:
+    gloo4.run(_dropout, timeout=120)
 
 
 def _masks() -> None:
@@ -114,6 +126,13 @@ def _windows() -> None:
             got = on_mesh(given, sw.init_device_mesh("cpu", shape), placements, "halo")
         assert "halo" in {record.way for record in report.records}
         assert_close(got, on_one_device(given))
+    at = torch.arange(500)
+    sinks = (at[:, None] >= at) & ((at[:, None] - at < 9) | (at < 3))
+    given = case("none", (500, 500))._replace(mask=sinks)
+    with sw.explain() as report:
+        got = on_mesh(given, sw.init_device_mesh("cpu", (4,)), [S2], "halo")
+    assert "halo" in {record.way for record in report.records}
+    assert_close(got, on_one_device(given))
 
 
 def test_windows(gloo4: ProcessPool) -> None:

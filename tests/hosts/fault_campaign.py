@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.events import route_started
 from tests.hosts.host_programs import model_on, steps_of
 from tests.hosts.network_hosts import Hosts, environment_of
 from tests.pipelines import language_model, one_device, whole
@@ -40,10 +41,11 @@ GRACE = 50.0  # more seconds until a rank that has not ended counts as hanging, 
 STEPS = 6
 KINDS = (
     "kill a process", "kill a host", "freeze a process", "freeze a host", "link down, 5 s", "link down, 60 s",
-    "a slow rank", "full disk", "directory removed", "clock jumps",
+    "link down for good", "a slow rank", "full disk", "directory removed", "clock jumps", "kill while groups are made",
+    "kill in the first collective",
 )  # fmt: skip
+ENDS_ITSELF = ("kill while groups are made", "kill in the first collective")
 PROGRAMS = ("training", "saving", "loading", "transferring", "planning")
-CHECKPOINT_FAULTS = ("full disk", "directory removed")
 CLEAR = (sw.LostRankError, sw.CheckpointError, sw.PipelineError, sw.AgreementError)
 COLUMNS = ("injected", "continued", "refused", "unclear", "hang", "lost", "wrong")
 
@@ -63,6 +65,23 @@ class Rank:
         """Let the clock of this process jump by an hour."""
         real = time.time
         time.time = lambda: real() - 3600.0
+
+    def end_at(self, kind: str, begun: bool) -> None:
+        """Kill this process when it makes its first group, before or after the others have it, or communicates."""
+
+        def end(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def make_group(*args: Any, **options: Any) -> Any:
+            if begun:
+                original(*args, **options)
+            end()
+
+        original = dist.new_group
+        if kind == "kill while groups are made":
+            dist.new_group = make_group
+        else:
+            route_started.append(end)
 
     def between_steps(self) -> None:
         if self.pause:
@@ -141,7 +160,16 @@ class Rank:
             self.between_steps()
 
 
-def run_rank(rank: int, hosts: Hosts, port: int, program: str, folder: Path, report: Path, ready: int) -> None:
+def run_rank(
+    rank: int,
+    hosts: Hosts,
+    port: int,
+    program: str,
+    folder: Path,
+    report: Path,
+    ready: int,
+    prepare: Callable[[Rank], None],
+) -> None:
     """The process of a rank, from its host to its report."""
     warnings.simplefilter("default")  # pytest makes errors of them, and they would hide the one that is looked for
     hosts.enter(rank // RANKS)
@@ -151,6 +179,7 @@ def run_rank(rank: int, hosts: Hosts, port: int, program: str, folder: Path, rep
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
         dist.barrier()
+        prepare(own)
         os.write(ready, b".")
         getattr(own, program)()
     except CLEAR as error:
@@ -181,6 +210,8 @@ def one_trial(hosts: Hosts, number: int, rng: random.Random, kind: str) -> Trial
     program = "saving" if kind == "full disk" else rng.choice(PROGRAMS)
     if kind == "directory removed":
         program = rng.choice(("saving", "loading"))
+    if kind == "kill while groups are made":  # the others use the group of all ranks alone, or not at first
+        program = rng.choice(("training", "saving", "transferring"))
     work = hosts.folder / f"trial{number}"
     folder = hosts.shared_disk / "runs"
     shutil.rmtree(folder, ignore_errors=True)
@@ -190,6 +221,8 @@ def one_trial(hosts: Hosts, number: int, rng: random.Random, kind: str) -> Trial
     work.mkdir()
     shutil.copy(hosts.folder / "reference.pt", work / "reference.pt")
     receive, ready = os.pipe()
+    doomed = {rng.randrange(HOSTS * RANKS)} if kind in ENDS_ITSELF else set[int]()
+    begun_groups = rng.random() < 0.5
     reports = [work / f"rank{rank}.json" for rank in range(HOSTS * RANKS)]
     pids = []
     for rank, report in enumerate(reports):
@@ -197,8 +230,10 @@ def one_trial(hosts: Hosts, number: int, rng: random.Random, kind: str) -> Trial
         if not pid:
             with contextlib.suppress(BaseException):
                 log = os.open(work / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
-                os.dup2(log, 1), os.dup2(log, 2)
-                run_rank(rank, hosts, 20000 + number % 20000, program, folder, report, ready)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                prepare = (lambda own: own.end_at(kind, begun_groups)) if rank in doomed else (lambda own: None)
+                run_rank(rank, hosts, 20000 + number % 20000, program, folder, report, ready, prepare)
             os._exit(2)
         pids.append(pid)
     os.close(ready)
@@ -207,7 +242,7 @@ def one_trial(hosts: Hosts, number: int, rng: random.Random, kind: str) -> Trial
         while begun < len(pids) and (got := os.read(receive, 16)):
             begun += len(got)
         time.sleep(rng.uniform(0, 2.5) * rng.random())
-        victims = inject(kind, hosts, pids, folder, rng)
+        victims = inject(kind, hosts, pids, folder, rng) | doomed
         hanging = wait_for(pids, victims, TIMEOUT + GRACE)
         if hanging and kind == "link down, 60 s":
             for host in range(HOSTS):
@@ -257,6 +292,8 @@ def inject(kind: str, hosts: Hosts, pids: list[int], folder: Path, rng: random.R
             hosts.set_link(host, up=True)
         case "link down, 60 s":
             hosts.set_link(host, up=False)  # up again when a minute has passed, or all ranks have ended
+        case "link down for good":
+            hosts.set_link(host, up=False)
         case "a slow rank":
             send({rank}, signal.SIGUSR1)
         case "clock jumps":

@@ -84,21 +84,6 @@ def steps_of(model: nn.Module, optimizer: Any, mesh: sw.DeviceMesh, begin: int, 
     return losses
 
 
-def local_checkpoint() -> None:
-    """On disks that hosts do not share a save is refused on every rank, and leaves nothing behind."""
-    mesh = hosts_by_ranks("dp", "tp")
-    x = sw.distribute_tensor(torch.arange(48.0).reshape(12, 4), mesh, [sw.Shard(0), sw.Replicate()])
-    refused = ""
-    try:
-        checkpoint.save({"x": x}, LOCAL / "step-1")
-    except sw.CheckpointError as error:
-        refused = str(error)
-    assert "is not shared by all processes" in refused, refused
-    assert "on host1" in refused, refused
-    dist.barrier()
-    assert not list(LOCAL.iterdir()), list(LOCAL.iterdir())
-
-
 def pipeline() -> None:
     """One stage on each rank, so that some are neighbours on a host and others not."""
     mesh = sw.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
@@ -137,7 +122,7 @@ def hosts_by_ranks(*names: str) -> sw.DeviceMesh:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     function.__name__: function
-    for function in (demo, training, local_checkpoint, pipeline, experts, wrong)
+    for function in (demo, training, pipeline, experts, wrong)
 }  # fmt: skip
 
 

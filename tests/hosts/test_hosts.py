@@ -16,7 +16,7 @@ PROGRAMS = ("demo", "training", "pipeline", "experts")
 
 @pytest.mark.parametrize(
     ("hosts", "ranks", "programs"),
-    [(2, 2, (*PROGRAMS, "local_checkpoint")), (3, 1, ("training", "experts")), (4, 1, PROGRAMS)],
+    [(2, 2, PROGRAMS), (3, 1, ("training", "experts")), (4, 1, PROGRAMS)],
 )
 def test_programs_give_the_values_of_one_device(hosts: int, ranks: int, programs: tuple[str, ...]) -> None:
     with Hosts(hosts, rate="500mbit") as made:

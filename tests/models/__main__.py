@@ -89,7 +89,7 @@ Models of other libraries, as they are, with random weights and small sizes. Eac
 backward, AdamW) on four virtual ranks, in the ways below, on the meshes (4,) and (2, 2), and compared with plain torch:
 the loss, the gradients of all parameters, parameters and buffers after the step. A batch has {samples} samples, so
 shards differ in size. Models are in training mode: dropout draws one device's numbers, and batch norm uses the
-statistics of the whole batch.
+statistics of the global batch.
 
 | way | how | mesh (2, 2) |
 |---|---|---|

@@ -69,10 +69,18 @@ def generation_differences(carrier: Carrier, ways: dict[str, dict[str, Any]] = G
     ids[1, :2], mask[1, :2] = 0, 0
     plain: Any = tiny_model(carrier).model.eval()
     parallel: Any = sw.hf.parallelize(tiny_model(carrier).model.eval(), sw.init_device_mesh("cpu", (4,)))
+
+    def text(model: Any, options: dict[str, Any]) -> torch.Tensor:
+        torch.manual_seed(2)
+        return whole(model.generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0, **options))
+
     for way, options in ways.items():
-        texts = []
-        for model in (plain, parallel):
-            torch.manual_seed(2)
-            texts.append(model.generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0, **options))
-        if not torch.equal(whole(texts[1]), texts[0]):
-            yield f"{way}: {whole(texts[1]).tolist()}, not {texts[0].tolist()}"
+        try:
+            wanted = text(plain, options)
+        except Exception:
+            if way == "greedy":
+                raise
+            continue  # the plain model cannot do it: some have no static cache, some no beams
+        found = text(parallel, options)
+        if not torch.equal(found, wanted):
+            yield f"{way}: {found.tolist()}, not {wanted.tolist()}"

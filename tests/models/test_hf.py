@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint.io import range_reader
+from shardwise.checkpoint.operations import safetensors_models
 from shardwise.hf import pretrained_models, style_names
 from tests.models.architectures import missing
 from tests.models.hf_architectures import check_carrier
@@ -47,7 +47,7 @@ def saved(name: str, folder: Path, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_loading_reads_what_a_rank_needs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(range_reader, "SECTOR", 1)  # rows of these models are short
+    monkeypatch.setattr(safetensors_models, "GAP", 0)  # rows of these models are short
     saved(name, tmp_path, max_shard_size="20KB")
     read: list[int] = []
     load = pretrained_models.load_safetensors

@@ -136,7 +136,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(sw.LayoutError, match="does not shard tokens"):
         sw.hf.context_parallel(model, mesh["cp"], sw.Replicate)
     sw.hf.context_parallel(model, sw.init_device_mesh("cpu", (2,)))
-    with pytest.raises(sw.MeshError, match="meshes that were made apart"):
+    with pytest.raises(sw.MeshError, match="meshes that were made separately"):
         model(torch.zeros(2, 4, dtype=torch.long))
     vision = tiny_model(carrier_of("Llama4Vision"))
     sw.hf.context_parallel(sw.hf.parallelize(vision.model, mesh["tp"]), mesh["cp"])

@@ -1,5 +1,6 @@
 """Training loops of transformers, accelerate and peft on a parallel model, against the plain one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ def test_compiled_blocks() -> None:
     check(step(model), step(LLAMA.model()))
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, while it traces
+def test_a_model_that_is_compiled() -> None:
+    """transformers breaks the graph inside of a model, so hooks of layers run between two graphs."""
+    model = sharded(LLAMA.model())
+    model.compile(backend="aot_eager")
+    check(step(model), step(LLAMA.model()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["parallel", "sharded"])
+def test_flex_attention_with_padding(way: str) -> None:
+    """Without gradients: torch has none of it on a CPU. On a GPU see tests/gpu/test_hf_gpu.py."""
+    ids = LLAMA.batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    plain: Any = LLAMA.model().eval()
+    model = {"parallel": parallel, "sharded": sharded}[way](LLAMA.model().eval())
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        wanted = plain(input_ids=ids, attention_mask=mask).logits
+        found = whole(model(input_ids=ids, attention_mask=mask).logits)
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
 def test_a_sequence_that_is_sharded() -> None:
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     model: Any = sw.hf.parallelize(LLAMA.model(), mesh["tp"])
@@ -82,12 +107,25 @@ def test_adapters_of_peft(order: str) -> None:
     check(step(model), wanted)
 
 
-def test_the_trainer(tmp_path: Path) -> None:
+def sharded(model: nn.Module) -> Any:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return sw.hf.shard_batch(sw.fully_shard(sw.hf.parallelize(model, mesh["tp"]), mesh["dp"]), mesh["dp"])
+
+
+def replicated(model: nn.Module) -> Any:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    return sw.hf.shard_batch(sw.replicate(model, mesh), mesh)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("way", [parallel, sharded, replicated])
+def test_the_trainer(way: Callable[[nn.Module], Any], smoothing: float, tmp_path: Path) -> None:
+    """The Trainer as it is. With label smoothing it shifts the labels of models that it knows by their class's name."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     rows = LLAMA.batch()["input_ids"]
     histories = []
-    for model in (LLAMA.model(), parallel(LLAMA.model())):
+    for model in (LLAMA.model(), way(LLAMA.model())):
         settings = transformers.TrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=4,
@@ -98,6 +136,7 @@ def test_the_trainer(tmp_path: Path) -> None:
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
+            label_smoothing_factor=smoothing,
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
         trainer = transformers.Trainer(model=model, args=settings, train_dataset=data)

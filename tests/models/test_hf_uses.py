@@ -1,5 +1,6 @@
 """What users do to models of transformers before and after they are made parallel, against the plain model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,17 +94,40 @@ def test_evaluation_twice_and_bfloat16() -> None:
         check(step(model, rows()), step(plain, rows()), rtol=0.05, atol=0.02)
 
 
-def test_a_captured_step_is_refused_by_name() -> None:
-    model = parallel(plain_model(), 2)
+def ways() -> dict[str, Callable[[Any], Any]]:
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
-    def loss(ids: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids, labels=ids).loss
+    def sharded(model: Any) -> Any:
+        return sw.hf.shard_batch(sw.fully_shard(model, mesh["dp"]), mesh["dp"])
 
-    captured = sw.captured(loss)
+    return {
+        "parallelize": lambda model: sw.hf.parallelize(model, mesh["tp"]),
+        "fully_shard": sharded,
+        "both": lambda model: sharded(sw.hf.parallelize(model, mesh["tp"])),
+    }
 
-    def repeatedly() -> None:  # the first calls find out which code runs
-        for _ in range(3):
-            captured(rows())
 
-    with pytest.raises(sw.UnsupportedError, match=r"ContextVar|_contextvars"):
-        repeatedly()  # transformers collects outputs by one, and a program that is replayed would miss its changes
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("way", ["parallelize", "fully_shard", "both"])
+def test_a_captured_step_is_as_on_one_device(way: str, trains: bool) -> None:
+    def results(model: Any, captured: bool) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(ids: torch.Tensor) -> Any:
+            if not trains:
+                with torch.no_grad():
+                    return model(input_ids=ids).logits
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run: Any = sw.captured(step) if captured else step
+        found = [whole(run(rows().roll(number, 0))).clone() for number in range(5)]
+        assert not captured or run.programs
+        return found
+
+    wanted = results(plain_model(), captured=False)
+    for found, value in zip(results(ways()[way](plain_model()), captured=True), wanted, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)

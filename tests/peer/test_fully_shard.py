@@ -47,7 +47,7 @@ def trained(fully_shard: Any, mesh: Any, rank: int, size: int, **options: Any) -
 
 def both() -> list[tuple[Any, Any]]:
     found = []
-    for options in ({}, {"reshard_after_forward": False}):
+    for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
         mesh = sw.init_device_mesh("cpu", (4,))
         rank = mesh.get_rank()
         ours = trained(sw.fully_shard, mesh, rank, 4, **options)

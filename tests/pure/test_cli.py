@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -245,7 +246,7 @@ def test_an_interrupt_is_one_line_and_status_130(
         ),
         (["f32[8,8] S0", "--mesh", "2"], "expected '->' and the target layout\n  f32[8,8] S0\n             ^"),
         (["f32[8,8] S0 -> R -> S1", "--mesh", "2x2"], "f32[8,8] S0 -> R -> S1\n                   ^"),
-        (["f32[8,8] S0 -> P", "--mesh", "2"], "would go from Shard(0) to Partial(sum)\n  hint:"),
+        (["f32[8,8] S0 -> P", "--mesh", "2"], "would change from Shard(0) to Partial(sum)\n  hint:"),
         (["f32[8] R -> f32[9] R", "--mesh", "2"], "cannot lay f32[8] R out as f32[9] R: the shapes differ"),
         (["f32[8] R -> R", "--mesh", "dp=2,dp=4"], "axis dp is named twice\n  dp=2,dp=4\n       ^"),
         (["f32[8] R -> R", "--mesh", "dp=2,tp"], "expected an axis such as dp=2, found 'tp'\n  dp=2,tp\n       ^"),
@@ -372,3 +373,13 @@ def test_plan_to_another_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(plan(capsys, change, "--mesh", "dp=2,tp=4", "--to-mesh", "tp=3", "--json"))
     assert said["target_mesh"] == {"axes": ["tp"], "shape": [3], "ranks": 3, "device": "cpu"}
     assert said["route"]["received_bytes"] == 96 * 64 * 4 / 3
+
+
+def test_the_version_names_torch_and_the_fabric(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"shardwise 0\.\d+\.\d+, torch [\w.+]+, Python 3\.\d+\.\d+\S*, fabric virtual\n", printed), (
+        printed
+    )

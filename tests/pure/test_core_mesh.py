@@ -275,7 +275,7 @@ GRID = [[0, 1], [2, 3]]
     [
         ([0, 1, 0], None, "ranks [0] are in the mesh more than once", "name each rank once"),
         ([[5, 2], [2, 5]], None, "ranks [2, 5] are in the mesh more than once", "name each rank once"),
-        (GRID, ("dp", "dp"), "axis names repeat in ('dp', 'dp')", "a name of its own"),
+        (GRID, ("dp", "dp"), "axis names repeat in ('dp', 'dp')", "must be different"),
         (GRID, ("dp",), "1 names ('dp',) for a mesh of 2 axes", "one name for each axis"),
         (GRID, ("dp", "tp", "cp"), "3 names ('dp', 'tp', 'cp') for a mesh of 2 axes", "one name for each axis"),
         (GRID, "dp", "1 names ('dp',) for a mesh of 2 axes", "one name for each axis"),

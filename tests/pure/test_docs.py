@@ -19,6 +19,7 @@ FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(?P<words>.+)$", re.MULTILINE)
 DOCUMENTED = re.compile(r"^::: shardwise\.(?P<name>[\w.]+)$", re.MULTILINE)
+NAMED_TEST = re.compile(r"`(?P<file>(?:tests|bench|examples)/[\w/]+\.(?:py|ipynb))(?:::(?P<name>\w+))?`")
 OUTSIDE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?https?:[^>]*>|@import|url\(['\"]?https?:")
 
 
@@ -46,11 +47,38 @@ def test_links(page: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_tests_that_a_page_names(page: Path) -> None:
+    missing = []
+    for found in NAMED_TEST.finditer(prose(page)):
+        file = ROOT / found["file"]
+        if not file.exists() or (found["name"] and f"def {found['name']}(" not in file.read_text(encoding="utf-8")):
+            missing.append(found[0])
+    assert not missing
+
+
+def test_every_feature_that_is_there_has_a_test() -> None:
+    rows = [line.split(" | ") for line in (DOCS / "features.md").read_text(encoding="utf-8").splitlines()]
+    features = {row[0]: row[1] for row in rows if len(row) > 4 and row[1].startswith("yes")}
+    assert len(features) > 30
+    assert not [name for name, ours in features.items() if not NAMED_TEST.search(ours)]
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     reference = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
     documented = [found["name"] for found in DOCUMENTED.finditer(reference)]
     assert len(documented) == len(set(documented)), "a name has two places"
-    packages = ("checkpoint", "checkpoint.state_dict", "debug", "hf", "moe", "optim", "parallel", "pipelines")
+    packages = (
+        "checkpoint",
+        "checkpoint.state_dict",
+        "debug",
+        "hf",
+        "moe",
+        "optim",
+        "parallel",
+        "pipelines",
+        "recurrences",
+    )
     parts = {f"{part}.{name}" for part in packages for name in importlib.import_module(f"shardwise.{part}").__all__}
     again = {name.partition(".")[2] for name in parts}  # names that shardwise has of its packages
     own = set(shardwise.__all__) - again - set(packages)

@@ -9,18 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 # Tests of `isinstance(..., RankTensor)` or of a fabric's name, by file.
-ALLOWED: dict[str, int] = {
-    "capture/leaving.py": 1,
-    "capture/local_optimizer.py": 1,
-    "capture/reachable.py": 1,
-    "checkpoint/operations/process_exchange.py": 1,  # a state with such tensors is refused
-    "dispatch/plain_operands.py": 1,  # the gradient of such an operand is one too
-    "loading.py": 1,  # refused
-    "parallel/tensor_parallel/layer.py": 2,
-    "parallel/tensor_parallel/module_parameters.py": 2,
-    "raw_memory.py": 1,  # refused
-    "tensor/ranks.py": 2,  # derivatives of functions from and to such tensors
-}
+ALLOWED: dict[str, int] = {}
 
 
 def asks(tree: ast.AST) -> int:
@@ -57,7 +46,7 @@ def counted() -> Counter[str]:
 def test_fabrics_are_asked_not_named() -> None:
     more = {name: count for name, count in counted().items() if count > ALLOWED.get(name, 0)}
     assert not more, (
-        f"ask the fabric (`has_values`, `many_ranks`, `one_rank`, `spread`, `is_local`, `parts_of`, ...): {more}"
+        f"ask the fabric (`has_values`, `many_ranks`, `one_rank`, `spread`, `is_of_ranks`, `parts_of`, ...): {more}"
     )
 
 

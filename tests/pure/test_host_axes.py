@@ -72,6 +72,51 @@ def test_routes_go_inside_first(mesh: str, change: str, steps: tuple[str, ...]) 
     assert route.target is target
 
 
+QUICK = HostLinks(4, Link(1e-9, 1e-9), Link(1e-9, 1e-8), Link(1e-9, 1e-8))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "change", "pieces"),
+    [
+        ("8", "f32[256,64] P -> R", (0, 8)),
+        ("8", "f32[256,64] S0 -> R", (1, 8)),
+        ("8", "f32[256,64] P -> S0", (1, 8)),
+        ("8", "f32[256,16] S0 -> R", (1, 2)),  # pieces of dim 1 that are no longer even over all ranks
+        ("8", "f32[256,12] S0 -> R", None),
+        ("8", "f32[256] S0 -> R", None),  # no dim that both ends have in full
+        ("dp=2,tp=4", "f32[256,64] dp:P -> R R", (0, 8)),
+        ("dp=2,tp=4", "f32[256,64] tp:P -> R R", None),  # inside a host alone
+    ],
+)
+def test_steps_on_different_links_run_in_pieces(mesh: str, change: str, pieces: object) -> None:
+    model = CostModel(hosts={"cpu": QUICK})
+    source, target = parse_change(change, parse_mesh(mesh))
+    route = DTensorRedistributePlanner(model).plan(source, target)
+    assert route.pieces == pieces
+    if pieces is not None:
+        bounded = DTensorRedistributePlanner(model).plan(source, target, max_bytes=1 << 30)
+        assert bounded.pieces is None  # pieces in flight need memory
+        assert bounded.steps == route.steps
+        crossing = [
+            cost.seconds for step, cost in zip(bounded.steps, bounded.costs, strict=True)
+            if step.collective and QUICK.link(step.before.mesh, step.axes) is not QUICK.inside
+        ]  # fmt: skip
+        assert sum(crossing) < route.seconds < bounded.seconds  # no faster than the link between hosts
+        assert route.received == bounded.received
+
+
+def test_latency_limits_the_number_of_pieces() -> None:
+    source, target = parse_change("f32[1024,1024] P -> R", parse_mesh("8"))
+    numbers = []
+    for alpha in (1e-9, 1e-3, 4e-3):
+        links = HostLinks(4, Link(alpha, 1e-9), Link(alpha, 1e-8), Link(alpha, 1e-8))
+        pieces = DTensorRedistributePlanner(CostModel(hosts={"cpu": links})).plan(source, target).pieces
+        numbers.append(1 if pieces is None else pieces.number)
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] == 8
+    assert numbers[-1] == 1
+
+
 def test_small_tensors_take_one_collective() -> None:
     source, target = parse_change("f32[8,8] P -> R", parse_mesh("8"))
     assert DTensorRedistributePlanner(MODEL).plan(source, target).collectives == 1

@@ -27,15 +27,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("decompose",),
     ("api", "random", "interop"),
     ("factories", "loading", "raw_memory", "recurrent_states", "optimizer_hook"),
-    ("extend", "moe"),
+    ("extend", "moe", "recurrences"),
     ("parallel", "checkpoint", "debug", "optim", "meshes"),
     ("capture", "elastic", "hf", "pipelines"),
+    ("essentials",),
     ("__init__",),
     ("cli", "demo", "__main__"),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 # Imports that wait until they are used.
-DEFERRED = frozenset({("__init__", "shardwise.parallel")})
+DEFERRED = frozenset({("__init__", "shardwise.essentials")})
 # Methods of DTensor that communicate or leave it: for its own layer and those above.
 METHODS = frozenset({"redistribute", "to_local", "full_tensor"})
 STRANGERS = frozenset(

@@ -515,7 +515,7 @@ def test_a_permuted_mesh_is_another_mesh() -> None:
 
 
 def test_sharded_cannot_become_partial() -> None:
-    with pytest.raises(LayoutError, match=r"axis 'tp' would go from Shard\(1\) to Partial\(sum\)"):
+    with pytest.raises(LayoutError, match=r"axis 'tp' would change from Shard\(1\) to Partial\(sum\)"):
         plan(*specs("f32[8,8] dp:R tp:S1 -> dp:P tp:P"))
     with pytest.raises(LayoutError, match=r"StridedShard\(1, split_factor=2\)"):
         plan(*specs("f32[8,8] dp:R tp:S1/2 -> dp:R tp:P"))

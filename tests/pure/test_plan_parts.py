@@ -8,24 +8,36 @@ import math
 import pytest
 import torch
 
+from shardwise.core.layout import Run
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.notation import parse_spec
-from shardwise.core.placement import Placement, Ragged, Replicate, Shard
+from shardwise.core.placement import Partial, Placement, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.dispatch.random_ops import _kept
 from shardwise.errors import LayoutError
 from shardwise.plan.cost import CostModel, Link, all_reduce_bytes, current_cost_model, links_of
 from shardwise.plan.decomposing import _seconds
 from shardwise.plan.heuristic import SAFELY, seconds_left, seconds_left_at_least
 from shardwise.plan.move import scatter_dims
+from shardwise.plan.propagate import OpSchema, ShardingPropagator
 from shardwise.plan.route import DTensorRedistributePlanner
+from shardwise.plan.route_pieces import Pieces, piece_of
+from shardwise.plan.sequence_attention import choose_attention
 from shardwise.plan.state import Problem
-from shardwise.plan.state_transfer import _windows
+from shardwise.plan.state_transfer import IndexRange, _staged, _windows
 from shardwise.rules.attention_blocks import tiles
-from shardwise.rules.mask_reach import band_of
+from shardwise.rules.engine import Factors, candidates
+from shardwise.rules.mask_reach import Reach, band_of, reach_of
+from shardwise.rules.padding import rows_padded
+from shardwise.rules.registry import Call
+from shardwise.rules.shapes import _concatenated
+from shardwise.schema import load_rules, op_info
 
 MESH = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), fabric="virtual")
+LINE = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("tp",), fabric="virtual")
 FAST, SLOW = Link(alpha=2e-6, beta=3e-9), Link(alpha=1e-6, beta=5e-9)  # one starts later, the other has less bandwidth
 UNEQUAL = CostModel(axes={"dp": FAST, "tp": SLOW})
+TRANSFERRED = ["", "dp:S0", "dp:S1 tp:S0", "dp:S0 tp:S1", "tp:S1"]
 LAYOUTS = ["dp:S0", "dp:S1 tp:S0", "dp:P", "dp:P tp:P", "dp:P tp:S1", "dp:S0 tp:P"]
 
 
@@ -111,3 +123,195 @@ def test_windows_of_a_transfer_cover_a_tensor_within_the_limit(limit: int) -> No
     assert edges[-1][1] == source.shape[found[0][0].dim]
     one_row = all(stop - start == 1 for start, stop in edges)
     assert all(staged <= limit for _, staged in found) or one_row
+
+
+@pytest.mark.parametrize("target", TRANSFERRED)
+@pytest.mark.parametrize("source", TRANSFERRED)
+def test_windows_are_as_large_as_the_limit_allows(source: str, target: str) -> None:
+    before, after = (parse_spec(f"f32[8,16] {layout}", MESH) for layout in (source, target))
+    for limit in (8, 16, 24, 32, 48, 64, 96, 100, 128, 192, 256, 300, 384, 512, 1000):
+        found = list(_windows(before, after, limit))
+        if found[0][0] is None:
+            assert found == [(None, before.local_bytes + after.local_bytes)]  # ranks of one mesh send and receive
+            assert found[0][1] <= limit
+            continue
+        window = found[0][0]
+        step, size = window.stop, before.shape[window.dim]
+        assert step == 1 or all(staged <= limit for _, staged in found)
+        count = -(-(before.local_bytes + after.local_bytes) // limit)
+        larger = [IndexRange(window.dim, 0, n) for n in (2 * step, 2 * step + 1)]
+        assert step == max(size // count, 1) or any(_staged(before, after, each) > limit for each in larger)
+
+
+def test_ranks_that_send_or_receive_stage_one_side() -> None:
+    far = DeviceMesh("cpu", [[4, 5], [6, 7]], mesh_dim_names=("dp", "tp"), fabric="virtual")
+    source, target = parse_spec("f32[8,16] dp:S0", MESH), parse_spec("f32[8,16] dp:S1 tp:S0", far)
+    assert list(_windows(source, target, 256)) == [(None, 256)]
+    assert [staged for _, staged in _windows(source, target, 128)] == [128] * 2
+
+
+def test_a_dim_with_two_indices_for_each_window_is_long_enough() -> None:
+    replicated = parse_spec("f32[8,16]", MESH)
+    assert [window.dim for window, _ in _windows(replicated, replicated, 256) if window is not None] == [0] * 4
+    assert [window.dim for window, _ in _windows(replicated, replicated, 128) if window is not None] == [1] * 8
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_have_the_layout_of_their_tensor(dim: int) -> None:
+    """Over all placements: the local of a piece is a piece of the local, where the dim is not sharded."""
+    placements = [Replicate(), Shard(1 - dim), Partial()]
+    for pair in itertools.product(placements, repeat=2):
+        tensor = DTensorSpec(MESH, pair, TensorMeta((8, 16), dtype=torch.bfloat16))
+        piece = piece_of(tensor, Pieces(dim, 4))
+        assert (piece.placements, piece.mesh, piece.tensor_meta.dtype) == (tensor.placements, MESH, torch.bfloat16)
+        for coordinate in itertools.product(range(2), repeat=2):
+            expected = list(tensor.local_shape(coordinate))
+            expected[dim] //= 4
+            assert list(piece.local_shape(coordinate)) == expected
+
+
+def test_the_cost_of_a_row_counts_moved_operands_and_replicated_bytes() -> None:
+    """Over all rows of a product and all layouts of its operands: nothing for an operand that stays."""
+    placements = [Replicate(), Shard(0), Shard(1), Partial()]
+    metas = [TensorMeta((8, 16)), TensorMeta((16, 4))]
+    rows = candidates(Factors((("m", "k"), ("k", "n")), (("m", "n"),), linear=((0,), (1,))))
+    held = [512, 256]
+    for given, row in itertools.product(itertools.product(placements, repeat=2), rows):
+        specs = [DTensorSpec(LINE, [placement], meta) for placement, meta in zip(given, metas, strict=True)]
+        seconds, left, against = ShardingPropagator().row_cost(specs, 0, held, row)
+        stay = [have is want for have, want in zip(given, row.inputs, strict=True)]
+        is_free = [at or isinstance(have, Replicate) for at, have in zip(stay, given, strict=True)]
+        assert (seconds == 0) == all(is_free), (given, row)
+        full = [isinstance(want, Replicate | Partial) for want in row.inputs]
+        assert left == sum(size for size, is_full in zip(held, full, strict=True) if is_full)
+        made = [want.is_partial() and not at for want, at in zip(row.inputs, stay, strict=True)]
+        assert against == sum(made)
+
+
+# ---------------------------------------------------------------- attention over a sharded sequence
+
+
+def attention_call(*layouts: str, keys: int = 64, values: int = 64, backward: bool = False) -> OpSchema:
+    """A call of attention in the layouts of queries, keys and values, of four ranks along `tp`."""
+    load_rules()
+    shapes = [f"f32[2,4,{length},8] {layout}" for length, layout in zip((64, keys, values), layouts, strict=True)]
+    query, key, value = (parse_spec(shape, LINE) for shape in shapes)
+    sums = query.with_meta(TensorMeta((2, 4, 64))).with_placements(query.placements)
+    aten = torch.ops.aten
+    if backward:
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        named = {"grad_out": query, "query": query, "key": key, "value": value, "out": query, "logsumexp": sums}
+    else:
+        op = aten._scaled_dot_product_flash_attention_for_cpu.default
+        named = {"query": query, "key": key, "value": value}
+    specs = tuple(named.values())
+    return OpSchema(op, {**named, "dropout_p": 0.0, "is_causal": False}, specs, op_info(op).rule)
+
+
+def attention_metas(schema: OpSchema) -> tuple[TensorMeta, ...]:
+    given = {name: spec.tensor_meta for name, spec in schema.arguments.items() if isinstance(spec, DTensorSpec)}
+    if "out" in given:
+        return given["query"], given["key"], given["value"]
+    return given["query"], TensorMeta((2, 4, 64))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_bytes_that_ways_of_attention_hold(backward: bool) -> None:
+    """A ring: a block that is computed with, and one that arrives. Gathering: all but the own. Backward: twice that."""
+    schema = attention_call("tp:S2", "tp:S2", "tp:S2", backward=backward)
+    block = 2 * 4 * 16 * 8 * 4  # of keys or of values, on each of four ranks
+    for way, held in (("ring", 2 * 2 * block), ("gather", 2 * 3 * block)):
+        choice = choose_attention(schema, attention_metas(schema), way)
+        assert choice is not None
+        assert choice.way == way
+        assert choice.held == held * (2 if backward else 1)
+
+
+def test_results_of_attention_have_the_layouts_of_their_operands() -> None:
+    schema = attention_call("tp:S2", "tp:S1", "tp:S2", backward=True)
+    for way in ("ring", "gather"):
+        choice = choose_attention(schema, attention_metas(schema), way)
+        assert choice is not None
+        assert [str(spec.placements) for spec in choice.returns] == [
+            str(schema.arguments[name].placements) for name in ("query", "key", "value")
+        ]
+
+
+def test_attention_with_keys_and_values_of_different_lengths_is_left_to_the_kernel() -> None:
+    for values, taken in ((64, True), (32, False)):
+        schema = attention_call("tp:S2", "tp:S2", "tp:S2", values=values)
+        assert (choose_attention(schema, attention_metas(schema)) is not None) == taken
+
+
+def test_keys_near_the_queries_and_sinks_are_received() -> None:
+    """A band of one key and four sinks: less than a ring moves, in one exchange of keys and values, near and far."""
+    schema = attention_call("tp:S2", "tp:S2", "tp:S2")
+    for far in ((), ((), (Run(0, 4),), (Run(0, 4),), (Run(0, 4),))):
+        reach = Reach(band=(1, 0), turns=(0, 1, 2, 3), causal=True, far=far)
+        choice = choose_attention(schema, attention_metas(schema), None, reach)
+        assert choice is not None
+        assert choice.way == "halo"
+        (exchange,) = choice.halo
+        assert exchange.operands == (schema.specs[1], schema.specs[2])
+        sources = {(s.operand, s.result) for s in exchange.segments}
+        assert sources == ({(0, 0), (1, 1), (0, 2), (1, 3)} if far else {(0, 0), (1, 1)})
+        sinks = [(s.first, s.at, s.length) for s in exchange.segments if s.result == 3]
+        assert sinks == ([(0, 0, 4), (0, 4, 4), (0, 8, 4)] if far else [])
+        row = 2 * 4 * 8 * 4
+        assert choice.held == 2 * row * (1 + (4 if far else 0))
+
+
+def test_a_turn_that_no_query_needs_is_found_in_a_mask_that_shows_much() -> None:
+    """Two blocks that see themselves alone, half of all keys, beside one that is seen from everywhere."""
+    mask = torch.full((8, 8), -math.inf)
+    mask[:4, :4] = mask[4:, 4:] = 0
+    mask[0, 0] = mask[7, 0] = mask[0, 7] = 0
+    halves = [[Run(0, 4)], [Run(4, 4)]]
+    assert reach_of(mask, halves, halves) is None  # its corners show that both turns are needed
+    mask[7, 0] = mask[0, 7] = -math.inf
+    found = reach_of(mask, halves, halves)
+    assert found is not None
+    assert found.turns == (0,)
+
+
+# ---------------------------------------------------------------- others
+
+
+def test_an_axis_goes_before_a_flattened_axis_of_its_name() -> None:
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("x", "y"), fabric="virtual")
+    own = grid.flatten(["x", "y"], name="xy")
+    grid["y", "x"]._flatten("xy")  # which the grid has under this name from now on
+    assert grid["xy"].axes == ((1, 0),)
+    assert own["xy"].axes == ((0, 1),)
+
+
+@pytest.mark.parametrize("pad", list(itertools.product(range(-3, 4), repeat=2)))
+def test_rows_of_a_padded_dim_are_those_of_one_device(pad: tuple[int, int]) -> None:
+    load_rules()
+    x = torch.arange(1.0, 5.0).view(4, 1)
+    if sum(pad) + 4 < 0:
+        return
+    meta = TensorMeta((4, 1))
+    call = Call(torch.ops.aten.constant_pad_nd.default, {"self": meta, "pad": [0, 0, *pad], "value": 0}, (meta,), ())
+    made = torch.zeros(4 + sum(pad), 1)
+    for segment in rows_padded(call, 0).segments:
+        made[segment.at : segment.at + segment.length] = x[segment.first : segment.first + segment.length]
+    assert torch.equal(made, torch.nn.functional.pad(x, (0, 0, *pad)))
+
+
+@pytest.mark.parametrize("named", [{}, {"dim": 0}, {"dim": 1}, {"dim": -1}, {"dim": -2}])
+def test_the_shape_of_a_concatenation_is_that_of_torch(named: dict[str, int]) -> None:
+    for shapes in ([(2, 3), (2, 3)], [(2, 3), (4, 3)], [(2, 3), (2, 5)]):
+        try:
+            expected = torch.cat([torch.empty(shape) for shape in shapes], **named).shape
+        except RuntimeError:
+            expected = None
+        found = _concatenated({"tensors": [TensorMeta(shape) for shape in shapes], **named})
+        assert (None if found is None else tuple(found)) == (None if expected is None else tuple(expected))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 1.0])
+def test_dropout_scales_what_it_keeps(p: float) -> None:
+    x, keep = torch.arange(1.0, 9.0), torch.arange(8) % 2 == 0
+    expected = torch.zeros(8) if p == 1 else torch.where(keep, x / (1 - p), 0)
+    torch.testing.assert_close(_kept(x, keep, p), expected)

@@ -10,7 +10,14 @@ from shardwise import torch_private
 
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"
 # Modules that replace or adapt what they name. Their docstrings and `torch_private` say so.
-ROOMS = ("torch_private.py", "interop.py", "fabric/c10d.py", "fabric/thread_group.py", "loading.py")
+ROOMS = (
+    "torch_private.py",
+    "interop.py",
+    "fabric/c10d.py",
+    "fabric/process_groups.py",
+    "fabric/thread_group.py",
+    "loading.py",
+)
 
 
 def private_names(source: str) -> Iterator[tuple[int, str]]:
@@ -81,3 +88,23 @@ def test_each_name_has_a_reason() -> None:
 @pytest.mark.parametrize("name", torch_private.__all__)
 def test_torch_still_has_it(name: str) -> None:
     assert getattr(torch_private, name) is not None or name == "opaque_types", f"torch has moved what {name} stands for"
+
+
+# ---------------------------------------------------------------- whether code is traced
+
+ASKING = ("is_compiling", "is_dynamo_compiling", "is_exporting", "_get_dispatch_mode", "dispatch_mode_of")
+
+
+def test_whether_code_is_traced_is_asked_in_one_module() -> None:
+    """Torch has several answers; `core/tracing.py` names the questions."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name in ("core/tracing.py", "torch_private.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in ASKING:
+                found.append(f"{name}:{node.lineno}")
+            elif isinstance(node, ast.ImportFrom) and node.module != "shardwise.core.tracing":
+                found += [f"{name}:{node.lineno}" for alias in node.names if alias.name in ASKING]
+    assert not found, f"ask `is_tracing`, `is_dynamo_compiling` or `proxy_mode` of core/tracing.py: {found}"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.capture import captured
-from shardwise.fabric.virtual import parts_of
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.parallel import MixedPrecisionPolicy
 from tests.transformer import LENGTH, VOCABULARY, Transformer, loss_of, shard_all, tensor_parallel
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import datetime
 import enum
@@ -59,12 +60,14 @@ def refused(case: Callable[[], Case]) -> Callable[[], Case]:
 def kept_as_it_was() -> Iterator[None]:
     """Puts back what cases change besides objects of their own."""
     global NUMBER
-    relu, forward, fastpath = F.relu, nn.Linear.forward, torch.backends.mha.get_fastpath_enabled()
+    relu, linear, forward = F.relu, F.linear, nn.Linear.forward
+    fastpath = torch.backends.mha.get_fastpath_enabled()
     try:
         yield
     finally:
         NUMBER, other_module.SCALE = 1.0, 1.0
-        F.relu, nn.Linear.forward = relu, forward
+        F.relu, F.linear, nn.Linear.forward = relu, linear, forward
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
         torch.backends.mha.set_fastpath_enabled(fastpath)
         torch.backends.opt_einsum.enabled = True  # pyright: ignore[reportAttributeAccessIssue]
         torch.set_default_dtype(torch.float32)
@@ -360,6 +363,78 @@ def thread_local() -> Case:
     return lambda x: x * held.number, _setting(held)
 
 
+_VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("number", default=1.0)
+_UNREACHED = {id(_VARIABLE): _VARIABLE}.values()
+
+
+@same
+def context_variable() -> Case:
+    _VARIABLE.set(1.0)
+
+    def change(call: int) -> None:
+        _VARIABLE.set(float(call))
+
+    return lambda x: x * _VARIABLE.get(), change
+
+
+@same
+def context_variable_without_a_value() -> Case:
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("none")
+    return lambda x: x * (variable.get(None) or 5.0), lambda call: variable.set(None if call == CHANGED_FROM else 2.0)
+
+
+@same
+def object_in_a_context_variable() -> Case:
+    held = Held()
+    variable = contextvars.ContextVar("held", default=held)
+    return lambda x: x * variable.get().number, _setting(held)
+
+
+@same
+def context_variable_that_is_set_inside() -> Case:
+    _VARIABLE.set(1.0)
+
+    def inner(x: Any) -> Any:
+        return x * _VARIABLE.get()
+
+    def function(x: Any) -> Any:
+        token = _VARIABLE.set(_VARIABLE.get() + 1.0)
+        try:
+            return inner(x)
+        finally:
+            _VARIABLE.reset(token)
+
+    return function, lambda call: _VARIABLE.set(float(call))  # pyright: ignore[reportReturnType]
+
+
+@same
+def counter_in_a_context_variable() -> Case:
+    _VARIABLE.set(1.0)
+
+    def function(x: Any) -> Any:
+        _VARIABLE.set(_VARIABLE.get() + 1.0)
+        return x * _VARIABLE.get()
+
+    return function, lambda call: None
+
+
+@same
+def generator_of_random_numbers() -> Case:
+    generator = torch.Generator().manual_seed(1)
+    return lambda x: x * torch.rand((), generator=generator), lambda call: generator.manual_seed(call)
+
+
+@same
+def another_generator_of_random_numbers() -> Case:
+    held: Any = Held()
+    held.generator = torch.Generator().manual_seed(1)
+
+    def change(call: int) -> None:
+        held.generator = torch.Generator().manual_seed(call)
+
+    return lambda x: x * torch.rand((), generator=held.generator), change
+
+
 @same
 def cached_function() -> Case:
     box = [1.0]
@@ -373,6 +448,66 @@ def cached_function() -> Case:
         number.cache_clear()
 
     return lambda x: x * number(), change
+
+
+@same
+def attribute_of_a_partial() -> Case:
+    held: Any = functools.partial(torch.add, alpha=1.0)
+    held.number = 1.0
+    return lambda x: held(x, x) * held.number, _setting(held)
+
+
+@same
+def factory_of_a_default_dict() -> Case:
+    table: Any = collections.defaultdict(float)
+
+    def function(x: Any) -> Any:
+        table.clear()
+        return x * (table["a"] + 2.0)
+
+    def change(call: int) -> None:
+        table.default_factory = float if call % 2 else int
+        table.clear()
+
+    return lambda x: (function(x), type(table["a"]).__name__), change
+
+
+@functools.singledispatch
+def _by_type(options: Any, x: Any) -> Any:
+    return x * 2
+
+
+@same
+def registry_of_a_single_dispatch() -> Case:
+    _by_type.register(Held, lambda options, x: x * 3)
+    held = Held()
+
+    def change(call: int) -> None:
+        _by_type.register(Held, lambda options, x: x * call)
+
+    return lambda x: _by_type(held, x), change
+
+
+@same
+def function_that_layers_of_torch_call() -> Case:
+    layer, linear = nn.Linear(4, 4), F.linear
+
+    def change(call: int) -> None:
+        F.linear = (lambda *args: 2 * linear(*args)) if call == CHANGED_FROM else linear  # pyright: ignore[reportAttributeAccessIssue]
+
+    return lambda x: layer(x.full_tensor()).detach(), change
+
+
+@same
+def precision_of_attention() -> Case:
+    torch.manual_seed(0)
+    q = torch.randn(1, 1, 64, 8).bfloat16()
+
+    def function(x: Any) -> Any:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, q, q) * x.sum().full_tensor()
+
+    return function, lambda call: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(call == CHANGED_FROM)
 
 
 # ---------------------------------------------------------------- modules and the machine
@@ -527,6 +662,10 @@ refuse_call("threads", lambda: torch.get_num_threads())
 refuse_call("an iterator", functools.partial(next, itertools.cycle([1.0, 2.0])))
 refuse_call("itemgetter", functools.partial(operator.itemgetter(0), [1.0]))
 refuse_call("a proxy", functools.partial(types.MappingProxyType({"a": 1.0}).get, "a"))
+refuse_call("another context", lambda: contextvars.copy_context().run(_VARIABLE.get))
+refuse_call("a view of context variables", lambda: next(iter(_UNREACHED)).get())
+refuse_call("the thread", lambda: float(len(threading.current_thread().name)))
+refuse_call("the number of the thread", lambda: threading.get_ident() % 7)
 refuse_call("bytes in memory", lambda: io.BytesIO(b"1").read()[0])
 
 

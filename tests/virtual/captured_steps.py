@@ -1,21 +1,27 @@
 """Random training steps, captured and eager, over calls between which everything that a step can read may change.
 
 Two copies of one model run the same calls; after each call all that a user can see must have the same bits. Run many:
-`python -m tests.virtual.captured_steps --programs 2000 --seed 0 --jobs 8`.
+`python -m tests.virtual.captured_steps --programs 2000 --seed 0 --jobs 8 --seconds 600`. A seed decides everything.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import contextvars
 import dataclasses
 import multiprocessing
 import os
 import random
+import re
+import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.capture import captured
-from shardwise.fabric.virtual import parts_of
+from shardwise.errors import UnsupportedError
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.parallel import (
     ColwiseParallel,
     FSDPModule,
@@ -38,7 +45,7 @@ from shardwise.parallel import (
 CALLS = 11
 CHANGED = (4, 6, 7, 9)  # the calls before which something changes
 WIDTH = 12
-MESHES = ((2,), (4,), (3,), (2, 2))
+MESHES = ((2,), (2,), (2,), (3,), (3,), (1,), (4,), (2, 2), (5,), (2, 3))  # small ones more often: time goes by ranks
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -47,9 +54,52 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
     "by hand": lambda p: ByHand(p, 0.01),
 }
 SCALE = 1.0  # a global that steps read
+SHIFT: contextvars.ContextVar[float] = contextvars.ContextVar("shift", default=0.0)
+# Functions of hidden values [rows, width] that keep the shape. A program has some of them, one after another.
+BODY: dict[str, Callable[[Any], Any]] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "softmax": lambda h: h.softmax(-1),
+    "log_softmax over rows": lambda h: F.log_softmax(h, 0),
+    "cumsum": lambda h: h.cumsum(0),
+    "where": lambda h: torch.where(h > 0, h, 0.5 * h),
+    "clamp": lambda h: h.clamp(-1.0, 1.0),
+    "split": lambda h: torch.cat([part * (at + 1.0) for at, part in enumerate(h.chunk(3, -1))], -1),
+    "halves": lambda h: torch.cat(h.split([4, 8], -1)[::-1], -1),
+    "centred": lambda h: h - h.mean(0, keepdim=True),
+    "scaled": lambda h: h / (h.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt(),
+    "gram": lambda h: (h @ h.transpose(0, 1)) @ h,
+    "heads": lambda h: (
+        F.scaled_dot_product_attention(*[h.view(h.shape[0], 3, 4).transpose(0, 1)] * 3).transpose(0, 1).reshape(h.shape)
+    ),
+    "einsum": lambda h: torch.einsum("ij,ik->jk", h, h).mean(0) + h,
+    "largest": lambda h: h * h.argmax(-1, keepdim=True).to(h.dtype),
+    "one of them": lambda h: h + F.one_hot(h.argmax(-1), h.shape[-1]).to(h.dtype),
+    "rolled": lambda h: h.roll(1, -1) + h,
+    "flipped": lambda h: h.flip(0) * 2,
+    "sorted": lambda h: h.sort(-1).values,
+    "in place": lambda h: h.clone().mul_(0.5).add_(1.0),
+    "written": lambda h: _written(h),
+    "noise": lambda h: h + 0.1 * torch.rand_like(h),
+    "dropped": lambda h: F.dropout(h, 0.2),
+    "padded": lambda h: F.pad(h, (1, 1))[:, 1:-1] * 1.5,
+    "norm": lambda h: h / (1 + h.norm()),
+    "pieces": lambda h: torch.stack(h.unbind(-1), -1),
+    "outer": lambda h: (h.unsqueeze(-1) * h.unsqueeze(-2)).sum(-1),
+}
+
+
+def _written(h: Any) -> Any:
+    held = torch.zeros_like(h)
+    held[:, 2:7] = h[:, 2:7]
+    return held + h
 
 
 class ByHand(torch.optim.Optimizer):
@@ -104,6 +154,13 @@ class Settings:
         self.weight = np.float32(1.0)
         self.microbatches = 1
         self.to_none = True
+        self.fails = 0  # where the step raises
+        self.clips_values = False
+        self.body: list[str] = []
+        self.generator = torch.Generator().manual_seed(3)
+        self.noise = 0.0
+        self.average: list[torch.Tensor] = []  # of the weights, over calls
+        self.norms: dict[str, float] = {"kind": 2.0}
 
 
 class Model(torch.nn.Module):
@@ -128,6 +185,11 @@ class Model(torch.nn.Module):
         self.keeps = draw.random() < 0.3
         self.recomputes = draw.random() < 0.3
         self.kept: Any = None
+        self.body: list[Any] = []
+        self.seen = 0.0
+        if draw.random() < 0.3:
+            self.register_buffer("running", torch.zeros(WIDTH))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.counts:
@@ -137,6 +199,13 @@ class Model(torch.nn.Module):
             h = self.statistics(h)
         if self.keeps:
             self.kept = h.detach().clone()
+        for each in self.body:
+            h = each(h)
+        running: Any = getattr(self, "running", None)
+        if running is not None and self.training:
+            self.steps.add_(1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+            with torch.no_grad():
+                running.lerp_(h.detach().to(running.dtype).mean(0), 0.1)
         return self.last(h) + self.table
 
     def inner(self, x: torch.Tensor) -> Any:
@@ -167,8 +236,10 @@ class Job:
                 for name, b in list(module.named_buffers(recurse=False)):
                     if b.dim() and isinstance(module, Model):
                         module.register_buffer(name, sw.distribute_tensor(b, mesh, [sw.Replicate()] * mesh.ndim))
-        self.optimizer = OPTIMIZERS[draw.choice(list(OPTIMIZERS))](self.model.parameters())
+        self.optimizer: Any = OPTIMIZERS[draw.choice(list(OPTIMIZERS))](self.model.parameters())
         self.settings = Settings()
+        self.model.body = [BODY[draw.choice(list(BODY))] for _ in range(draw.choice([0, 0, 1, 1, 2, 3]))]
+        self.schedule: Any = None
         self.gives = draw.choice(["DTensor", "plain"]) if self.plan == "tp" else "DTensor"
         self.splits = 0  # the dim that the batch is split along, where it is
         self.hooks: list[Any] = []
@@ -194,8 +265,14 @@ class Job:
         weight = 0.5
         cast = draw.random() < 0.2
 
+        averages = draw.random() < 0.15
+        if averages:
+            settings.average = [p.detach().clone() for p in model.parameters()]
+
         def clip(parameters: Any) -> Any:
-            return torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+            if settings.clips_values:
+                return torch.nn.utils.clip_grad_value_(parameters, settings.clip)
+            return torch.nn.utils.clip_grad_norm_(parameters, settings.clip, norm_type=settings.norms["kind"])
 
         def step(x: torch.Tensor, y: torch.Tensor, extra: float = 1.0) -> Any:
             if clears == "before":
@@ -210,11 +287,23 @@ class Job:
             loss = (out - y).abs().pow(settings.power).mean() * (SCALE * settings.scale * weight * extra)
             loss = loss * settings.factor * float(settings.weight) + sum(settings.chosen)
             loss = shifted(loss) + Fixed.shift + settings.config.bias
+            loss = loss + SHIFT.get()
+            if settings.noise:
+                loss = loss + settings.noise * torch.rand((), generator=settings.generator)
+            if settings.fails == 1:
+                raise ValueError("before backward")
             loss.backward()
+            if settings.fails == 2:
+                raise ValueError("after backward")
             norm = None
             if settings.clip is not None and settings.names[0] == "a":
                 norm = clip(model.parameters())
             optimizer.step()
+            with torch.no_grad():
+                for kept, p in zip(settings.average, model.parameters(), strict=False):
+                    kept.lerp_(p.detach().to(kept.dtype), 0.1)
+            if settings.fails == 3:
+                raise ValueError("after the step")
             if clears == "after":
                 optimizer.zero_grad(set_to_none=settings.to_none)
             return {"loss": loss, "norm": norm, "out": out.detach(), "names": tuple(settings.names)}
@@ -367,6 +456,81 @@ def _change(job: Job, what: str, number: float) -> None:
                     model.last.bias.fill_(number)
         case "state":
             optimizer.load_state_dict(optimizer.state_dict())
+        case "other state":
+            state = optimizer.state_dict()
+            for each in state["state"].values():
+                for name, value in each.items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        each[name] = value * 0.5
+            optimizer.load_state_dict(state)
+        case "no state":
+            optimizer.state.clear()
+        case "fails":
+            settings.fails = 1 + int(3 * number)
+        case "clips values":
+            settings.clips_values = not settings.clips_values
+        case "kind of norm":
+            settings.norms["kind"] = 1.0 if number < 0.5 else float("inf")
+        case "noise":
+            settings.noise = number
+        case "seed":
+            settings.generator.manual_seed(int(1000 * number))
+        case "generator":
+            settings.generator = torch.Generator().manual_seed(int(1000 * number))
+        case "context variable":
+            SHIFT.set(number)
+        case "body":
+            names = list(BODY)
+            model.body = [*model.body[1:], BODY[names[int(number * len(names))]]]
+        case "schedule":
+            job.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        case "hook before":
+            factor = 1.0 + number
+            job.hooks.append(
+                model.first.register_forward_pre_hook(lambda module, args: tuple(factor * arg for arg in args))
+            )
+        case "hook with names":
+            job.hooks.append(
+                model.second.register_forward_hook(
+                    lambda module, args, names, out: out + len(names) + number,  # pyright: ignore[reportOperatorIssue]
+                    with_kwargs=True,
+                )
+            )
+        case "hook of the optimizer":
+            job.hooks.append(optimizer.register_step_pre_hook(_halve))
+        case "hooks removed":
+            while job.hooks:
+                job.hooks.pop().remove()
+        case "deterministic":
+            torch.use_deterministic_algorithms(number < 0.5, warn_only=True)
+        case "default dtype":
+            torch.set_default_dtype(torch.float64 if number < 0.5 else torch.float32)
+        case "precision":
+            torch.set_float32_matmul_precision("medium" if number < 0.5 else "highest")
+        case "double":
+            if job.plan not in ("fully_shard", "replicate"):
+                model.double() if number < 0.5 else model.float()
+        case "moved gradients":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad.clone()
+        case "gradients in place":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+        case "new parameter":
+            if job.plan in ("replicated", "rows"):
+                model.last.bias = torch.nn.Parameter(model.last.bias.detach() * number)
+        case "buffers":
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    if buffer.is_floating_point():
+                        buffer.mul_(number)
+        case "half of the model":
+            for p in (*model.second.parameters(), *model.last.parameters()):
+                p.requires_grad_(number < 0.5)
+        case "attribute":
+            model.extra = number  # pyright: ignore[reportArgumentType]
         case _:
             raise AssertionError(what)
 
@@ -383,7 +547,18 @@ def _double(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(2)
 
 
+def _halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
 CHANGES = (
+    "other state", "no state", "fails", "fails", "clips values", "kind of norm", "noise", "seed", "generator",
+    "context variable", "body", "body", "schedule", "hook before", "hook with names", "hook of the optimizer",
+    "hooks removed", "deterministic", "default dtype", "precision", "double", "moved gradients", "gradients in place",
+    "new parameter", "buffers", "half of the model", "attribute",
     "lr", "lr", "lr", "hyperparameter", "scale", "weight", "global", "power", "clip", "names", "slope", "p", "mode",
     "frozen", "epsilon", "momentum", "hook", "tensor hook", "hook after accumulation", "backward hook", "layout",
     "layout of a buffer", "dtype", "cast", "recomputes", "factor", "synchronizes",
@@ -398,8 +573,45 @@ def _bits(tensor: Any) -> Any:
         return tensor
     local = tensor._local_tensor if isinstance(tensor, sw.DTensor) else tensor
     spec = str(tensor.spec) if isinstance(tensor, sw.DTensor) else ""
-    values = [part.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for part in parts_of(local)]
+    values = [part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts_of(local)]
     return spec, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.grad_fn is None, values
+
+
+@contextlib.contextmanager
+def _around(kind: str) -> Iterator[None]:
+    """What a call runs inside of."""
+    match kind:
+        case "no_grad":
+            with torch.no_grad():
+                yield
+        case "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                yield
+        case "enable_grad":
+            with torch.enable_grad():
+                yield
+        case _:
+            yield
+
+
+def _in_thread(run: Callable[[], Any]) -> Any:
+    """Run a function in another thread, with the values of context variables here."""
+    found: list[Any] = []
+    context = contextvars.copy_context()
+
+    def target() -> None:
+        try:
+            found.append((context.run(run), None))
+        except Exception as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    result, error = found[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def _visible(job: Job, result: Any) -> dict[str, Any]:
@@ -412,8 +624,14 @@ def _visible(job: Job, result: Any) -> dict[str, Any]:
             found[f"{name}: {key}"] = _bits(value)
     for name, b in model.named_buffers():
         found[name] = _bits(b)
+    found |= {f"average {at}": _bits(value) for at, value in enumerate(job.settings.average)}
+    found["generator"] = job.settings.generator.get_state().tolist()[:64]
     found |= {"calls": model.calls, "kept": _bits(model.kept), "random": torch.get_rng_state().tolist()[:64]}
     return found
+
+
+class Refused(Exception):
+    """The captured step was refused by name, and everything is as it was before the call."""
 
 
 def compare(seed: int, mesh: Any = None, calls: int = CALLS) -> tuple[int, int]:
@@ -428,9 +646,16 @@ def compare(seed: int, mesh: Any = None, calls: int = CALLS) -> tuple[int, int]:
     os.environ.pop("CAPTURED_STEPS", None)
     ORDERED.clear()
     ORDERED.update(a=1.0, b=1.0)
+    SHIFT.set(0.0)
+    precision = torch.get_float32_matmul_precision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns once, so that only one of both would see it
-        return _compare(seed, mesh, calls, draw)
+        try:
+            return _compare(seed, mesh, calls, draw)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.use_deterministic_algorithms(False)
+            torch.set_float32_matmul_precision(precision)
 
 
 def _compare(seed: int, mesh: Any, calls: int, draw: random.Random) -> tuple[int, int]:
@@ -449,20 +674,28 @@ def _compare(seed: int, mesh: Any, calls: int, draw: random.Random) -> tuple[int
         if call in CHANGED and draw.random() < 0.2:
             rows = draw.choice([4, 8, 12])
             extra = draw.choice([{}, {}, {}, {"extra": 2.0}])
-        x, y = jobs[0].data(draw, rows)
+        with _float32():
+            x, y = jobs[0].data(draw, rows)
         start = draw.randrange(1 << 30)
-        outcomes, errors = [], []
+        around = draw.choice(AROUND) if call >= CHANGED[0] else ""
+        outcomes, errors, was = [], [], _visible(jobs[1], None)
         for job, run in zip(jobs, (jobs[0].step, step), strict=True):
             torch.manual_seed(start)
-            before = step._last, len(step.programs)
-            try:
-                result, error = run(x, y, **extra), None
-            except RuntimeError as raised:  # nothing requires a gradient, say: then both raise
-                result, error = None, raised
+            before = len(step.programs)
+            result, error = _call(run, around, x, y, extra)
             if job is jobs[1]:
-                ran += len(step.programs) == before[1] and bool(before[1]) and error is None
+                ran += len(step.programs) == before and bool(before) and error is None
             outcomes.append(_visible(job, result))
             errors.append(error)
+            job.settings.fails = 0
+            if job.schedule is not None:
+                job.schedule.step()
+        if isinstance(errors[1], UnsupportedError) and errors[0] is None:
+            now = _visible(jobs[1], None)
+            changed = [name for name in now if name != "random" and now[name] != was[name]]
+            if changed:
+                raise AssertionError(f"seed {seed}, call {call}: refused ({errors[1]}), and {changed[:6]} changed")
+            raise Refused(str(errors[1]).splitlines()[0])
         if type(errors[0]) is not type(errors[1]):
             raise AssertionError(f"seed {seed}, call {call}: eager raised {errors[0]!r}, captured {errors[1]!r}")
         different = [name for name in outcomes[0] if outcomes[0][name] != outcomes[1].get(name)]
@@ -472,38 +705,132 @@ def _compare(seed: int, mesh: Any, calls: int, draw: random.Random) -> tuple[int
     return ran, len(step.programs)
 
 
+AROUND = (*[""] * 12, "no_grad", "autocast", "enable_grad", "thread", "thread")
+
+
+def _call(run: Callable[..., Any], around: str, x: Any, y: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+    """The result of a call, or the error: where nothing requires a gradient, say, both must raise."""
+    try:
+        with _around(around):
+            if around == "thread":
+                return _in_thread(lambda: run(x, y, **extra)), None
+            return run(x, y, **extra), None
+    except (RuntimeError, ValueError) as raised:
+        return None, raised
+
+
+@contextlib.contextmanager
+def _float32() -> Iterator[None]:
+    """The same data whatever the default dtype is."""
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(was)
+
+
 def _one(seed: int, calls: int) -> tuple[int, int, int, str]:
     try:
         ran, programs = compare(seed, calls=calls)
         return seed, ran, programs, ""
+    except Refused as refusal:
+        return seed, 0, 0, f"refused: {refusal}"
     except Exception:
         return seed, 0, 0, traceback.format_exc(limit=-4)
+
+
+def _timed(given: tuple[int, int, float]) -> tuple[int, int, int, str] | None:
+    """One seed, if there is time left for it."""
+    seed, calls, end = given
+    return None if time.time() > end else _one(seed, calls)
+
+
+def _cause(text: str) -> str:
+    """The last line of an error without the numbers of this program, so that alike ones are counted together."""
+    line = [line for line in text.strip().splitlines() if line.strip()][-1]
+    hints = [line for line in text.strip().splitlines() if "Error: " in line]
+    return re.sub(r"0x[0-9a-f]+|\d+", "N", (hints[-1] if hints else line).strip())[:200]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--calls", type=int, default=CALLS)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no program later than this")
+    parser.add_argument("--show", type=int, default=5, help="how many failures are shown in full")
     options = parser.parse_args(arguments)
-    seeds = range(options.seed, options.seed + options.programs)
+    end = time.time() + options.seconds
+    given = [(seed, options.calls, end) for seed in range(options.seed, options.seed + options.programs)]
     torch.set_num_threads(1)
-    if options.jobs > 1:
-        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            found = pool.starmap(_one, [(seed, options.calls) for seed in seeds], chunksize=4)
+    was = signal.signal(signal.SIGTERM, _stop)
+    totals = _Totals(options.calls, options.show)
+    try:
+        for found in _results(given, options.jobs):
+            totals.add(found)
+    except KeyboardInterrupt:
+        totals.show()
+        os._exit(1 if totals.failed else 0)  # threads of autograd may be in the middle of a step
+    finally:
+        signal.signal(signal.SIGTERM, was)
+    totals.show()
+    return 1 if totals.failed else 0
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _results(given: list[tuple[int, int, float]], jobs: int) -> Iterator[tuple[int, int, int, str]]:
+    """The outcomes of seeds, as they come."""
+    if jobs > 1:
+        with multiprocessing.get_context("spawn").Pool(jobs, _begin_worker) as pool:
+            yield from (each for each in pool.imap_unordered(_timed, given, chunksize=2) if each is not None)
     else:
-        found = [_one(seed, options.calls) for seed in seeds]
-    failed = [(seed, text) for seed, _, _, text in found if text]
-    for seed, text in failed[:5]:
-        print(f"seed {seed}:\n{text}", file=sys.stderr)
-    ran = sum(each[1] for each in found)
-    print(
-        f"{len(found)} steps, {options.calls} calls each: {ran} calls ran as programs, "
-        f"{sum(each[2] for each in found)} programs, {len(failed)} failed {[seed for seed, _ in failed][:20]}"
-    )
-    return 1 if failed else 0
+        yield from (each for each in map(_timed, given) if each is not None)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends them
+    torch.set_num_threads(1)
+
+
+class _Totals:
+    """Counts of outcomes; failures are printed as they come."""
+
+    def __init__(self, calls: int, shown: int) -> None:
+        self.calls, self.shown = calls, shown
+        self.steps = self.ran = self.programs = self.failed = self.refused = 0
+        self.causes: dict[str, list[int]] = collections.defaultdict(list)
+        self.start = time.time()
+
+    def add(self, outcome: tuple[int, int, int, str]) -> None:
+        seed, ran, programs, text = outcome
+        self.steps, self.ran, self.programs = self.steps + 1, self.ran + ran, self.programs + programs
+        if text.startswith("refused: "):
+            self.refused += 1
+        elif text:
+            self.failed += 1
+            if self.failed <= self.shown:
+                print(f"seed {seed}:\n{text}", file=sys.stderr, flush=True)
+        if text:
+            self.causes[_cause(text)].append(seed)
+        if self.steps % 50 == 0:
+            print(self.line(), flush=True)
+
+    def line(self) -> str:
+        return (
+            f"{self.steps} steps, {self.calls} calls each: {self.ran} calls ran as programs, {self.programs} programs, "
+            f"{self.refused} refused by name, {self.failed} failed ({time.time() - self.start:.0f} s)"
+        )
+
+    def show(self) -> None:
+        for cause, seeds in sorted(self.causes.items(), key=lambda item: -len(item[1])):
+            print(f"{len(seeds)} times, seeds {seeds[:8]}: {cause}")
+        print(self.line(), flush=True)
 
 
 if __name__ == "__main__":

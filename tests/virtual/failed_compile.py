@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise import modes
 from shardwise.core.mode_stack import entries_in_force
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.fabric.routes import forget_routes
 from shardwise.fabric.virtual import VirtualFabric
 from shardwise.rules.registry import DECOMPOSITIONS, RULES

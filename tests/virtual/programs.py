@@ -3,8 +3,10 @@
 A program is a list of lines of Python. They are made one by one, each tried on plain tensors first, so that every
 program is one that torch can run. In a program `D(tensor)` is a constant, replicated on a mesh; `L(x, ...)` a copy of
 a tensor in another layout; `T(x, ...)` the same by way of locals; `G(x)` a copy made of the gathered tensor; and
-`C(function, x)` a checkpointed region. `derivative` says what is compared beside the first derivatives: those of a
-gradient penalty, a product with the Hessian (reverse over reverse, or forward over reverse), or forward mode.
+`C(function, x, ...)` a checkpointed region; `A(way, q, k, v, ...)` attention by a preferred way. `derivative` says what
+is compared beside the first derivatives: those of a gradient penalty, a product with the Hessian (reverse over reverse,
+or forward over reverse), or forward mode; or else how the program is run: with a gradient of its first input alone, as
+a function that is transformed, or compiled.
 
     python -m tests.virtual.programs --programs 10000 --jobs 2
 """
@@ -14,18 +16,21 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
 import random
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -39,6 +44,7 @@ ZIGZAGS = 0.15  # how many of the inputs lie in zigzags where they would be shar
 RAGGED = 0.15  # and how many in shards of given sizes
 SIZES = (1, 2, 3, 4, 4, 5, 6, 6, 8)
 Variables = dict[str, Any]
+MOST_SHOWN = 32  # elements of a tensor that differs
 
 
 @dataclass(frozen=True)
@@ -141,12 +147,12 @@ class Run:
             if self.mesh is not None:
                 layout = layout_of(self.mesh, value.shape, given.placements, given.order)
                 tensor = sw.distribute_tensor(value, self.mesh, **layout)
-            tensor.requires_grad_()
+            tensor.requires_grad_(program.derivative != "some" or not self.inputs)
             self.inputs.append(tensor)
             self.variables[given.name] = tensor
         self.names = {
             "torch": torch, "F": F, "D": self.constant, "L": self.laid_out, "T": self.through_locals,
-            "G": self.gathered, "C": checkpointed,
+            "G": self.gathered, "C": checkpointed, "A": attend,
         }  # fmt: skip
 
     def constant(self, tensor: torch.Tensor) -> Any:
@@ -176,25 +182,45 @@ class Run:
 
     def results(self) -> dict[str, torch.Tensor]:
         """Every variable's value, and derivatives of a sum of all of them with fixed weights."""
-        found: dict[str, torch.Tensor] = {}
-        total: Any = None
-        for name, value in sorted(self.variables.items()):
-            found[name] = _whole(value)
-            if value.dtype.is_floating_point and value.requires_grad:
-                part = (value * self.weights(value)).sum()
-                total = part if total is None else total + part
+        found = {name: _whole(value) for name, value in sorted(self.variables.items())}
+        total = self.total(self.variables)
         if total is not None:
             named = {given.name: tensor for given, tensor in zip(self.program.inputs, self.inputs, strict=True)}
             found |= DERIVATIVES[self.program.derivative](self, total, named)
         return found
+
+    def total(self, variables: Variables, every: bool = False) -> Any:
+        """A sum with fixed weights of variables that have gradients; `every`: of all that could have."""
+        total: Any = None
+        for _, value in sorted(variables.items()):
+            if value.dtype.is_floating_point and (every or value.requires_grad):
+                part = (value * self.weights(value)).sum()
+                total = part if total is None else total + part
+        return total
+
+    def function(self) -> Callable[..., Variables]:
+        """The program as a function of its inputs."""
+        names = ", ".join(given.name for given in self.program.inputs)
+        body = "".join(f"    {line}\n" for line in self.program.lines)
+        made: dict[str, Any] = {}
+        kept = [line.partition(" = ")[0] for line in self.program.lines if re.match(r"v\d+ = ", line)]
+        found = ", ".join(f"{name!r}: {name}" for name in [*names.split(", "), *kept])
+        exec(f"def program({names}):\n{body}    return {{{found}}}\n", self.names, made)
+        return made["program"]
 
     def weights(self, value: Any) -> Any:
         made = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
         return self.constant(made)
 
 
-def checkpointed(function: Callable[[Any], Any], x: Any) -> Any:
-    return checkpoint(function, x, use_reentrant=False)
+def checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def attend(way: str | None, *args: Any, math: bool = False, **options: Any) -> Any:
+    """Attention by a preferred way; `math`: from matrix products, which have second derivatives."""
+    with sw.attention(prefer=way), sdpa_kernel(SDPBackend.MATH) if math else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(*args, **options)
 
 
 def _first(run: Run, total: Any, named: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -233,7 +259,11 @@ DERIVATIVES: dict[str, Callable[[Run, Any, dict[str, Any]], dict[str, torch.Tens
     "penalty": _penalty,
     "hessian": _hessian_vector,
     "forward": lambda run, total, named: {},  # the inputs have tangents: see `run`
+    "some": _first,
+    "function": lambda run, total, named: {},
+    "compiled": _first,
 }
+EAGER = ("first", "penalty", "penalty", "hessian", "forward")  # those of a program by default
 
 
 def _whole(value: Any) -> torch.Tensor:
@@ -241,11 +271,18 @@ def _whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, sw.DTensor) else value
 
 
-def run(program: Program, distributed: bool, shaken: float = 0.0) -> dict[str, torch.Tensor]:
+def run(program: Program, distributed: bool, shaken: float = 0.0, *, compiled: bool = False) -> dict[str, torch.Tensor]:
+    """One side's results; `compiled`: those of plain tensors too, where the program is to be compiled."""
     torch.manual_seed(program.seed)
     side = Run(program, distributed, shaken)
     if program.derivative == "forward":
         return _forward(side)
+    if program.derivative == "function":
+        return _transformed(side)
+    if program.derivative == "compiled" and (distributed or compiled):
+        torch._dynamo.reset()
+        side.variables = torch.compile(side.function(), backend="aot_eager")(*side.inputs)
+        return side.results()
     for line in program.lines:
         side.step(line)
     return side.results()
@@ -268,6 +305,20 @@ def _forward(side: Run) -> dict[str, torch.Tensor]:
     return found
 
 
+def _transformed(side: Run) -> dict[str, torch.Tensor]:
+    """Every variable's value, and gradients by `torch.func`."""
+    function, names = side.function(), [given.name for given in side.program.inputs]
+
+    def total(*inputs: Any) -> Any:
+        made = function(*inputs)
+        return side.total(made, every=True), {name: value.detach() for name, value in made.items()}
+
+    given = [tensor.detach() for tensor in side.inputs]
+    grads, made = torch.func.grad(total, tuple(range(len(given))), has_aux=True)(*given)
+    found = {name: _whole(value) for name, value in made.items()}
+    return found | {f"gradient of {name}": _whole(grad) for name, grad in zip(names, grads, strict=True)}
+
+
 def check(program: Program) -> str | None:
     """What differs between the two sides; None if nothing does, or plain torch cannot run the program."""
     with warnings.catch_warnings():
@@ -282,6 +333,8 @@ def check(program: Program) -> str | None:
             place = traceback.extract_tb(error.__traceback__)[-1]
             return f"{type(error).__name__}: {error} [{place.name}]"
         told = _difference(want, have)
+        if told and program.derivative == "compiled":  # plain compiled programs are not always right either
+            told = _difference(run(program, distributed=False, compiled=True), have)
         # sums in another order are rounded otherwise: a program that turns that into another result tells nothing
         rounding = any(_difference(want, run(program, False, shaken)) for shaken in (1e-14, -1e-14)) if told else False
     return None if rounding else told
@@ -296,8 +349,10 @@ def _difference(want: dict[str, torch.Tensor], have: dict[str, torch.Tensor]) ->
         value, other = want[name], have[name]
         if value.shape != other.shape or value.dtype != other.dtype:
             return f"{name}: {other.dtype} {tuple(other.shape)} is not {value.dtype} {tuple(value.shape)}"
-        if not torch.allclose(value, other, rtol=1e-7, atol=1e-8, equal_nan=True):
-            return f"{name} differs by {(value - other).abs().max()}:\n{other}\nis not\n{value}"
+        largest = 1 + value.abs().nan_to_num(0, 0, 0).amax() if value.numel() and value.is_floating_point() else 1
+        if not torch.allclose(value, other, rtol=1e-12, atol=1e-12 * float(largest), equal_nan=True):
+            both = f":\n{other}\nis not\n{value}" if value.numel() <= MOST_SHOWN else ""
+            return f"{name} differs by {(value - other).abs().max()}{both}"
     return None
 
 
@@ -532,9 +587,19 @@ def _write(c: Choices) -> str:
     )  # fmt: skip
 
 
-MAKERS: tuple[tuple[Maker, int], ...] = (
-    (_function, 3), (_binary, 4), (_reduction, 3), (_product, 2), (_view, 4), (_movement, 3), (_norm, 2), (_random, 1),
-    (_layout, 2), (_region, 1), (_write, 4),
+class MakerSet(NamedTuple):
+    """Makers of lines, each with a weight: of expressions, and of statements that write to variables."""
+
+    values: tuple[tuple[Maker, int], ...]
+    writes: tuple[tuple[Maker, int], ...]
+
+
+DEFAULT = MakerSet(
+    (
+        (_function, 3), (_binary, 4), (_reduction, 3), (_product, 2), (_view, 4), (_movement, 3), (_norm, 2),
+        (_random, 1), (_layout, 2), (_region, 1),
+    ),
+    ((_write, 4),),
 )  # fmt: skip
 
 
@@ -549,12 +614,25 @@ def _make(seed: int) -> Program:
     rng = random.Random(seed)
     mesh = rng.choice(MESHES)
     inputs = tuple(_input(rng, mesh, f"x{i}") for i in range(rng.randint(2, 4)))
-    program = Program(seed, mesh, inputs, (), rng.choice(("first", "penalty", "penalty", "hessian", "forward")))
+    program = Program(seed, mesh, inputs, (), rng.choice(EAGER))
+    return make_of(program, rng, DEFAULT, None)
+
+
+def make_of(program: Program, rng: random.Random, made_of: MakerSet, count: int | None) -> Program:
+    """A program with lines: so many, or 5 to 12."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _with_lines(program, rng, made_of, count)
+
+
+def _with_lines(program: Program, rng: random.Random, made_of: MakerSet, count: int | None) -> Program:
+    seed, mesh = program.seed, program.mesh
     torch.manual_seed(seed)
     plain = Run(program, distributed=False)
     lines: list[str] = []
-    makers, weights = zip(*MAKERS, strict=True)
-    count = rng.randint(5, 12)
+    makers, weights = zip(*made_of.values, *made_of.writes, strict=True)
+    writes = [maker for maker, _ in made_of.writes]
+    count = rng.randint(5, 12) if count is None else count
     for _ in range(8 * count):
         if len(lines) == count:
             break
@@ -562,11 +640,11 @@ def _make(seed: int) -> Program:
         maker: Maker = rng.choices(makers, weights)[0]
         try:
             line = maker(choices)
-            line = line if maker is _write else f"v{len(lines)} = {line}"
+            line = line if maker in writes else f"v{len(lines)} = {line}"
             plain.step(line)
             if not all(torch.isfinite(v).all() and v.abs().sum() < 1e6 for v in plain.variables.values()):
                 raise FloatingPointError
-            if maker is _write:  # what was written in place may be what a gradient needs
+            if maker in writes:  # what was written in place may be what a gradient needs
                 run(replace(program, lines=(*lines, line)), distributed=False)
         except Exception:  # not a line that torch can run: start again from the lines so far
             torch.manual_seed(seed)
@@ -647,12 +725,35 @@ def failure(program: Program) -> str | None:
     return f"seed {program.seed}: {check(small)}\n{small.script()}\n"
 
 
-def _failures(seeds: Sequence[int]) -> tuple[list[str], int, int]:
+def _failures(make: Callable[[int], Program], seeds: Sequence[int]) -> tuple[list[str], int, int]:
     """Of the programs of these seeds: those that fail, how many there are, and how many lines they have."""
     torch.set_num_threads(1)
     programs = list(map(make, seeds))
     found = [text for text in map(failure, programs) if text is not None]
     return found, len(programs), sum(len(program.lines) for program in programs)
+
+
+def run_seeds(make: Callable[[int], Program], seed: int, count: int, jobs: int, at_once: int = 20) -> int:
+    """Check the programs of `count` seeds in several processes, print those that fail; returns the exit status.
+
+    Args:
+        make: the program of a seed; a function that another process can import.
+        seed: the first one.
+        count: the number of programs.
+        jobs: the number of processes.
+        at_once: the number of programs that a process is given.
+    """
+    seeds = range(seed, seed + count)
+    chunks = [seeds[i : i + at_once] for i in range(0, len(seeds), at_once)]
+    found = ran = lines = 0
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for failures, programs, length in pool.map(functools.partial(_failures, make), chunks):
+            for text in failures:
+                print(text, flush=True)
+            found, ran, lines = found + len(failures), ran + programs, lines + length
+    print(f"{ran} programs of {lines} lines in all from seed {seed}: {found} differ")
+    return 1 if found else 0
 
 
 def main() -> int:
@@ -661,17 +762,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    seeds = range(options.seed, options.seed + options.programs)
-    chunks = [seeds[i : i + 20] for i in range(0, len(seeds), 20)]
-    found = ran = lines = 0
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        for failures, programs, length in pool.map(_failures, chunks):
-            for text in failures:
-                print(text, flush=True)
-            found, ran, lines = found + len(failures), ran + programs, lines + length
-    print(f"{ran} programs of {lines} lines in all from seed {options.seed}: {found} differ")
-    return 1 if found else 0
+    return run_seeds(make, options.seed, options.programs, options.jobs)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import export_safetensors, load_safetensors
-from shardwise.checkpoint.io import range_reader
+from shardwise.checkpoint.operations import safetensors_models
 from shardwise.checkpoint.partition.assembled_tensors import LazyTensor
 
 FILES = {
@@ -53,7 +53,7 @@ def test_a_rank_reads_its_slices_and_no_more(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(range_reader, "SECTOR", 1)  # shorter runs are read with the gaps between them
+    monkeypatch.setattr(safetensors_models, "GAP", 0)  # shorter runs are read with the gaps between them
     wanted = conversion(FILES)
     export_safetensors(FILES, tmp_path / "files")
     lazy = conversion({name: LazyTensor.of_file(name, tuple(value.shape)) for name, value in FILES.items()})

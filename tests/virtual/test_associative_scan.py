@@ -11,6 +11,7 @@ from torch._higher_order_ops.associative_scan import associative_scan_op
 
 import shardwise as sw
 from shardwise import Replicate, Shard, Zigzag
+from shardwise.recurrences import chunk_gated_delta_rule
 from tests import sequence_attention as sequences
 
 R, S0, S1, Z0 = Replicate(), Shard(0), Shard(1), Zigzag(0)
@@ -197,17 +198,6 @@ def test_dry_run() -> None:
 # ---------------------------------------------------------------- the gated delta rule
 
 
-def page_functions() -> dict[str, Any]:
-    """The functions of docs/sequence.md."""
-    page = (ROOT / "docs" / "sequence.md").read_text()
-    block = page[page.index("def then(") :]
-    from torch._higher_order_ops.associative_scan import associative_scan as now
-
-    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "associative_scan": now}
-    exec(block[: block.index("for length in")], names)
-    return names
-
-
 def token_by_token(query: Any, key: Any, value: Any, g: Any, beta: Any) -> Any:
     """The rule as it is defined."""
     state = query.new_zeros(query.shape[0], query.shape[2], key.shape[-1], value.shape[-1])
@@ -220,9 +210,14 @@ def token_by_token(query: Any, key: Any, value: Any, g: Any, beta: Any) -> Any:
     return torch.stack(found, 1)
 
 
+def _without_scale(query: Any, *rest: Any) -> Any:
+    """As `token_by_token`; the function of models divides queries by the root of their width."""
+    return chunk_gated_delta_rule(query * query.shape[-1] ** 0.5, *rest, chunk_size=8)[0]
+
+
 @pytest.mark.parametrize("placement", [sw.Shard(1), sw.Zigzag(1)])
 def test_the_gated_delta_rule_exchanges_states(placement: Any) -> None:
-    rule, generator = page_functions()["gated_delta_rule"], torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     mesh, received = sw.init_device_mesh("cpu", (4,)), []
 
     def results(function: Any, given: list[Any], weights: Any) -> list[Any]:
@@ -237,7 +232,7 @@ def test_the_gated_delta_rule_exchanges_states(placement: Any) -> None:
         wanted = results(token_by_token, given, weights)
         laid = [sw.distribute_tensor(x, mesh, [placement]) for x in (*given, weights)]
         with sw.debug.CommDebugMode() as comm:
-            got = results(lambda *x: rule(*x, chunk_size=8), laid[:5], laid[5])
+            got = results(_without_scale, laid[:5], laid[5])
         received.append(comm.received_bytes)
         for mine, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-10, atol=1e-12)

@@ -1,14 +1,19 @@
 """Whatever a captured function reads: a change of it is noticed, or the function is refused by name."""
 
+import contextvars
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise.capture import captured
+from shardwise.capture.program_code import is_program_code
 from shardwise.errors import UnsupportedError
 from tests.virtual.captured_reads import REFUSED, SAME, compare, on_mesh
 
@@ -34,6 +39,56 @@ def test_arguments_in_one_memory() -> None:
     for _ in range(3):
         assert torch.equal(step(torch.ones(4), torch.full((4,), 7.0)), torch.full((4,), 17.0))
     assert len(step.programs) == 2
+
+
+def test_a_context_variable_has_a_value_in_each_thread() -> None:
+    variable = contextvars.ContextVar("scale", default=1.0)
+    step = captured(lambda x: x * variable.get())
+    x = on_mesh(torch.ones(4))
+
+    def elsewhere() -> None:
+        variable.set(3.0)
+        found.extend(step(x).full_tensor()[0].item() for _ in range(4))
+
+    found: list[float] = []
+    for _ in range(2):
+        assert [step(x).full_tensor()[0].item() for _ in range(20)] == [1.0] * 20
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert found == [3.0] * 8
+    assert len(step.programs) == 2
+
+
+def test_a_program_draws_from_a_generator_of_the_program() -> None:
+    generator = torch.Generator().manual_seed(5)
+    step = captured(lambda x: x * torch.rand((), generator=generator))
+    x = on_mesh(torch.ones(4))
+    found = [step(x).full_tensor()[0].item() for _ in range(5)]
+    assert len(step.programs) == 1
+    again = torch.Generator().manual_seed(5)
+    assert found == [torch.rand((), generator=again).item() for _ in range(5)]
+
+
+def test_a_refused_call_draws_nothing() -> None:
+    generator = torch.Generator().manual_seed(5)
+    step = captured(lambda x: x * torch.rand((), generator=generator).item())
+    before = generator.get_state()
+    for _ in range(3):
+        with pytest.raises(UnsupportedError, match="the value of a tensor is read"):
+            step(on_mesh(torch.ones(4)))
+        assert torch.equal(generator.get_state(), before)
+
+
+def test_which_code_belongs_to_the_program() -> None:
+    """Packages whose names begin like torch's, and those installed in the folder of the standard library."""
+    torch_folder, standard = Path(torch.__file__).parent, Path(os.__file__).parent
+    assert not is_program_code(str(torch_folder / "nn" / "functional.py"))
+    assert is_program_code(f"{torch_folder}vision/ops.py")
+    assert not is_program_code(str(standard / "contextlib.py"))
+    assert is_program_code(str(standard / "site-packages" / "transformers" / "__init__.py"))
+    assert is_program_code(str(standard / "dist-packages" / "transformers" / "__init__.py"))
+    assert not is_program_code(str(Path(np.__file__).parent / "_core" / "numeric.py"))
 
 
 def test_other_threads_are_not_recorded() -> None:

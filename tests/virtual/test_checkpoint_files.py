@@ -66,7 +66,7 @@ def edited(path: Path, change: Any) -> None:
         (lambda c: c["files"].update({"/etc/passwd": {"bytes": 9}}), "names a file '/etc/passwd'"),
         (lambda c: c["files"].update({"blocks-00000.safetensors": {"bytes": 2**50}}), "instead of"),
         (lambda c: c["tensors"].pop("w"), "differ in w"),
-        (lambda c: c.update(version=2), "version 2"),
+        (lambda c: c.update(version=3), "version 3"),
         (lambda c: c.update(state={"w": {"$pickle": "x"}}), "differ in w"),
     ],
 )
@@ -85,7 +85,7 @@ def test_an_index_that_lies(change: Any, message: str, tmp_path: Path) -> None:
 
 
 def test_a_model_of_others_straight_into_shards(tmp_path: Path) -> None:
-    weights = {f"layers.{i}.w": torch.randn(6, 1024).bfloat16() for i in range(4)} | {"odd": torch.arange(5)}
+    weights = {f"layers.{i}.w": torch.randn(6, 8192).bfloat16() for i in range(4)} | {"odd": torch.arange(5)}
     first = dict(list(weights.items())[:2])
     safetensors.torch.save_file(first, tmp_path / "model-00001-of-00002.safetensors")
     rest = {name: weights[name] for name in weights if name not in first}
@@ -94,7 +94,7 @@ def test_a_model_of_others_straight_into_shards(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
     mesh = mesh_of((2, 2))
     model = {
-        f"blocks.{i}": sw.zeros(6, 1024, device_mesh=mesh, placements=[sw.Shard(i % 2), sw.StridedShard(0, 2)])
+        f"blocks.{i}": sw.zeros(6, 8192, device_mesh=mesh, placements=[sw.Shard(i % 2), sw.StridedShard(0, 2)])
         for i in range(4)
     }
     names: dict[str, Any] = {f"blocks.{i}": f"layers.{i}.w" for i in range(4)}
@@ -102,7 +102,7 @@ def test_a_model_of_others_straight_into_shards(tmp_path: Path) -> None:
         load_safetensors(model, tmp_path, names)
     loaded = load_safetensors(model, tmp_path, names, strict=False)
     assert loaded.unexpected == ("odd",)
-    assert loaded.bytes_read == 4 * 6 * 1024 * 2
+    assert loaded.bytes_read == 4 * 6 * 8192 * 2
     for i in range(4):
         assert torch.equal(model[f"blocks.{i}"].full_tensor(), weights[f"layers.{i}.w"].float())
 

@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.checkpoint import async_save, load, read, save
 from shardwise.checkpoint.format.checkpoint_index import INDEX
 from shardwise.checkpoint.io import atomic_directory as atomic
+from shardwise.checkpoint.io import host_memory
 from shardwise.checkpoint.io.atomic_directory import Staging
 from shardwise.checkpoint.io.range_reader import OpenDirectory
 from shardwise.checkpoint.operations import save_checkpoint as writing
@@ -171,7 +172,7 @@ def test_a_reader_starts_over_when_its_checkpoint_is_replaced(
     opened = OpenDirectory.open
     replaced: list[int] = []
 
-    def slow(self: OpenDirectory, file: str, what: str, *, links: bool = False) -> int:
+    def slow(self: OpenDirectory, file: str, what: str, *, links: bool = False) -> Any:
         if self.path == target and len(replaced) < 3 and (file != INDEX or len(replaced) % 2):
             replaced.append(1)
             save({"x": torch.full((4,), float(len(replaced))), "n": len(replaced)}, target, overwrite=True)
@@ -204,7 +205,7 @@ def test_a_reader_that_is_always_overtaken_says_so(tmp_path: Path, monkeypatch: 
     save({"n": torch.zeros(1)}, tmp_path / "c")
     opened = OpenDirectory.open
 
-    def overtaken(self: OpenDirectory, file: str, what: str, *, links: bool = False) -> int:
+    def overtaken(self: OpenDirectory, file: str, what: str, *, links: bool = False) -> Any:
         save({"n": torch.zeros(1)}, tmp_path / "c", overwrite=True)
         return opened(self, file, what, links=links)
 
@@ -312,3 +313,25 @@ def test_an_interrupt_leaves_nothing_and_the_next_save_works(tmp_path: Path, mon
             finish_pending()  # the interrupt was raised; it is not raised again
             assert not list(tmp_path.iterdir()), where
     save({"x": torch.ones(2)}, tmp_path / "c")
+
+
+def test_saves_in_the_background_use_one_buffer(tmp_path: Path) -> None:
+    mesh = mesh_of((2,))
+    x = sw.ones(6, 3, device_mesh=mesh, placements=[sw.Shard(0)])
+    buffers = []
+    for step in range(3):
+        saving = async_save(
+            {"x": x, "n": torch.tensor(step), "c": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / f"{step}"
+        )
+        x.add_(1)  # the checkpoint has the values before
+        saving.wait()
+        buffers.append(host_memory._kept[0])
+    assert all(buffer is buffers[0] for buffer in buffers)
+    for step in range(3):
+        found = read(tmp_path / f"{step}")
+        assert torch.equal(found["x"], torch.full((6, 3), 1.0 + step))
+        assert found["n"].item() == step
+    async_save({"x": torch.ones(1000)}, tmp_path / "larger").wait()
+    assert host_memory._kept[0].size >= 4000
+    async_save({"x": x}, tmp_path / "smaller").wait()
+    assert host_memory._kept[0].size < 200

@@ -32,6 +32,8 @@ ANY_ORDER = {
     "shardwise.parallel.tensor_parallel.local_region._ToLayer",
     "shardwise.parallel.tensor_parallel.local_region._FromLayer",
     "shardwise.moe.token_maps.MapRows",  # tests/virtual/test_moe.py
+    "shardwise.moe.weighted_return.WeightedReturn",  # test_a_penalty_of_gradients_through_experts, below
+    "shardwise.decompose.sharded_dropout_attention._Attention",  # test_a_penalty_of_gradients_through_dropout
     "shardwise.interop._FromTorch",  # tests/gloo/test_derivatives.py
     "shardwise.interop._ToTorch",
 }
@@ -72,6 +74,46 @@ def test_every_function_has_derivatives_of_any_order_or_raises() -> None:
             if kind.__module__.startswith("shardwise."):
                 found.add(f"{kind.__module__}.{kind.__qualname__}")
     assert found == ANY_ORDER | ONCE | NO_GRADIENT
+
+
+def second_gradients(loss: Any, inputs: list[Any]) -> list[torch.Tensor]:
+    """Gradients of the squared gradients of a loss."""
+    first = torch.autograd.grad(loss, inputs, create_graph=True)
+    penalty: Any = sum(each.square().sum() for each in first)
+    return [whole(each) for each in torch.autograd.grad(penalty, inputs)]
+
+
+@pytest.mark.parametrize("capacity", [None, 12], ids=["every token", "capacity"])
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_penalty_of_gradients_through_experts(choices: int, capacity: int | None) -> None:
+    tokens, scale, scores = numbers(9, 4), numbers(9, choices, seed=1), numbers(9, 5, seed=2)
+    ids = scores.topk(choices).indices
+
+    def gradients(x: Any, weights: Any, ids: Any) -> list[torch.Tensor]:
+        rows, back = sw.moe.dispatch(x, ids, 5, capacity=capacity)
+        return second_gradients(back(rows.sin() * rows, weights.sigmoid()).pow(3).sum(), [x, weights])
+
+    mesh = mesh_of(4)
+    shared = [sw.distribute_tensor(each, mesh, [sw.Shard(0)]) for each in (tokens, scale, ids)]
+    plain = gradients(tokens.requires_grad_(), scale.requires_grad_(), ids)
+    ours = gradients(shared[0].requires_grad_(), shared[1].requires_grad_(), shared[2])
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("placement", [sw.Shard(2), sw.Zigzag(2)], ids=str)
+def test_a_penalty_of_gradients_through_dropout(placement: sw.Placement) -> None:
+    tensors = [numbers(1, 2, 16, 4, seed=seed) for seed in range(3)]
+
+    def gradients(tensors: list[Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        out = F.scaled_dot_product_attention(*tensors, dropout_p=0.3, is_causal=True)
+        return second_gradients(out.pow(3).sum(), tensors)
+
+    mesh = mesh_of(4)
+    ours = gradients([sw.distribute_tensor(t, mesh, [placement]).requires_grad_() for t in tensors])
+    for one, other in zip(ours, gradients([t.requires_grad_() for t in tensors]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", sample(0, 3), ids=str)

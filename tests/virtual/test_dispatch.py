@@ -676,3 +676,10 @@ def test_new_tensors_on_another_device_are_plain_and_global(monkeypatch: pytest.
     with pytest.raises(sw.UnsupportedError, match="was called with the device"):
         torch.ops.aten._to_copy.default(x, device="cpu")
     dispatcher.forget()
+
+
+def test_collectives_of_process_groups_are_refused() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
+    with pytest.raises(sw.UnsupportedError, match=r"all_reduce\S* is a collective of a process group"):
+        torch.ops._c10d_functional.all_reduce(x, "sum", "0")

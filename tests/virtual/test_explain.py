@@ -233,7 +233,7 @@ def test_an_operator_on_whole_tensors_says_so(mesh: sw.DeviceMesh) -> None:
     with pytest.warns(sw.ReplicationWarning), sw.explain() as report:
         flipped(x)
     (record,) = moving(report)
-    assert (record.way, [str(spec) for spec in record.wanted]) == ("whole tensors", ["f32[8,8] tp:R"])
+    assert (record.way, [str(spec) for spec in record.wanted]) == ("replicated operands", ["f32[8,8] tp:R"])
     assert record.received == 3 * 2 * 8 * 4
     assert "register_sharding" in report.advice(record)
 

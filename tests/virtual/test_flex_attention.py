@@ -249,6 +249,26 @@ def test_a_window_in_a_long_sequence_receives_little() -> None:
     assert record.received <= 0.01 * gathered
 
 
+def test_sinks_beside_a_window_receive_little() -> None:
+    """The window and the first tokens, forward and backward."""
+
+    def streaming(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & ((q - k < 20) | (k < 3))
+
+    plain = [torch.randn(1, 2, 700, 8, dtype=torch.float64) for _ in range(3)]
+    blocks = create_block_mask(streaming, None, None, 700, 700, device="cpu").as_tuple()
+    wanted = all_results(plain, torch.ones_like(plain[0]), soft_cap, blocks)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    with sw.explain() as report:
+        laid = [sw.distribute_tensor(x, mesh, [S2]) for x in (*plain, torch.ones_like(plain[0]))]
+        got = all_results(laid[:3], laid[3], soft_cap, blocks)
+    records = [r for r in report.records if "flex_attention" in r.name]
+    assert {record.way for record in records} == {"halo"}
+    assert records[0].received == (19 + 3) * 2 * 2 * 8 * 8
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_the_latest_values_of_captured_tensors_count() -> None:
     """A mask that torch has traced is read once, and again when its tensors are written to."""
     plain, numbers = operands(), DOCUMENTS.clone()
@@ -351,17 +371,45 @@ def test_a_dry_run_gives_memory_and_bytes() -> None:
     assert peaks[1] <= 1.02 * peaks[0]
 
 
-def test_gradients_of_captured_tensors_are_refused() -> None:
-    bias = torch.randn(2 * LENGTH, dtype=torch.float64, requires_grad=True)
-    blocks = create(causal)
+def slopes_and_table(score: Any, b: Any, h: Any, q: Any, k: Any, table: Any, slopes: Any, fixed: Any) -> Any:
+    """Of a learned table of relative positions, learned slopes and a constant."""
+    return score * (1 + table[h, q - k + LENGTH] ** 2) + slopes[h] * (k - q) + fixed[k] * table[h, 0]
 
-    def learned(score: Any, b: Any, h: Any, q: Any, k: Any, bias: Any) -> Any:
-        return score + bias[q - k + LENGTH]
 
-    q, k, v = (x.requires_grad_() for x in laid_out(operands(), LAYOUTS[0]))
-    out, _, _ = operator(q, k, v, learned, blocks.as_tuple(), 0.3, {}, (bias,))
-    with pytest.raises(sw.UnsupportedError, match="score_mod captures"):
-        out.sum().backward()
+def learned_gradients(tensors: list[Any], blocks: Any, captured: Any, weights: Any) -> list[Any]:
+    leaves = [x.detach().requires_grad_() for x in (*tensors, *captured[:2])]
+    out, lse, _ = operator(*leaves[:3], slopes_and_table, blocks, 0.3, {}, (*leaves[3:], captured[2]))
+    return [out, *torch.autograd.grad((out * weights).sum() + lse.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("way", ["ring", "gather", "heads", "halo", None])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_gradients_of_captured_tensors(way: str | None, heads: int) -> None:
+    """A learned bias and slopes: sums over ranks. Plain tensors, replicated and sharded DTensors."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((4, 2 * LENGTH), (4,), (LENGTH,))
+    captured = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    plain, blocks = operands(heads), create(window if way == "halo" else causal).as_tuple()
+    weights = torch.randn(plain[0].shape, dtype=torch.float64, generator=generator)
+    wanted = learned_gradients(plain, blocks, captured, weights)
+    at = heads + len(way or "")
+    for layout in (LAYOUTS[at % len(LAYOUTS)], BY_SEQUENCE[at % len(BY_SEQUENCE)], LAYOUTS[0]):
+        tensors = laid_out(plain, layout)
+        mesh = tensors[0].device_mesh
+        last = [R] * (mesh.ndim - 1)
+        for given in (
+            captured,
+            [sw.distribute_tensor(x, mesh, [R] * mesh.ndim) for x in captured],
+            [sw.distribute_tensor(x, mesh, [S0, *last]) for x in captured],
+        ):
+            with sw.attention(prefer=way):
+                got = learned_gradients(tensors, blocks, given, sw.distribute_tensor(weights, mesh, layout[1]))
+            for i, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+                if i > 3:
+                    assert type(mine) is type(given[0])
+                    assert type(mine) is torch.Tensor or mine.placements == given[0].placements
+                whole = mine.full_tensor() if isinstance(mine, sw.DTensor) else mine
+                torch.testing.assert_close(whole, theirs, rtol=1e-12, atol=1e-11)
 
 
 def test_a_window_agrees_with_a_masked_attention() -> None:

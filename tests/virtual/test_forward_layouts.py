@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -424,3 +425,55 @@ def test_what_would_communicate_has_no_layouts(operands: Any) -> None:
     assert (
         forward_layouts(nn.LayerNorm(8), names, [spec(*each) for each in zip(shapes, operands, strict=True)])[1] is None
     )
+
+
+def test_a_layer_that_runs_on_locals_is_not_called_by_another_thread() -> None:
+    """It has local tensors for parameters meanwhile, which the other call would take for its own."""
+    layer, x = _colwise(), torch.randn(3, 8)
+    wanted = layer(x)
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append(layer(x))
+        except sw.UnsupportedError as error:
+            found.append(error)
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:  # torch calls it inside the forward
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        again = layer(x)
+    assert found
+    assert all("two threads call one Linear" in str(error) for error in found)
+    torch.testing.assert_close(again.full_tensor(), wanted.full_tensor())
+    assert isinstance(layer.weight, sw.DTensor)
+    call()
+    torch.testing.assert_close(found[-1].full_tensor(), wanted.full_tensor())
+
+
+def test_a_layer_after_an_interrupt_has_its_own_parameters() -> None:
+    """torch calls no hooks after a KeyboardInterrupt."""
+    layer, x = _colwise(), torch.randn(3, 8)
+    wanted = layer(x)
+
+    def interrupt(saved: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    for call in (lambda: layer(x), lambda: layer(input=x)):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            torch.autograd.graph.saved_tensors_hooks(interrupt, lambda saved: saved),
+        ):
+            layer(x)
+        torch.testing.assert_close(call().full_tensor(), wanted.full_tensor())
+        assert isinstance(layer.weight, sw.DTensor)
+
+
+def _colwise() -> Any:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    style = ColwiseParallel(output_layouts=sw.Replicate(), use_local_output=False)
+    return parallelize_module(nn.Linear(8, 8), mesh, style)

@@ -298,6 +298,7 @@ def gathered_bytes(model: Any) -> int:
     """What is held of gathered parameters on one rank."""
     copies = [group.current for state in model._states() for group in state.groups]
     tensors = [tensor for copy in copies if copy is not None and copy.tensors is not None for tensor in copy.tensors]
+    tensors += [copy.part._local_tensor for copy in copies if copy is not None and copy.part is not None]
     return sum(tensor.tensors[0].untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -330,6 +331,64 @@ def test_gathered_parameters_are_freed_when_a_module_is_through() -> None:
         model(tokens)
     assert gathered_bytes(model) == 0
     assert isinstance(model.blocks[0].up.weight, sw.DTensor)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize("named", [True, False])
+def test_groups_of_ranks_keep_the_parameters_until_backward(shape: tuple[int, ...], named: bool) -> None:
+    """Forward gathers over all sharding ranks, backward over groups of two, from a half that each rank keeps."""
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp")[-len(shape) :] if named else None)
+    reference = Transformer(3)
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        sw.fully_shard(block, mesh, reshard_after_forward=2)
+    sw.fully_shard(model, mesh)
+    block = sum(p.numel() * 4 for p in reference.blocks[0].parameters())
+    root = sum(p.numel() * 4 for p in Transformer(0).parameters())
+    padded = sum(-(-p.shape[0] // 4) * p[0].numel() * 4 * 4 for p in Transformer(0).parameters())
+    for step in range(2):
+        tokens, targets = (sw.distribute_tensor(t, mesh, [S0] * mesh.ndim) for t in batch(step))
+        with sw.explain() as forward:
+            loss = loss_of(model(tokens), targets)
+        assert gathered_bytes(model) == root + 3 * block // 2
+        with sw.explain() as backward:
+            loss.backward()
+        assert gathered_bytes(model) == 0
+        loss_of(reference(batch(step)[0]), batch(step)[1]).backward()
+        assert_same(model, reference, lambda parameter: parameter.grad, 1e-4)
+        assert forward.by_collective["all_gather"].received == (padded + 3 * block) * 3 // 4
+        assert backward.by_collective["all_gather"].received == 3 * block // 2
+        with torch.no_grad():
+            for parameter in (*reference.parameters(), *model.parameters()):
+                parameter.mul_(0.9)
+                parameter.grad = None
+
+
+def test_a_captured_step_with_groups_of_ranks_is_the_eager_one() -> None:
+    mesh = line(4)
+    torch.manual_seed(0)
+    models = [Transformer(2)]
+    models.append(copy.deepcopy(models[0]))
+    for model in models:
+        for block in model.blocks:
+            sw.fully_shard(block, mesh, reshard_after_forward=2)
+        sw.fully_shard(model, mesh)
+    steps = [functools.partial(trained_once, model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    steps[1] = sw.captured(steps[1])
+    for number in range(4):
+        given = [sw.distribute_tensor(t, mesh, [S0]) for t in batch(number)]
+        losses = [step(*given).full_tensor() for step in steps]
+        assert torch.equal(*losses)
+    for eager, captured in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(eager.full_tensor(), captured.full_tensor())
+
+
+def trained_once(model: Any, optimizer: Any, tokens: Any, targets: Any) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model(tokens), targets)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def test_a_module_on_the_meta_device_is_made_shard_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,9 +584,9 @@ def _recording(run: Callable[[], None], failed: list[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("keep", [None, False])
-def test_how_models_are_used(use: str, keep: bool | None) -> None:
-    mesh = line(2)
+@pytest.mark.parametrize("keep", [None, False, 2])
+def test_how_models_are_used(use: str, keep: bool | int | None) -> None:
+    mesh = line(4)
     torch.manual_seed(0)
     reference = Model(RUNS["one after the other"]).double()
     model = copy.deepcopy(reference)
@@ -723,9 +782,9 @@ def test_errors_say_what_to_do() -> None:
         (lambda: sw.fully_shard(nn.Linear(2, 2), plane(2, 2, 2, names=("a", "b", "c"))), sw.MeshError, "3 axes"),
         (lambda: sw.fully_shard(nn.Linear(2, 2), mesh, offload_policy=CPUOffloadPolicy()), sw.UnsupportedError, "host"),
         (
-            lambda: sw.fully_shard(nn.Linear(2, 2), line(4), reshard_after_forward=2),
-            sw.UnsupportedError,
-            "part of the 4",
+            lambda: sw.fully_shard(nn.Linear(2, 2), line(4), reshard_after_forward=3),
+            sw.LayoutError,
+            "the 4 ranks .* groups",
         ),
         (lambda: sw.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh), sw.UnsupportedError, "no forward"),
         (lambda: sw.fully_shard(done, mesh), sw.UnsupportedError, "already"),
@@ -741,3 +800,98 @@ def test_errors_say_what_to_do() -> None:
     for call, kind, text in cases:
         with pytest.raises(kind, match=text):
             call()
+
+
+@pytest.mark.parametrize(("wrap", "shown"), [(sw.fully_shard, "FSDP"), (sw.replicate, "Replicate")])
+def test_a_class_keeps_its_name_and_makes_plain_modules(wrap: Callable[[Any, Any], Any], shown: str) -> None:
+    """Libraries go by names of classes, as in the table of causal language models of transformers."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    text = repr(plain)
+    kind = type(plain)
+    model = wrap(plain, sw.init_device_mesh("cpu", (2,)))
+    assert type(model) is not kind
+    assert isinstance(model, kind)
+    assert str(type(model)) == str(kind)
+    assert model._get_name() == "Sequential"
+    assert repr(model) == f"{shown}{text}"
+    assert type(copy.deepcopy(model)) is type(model)
+    assert type(model[:2]) is kind  # a container's slice is made by its class
+    assert type(type(model)(nn.ReLU())) is kind
+
+
+# ---------------------------------------------------------------- gradients asked for by parameter
+
+
+@pytest.mark.parametrize("wrap", [sw.fully_shard, sw.replicate])
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_of_parameters_that_autograd_does_not_reach_are_refused(
+    wrap: Callable[[Any, Any], Any], allow_unused: bool
+) -> None:
+    """torch would take the parameters for unused: None from `grad`, and no gradient from `backward(inputs=...)`."""
+    mesh = line(4)
+    model = wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), mesh)
+    x = sw.distribute_tensor(torch.randn(8, 4), mesh, [S0]).requires_grad_()
+    parameters = list(model.parameters())
+    with pytest.raises(sw.ShardwiseError, match="reduced outside of autograd"):
+        torch.autograd.grad(model(x).sum(), [x, *parameters], allow_unused=allow_unused)
+    with pytest.raises(sw.ShardwiseError, match="reduced outside of autograd"):
+        torch.autograd.grad(inputs=parameters[0], outputs=[model(x)], grad_outputs=[torch.ones(8, 4)])
+    with pytest.raises(sw.ShardwiseError, match="reduced outside of autograd"):
+        model(x).sum().backward(inputs=parameters)
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_a_function_that_differentiates_a_sharded_module_in_its_backward_is_refused() -> None:
+    """As solvers of differential equations by adjoints do; the gradients would be zero."""
+
+    class Adjoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, *parameters: Any) -> Any:
+            ctx.save_for_backward(x, *parameters)
+            with torch.no_grad():
+                return model(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            x, *parameters = ctx.saved_tensors
+            with torch.enable_grad():
+                return torch.autograd.grad(model(x.detach()), (x, *parameters), grads, allow_unused=True)
+
+    mesh = line(4)
+    model = sw.fully_shard(nn.Linear(4, 4), mesh)
+    x = sw.distribute_tensor(torch.randn(8, 4), mesh, [S0])
+    with pytest.raises(sw.ShardwiseError, match="reduced outside of autograd"):
+        Adjoint.apply(x, *model.parameters()).sum().backward()
+
+
+def test_gradients_that_autograd_reaches_are_given() -> None:
+    """Of inputs, of stored parameters that a loss uses itself, of parameters that it does not use."""
+    mesh = line(4)
+    torch.manual_seed(0)
+    one = nn.Linear(4, 4)
+    x = torch.randn(8, 4, requires_grad=True)
+    wanted = torch.autograd.grad(one(x).square().sum(), x)[0]
+    model = sw.fully_shard(copy.deepcopy(one), mesh)
+    other = sw.fully_shard(nn.Linear(4, 4), mesh)
+    sharded = sw.distribute_tensor(x.detach(), mesh, [S0]).requires_grad_()
+    found = torch.autograd.grad(
+        model(sharded).square().sum(), [sharded, *other.parameters()], allow_unused=True, retain_graph=True
+    )
+    torch.testing.assert_close(whole(found[0]), wanted)
+    assert found[1] is None
+    weight = model.weight
+    torch.testing.assert_close(whole(torch.autograd.grad(weight.square().sum(), weight)[0]), 2 * one.weight.detach())
+    model(sharded).square().sum().backward(inputs=[sharded])
+    torch.testing.assert_close(whole(sharded.grad), wanted)
+
+
+def test_gradients_of_plain_modules_are_given_for_generators_of_parameters() -> None:
+    """The functions that refuse parameters of data parallel modules read their arguments once more."""
+    sw.fully_shard(nn.Linear(4, 4), line(4))
+    plain, x = nn.Linear(4, 4), torch.randn(8, 4)
+    wanted = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    for found, expected in zip(torch.autograd.grad(plain(x).square().sum(), plain.parameters()), wanted, strict=True):
+        assert torch.equal(found, expected)
+    plain(x).square().sum().backward(inputs=plain.parameters())
+    for parameter, expected in zip(plain.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad, expected)

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.fabric import virtual as virtual_module
 from shardwise.parallel import ExpertParallel, parallelize_module
+from tests.virtual import expert_programs
 
 S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], list[sw.Placement], int]] = {
@@ -102,7 +103,7 @@ def test_experts_by_grouped_products(name: str, capacity: int | None) -> None:
 
         with sw.debug.CommDebugMode() as comm:
             y = layer(ours[0], laid(ids, mesh, placements), *ours[1:], None)
-        exchanges = 2 + (capacity is None) * (1 + (choices > 1)) + (choices > 1)
+        exchanges = 2 if capacity else 3 + 2 * (choices > 1)  # counts; numbers of tokens and weights
         assert comm.get_total_counts() == exchanges, comm.get_comm_counts()
         wanted = layer(plain[0], ids, *plain[1:], shared if capacity else None)
         torch.testing.assert_close(y.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
@@ -276,6 +277,38 @@ def test_what_is_refused() -> None:
     experts, other = laid(torch.randn(4, 4, 4), mesh, [R, S0]), sw.moe.dispatch(x, ids + 1, 4, axis="b")[1]
     with pytest.raises(RuntimeError, match="offs"):  # those of another dispatch
         F.grouped_mm(sw.moe.dispatch(x, ids + 3, 4, axis="b")[0], experts, offs=other.offs)
+
+
+def test_random_mixtures_are_those_of_a_loop() -> None:
+    """`python -m tests.virtual.expert_programs` for more of them."""
+    wrong = expert_programs.run(range(40))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_ids_of_few_bits(shape: tuple[int, ...], capacity: int | None) -> None:
+    """Bytes would be masks where they index, and 256 is no byte."""
+    mesh = sw.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")[-len(shape) :])
+    torch.manual_seed(0)
+    x, split = torch.randn(16, 2), [S0] * mesh.ndim
+    for dtype, experts in ((torch.uint8, 256), (torch.uint8, 4), (torch.int8, 4), (torch.int16, 5), (torch.int32, 5)):
+        ids = torch.randint(0, experts, (16, 1))
+        order = ids.flatten().sort(stable=True)[1]
+        plain, _ = sw.moe.dispatch(x, ids.to(dtype), experts, capacity=capacity, groups=4)
+        rows, _ = sw.moe.dispatch(laid(x, mesh, split), laid(ids.to(dtype), mesh, split), experts, capacity=capacity)
+        assert torch.equal(rows.full_tensor(), plain)
+        if capacity is None:
+            assert torch.equal(plain, x[order])
+
+
+def test_a_mask_is_no_list_of_experts() -> None:
+    x, mask = torch.randn(8, 4), torch.ones(8, 4, dtype=torch.bool)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    with pytest.raises(sw.LayoutError, match="mask"):
+        sw.moe.dispatch(x, mask, 4)
+    with pytest.raises(sw.LayoutError, match="mask"):
+        sw.moe.dispatch(laid(x, mesh, [S0]), laid(mask, mesh, [S0]), 4, capacity=2)
 
 
 # ---------------------------------------------------------------- modules and plans

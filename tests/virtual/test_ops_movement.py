@@ -1,5 +1,6 @@
 """Operators that move elements: values on every layout, what is moved, writes through views, every kind of Partial."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -333,3 +334,42 @@ def test_writes_to_parts_of_overlapping_windows() -> None:
             change(theirs)
             torch.testing.assert_close(x.full_tensor(), plain, rtol=0, atol=0, equal_nan=True)
             torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("source", [sw.Shard(0), sw.Shard(1), sw.Replicate(), sw.Partial()], ids=str)
+@pytest.mark.parametrize("target", [sw.Shard(0), sw.Replicate(), sw.Partial()], ids=str)
+def test_set_shares_the_memory_and_the_layout_of_another_tensor(source: Any, target: Any) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x, y = (sw.distribute_tensor(torch.randn(6, 5), mesh, [placement]) for placement in (target, source))
+    x = x.sum(1) if source == sw.Shard(1) else x  # also of another shape
+    assert x.set_(y) is x
+    assert x.spec is y.spec
+    x[2].mul_(3)
+    x.add_(1)
+    assert torch.equal(x.full_tensor(), y.full_tensor())
+
+
+def test_set_of_a_dtensor_and_a_plain_tensor_is_refused() -> None:
+    x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    for target, source in ((x, torch.ones(4)), (torch.ones(4), x)):
+        with pytest.raises(sw.UnsupportedError, match="cannot share memory"):
+            target.set_(source)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule:shardwise.modes.ReplicationWarning")  # QR gathers
+def test_a_parametrization_with_an_inverse() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    one = torch.nn.Linear(6, 6)
+    layer = sw.distribute_module(copy.deepcopy(one), mesh, shard_rows)
+    for module in (one, layer):
+        torch.nn.utils.parametrizations.orthogonal(module)
+    x = torch.randn(3, 6)
+    for _ in range(2):
+        found = layer(sw.distribute_tensor(x, mesh, [sw.Replicate()]))
+        torch.testing.assert_close(found.full_tensor(), one(x))
+
+
+def shard_rows(name: str, module: torch.nn.Module, mesh: sw.DeviceMesh) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, key, torch.nn.Parameter(sw.distribute_tensor(parameter.detach(), mesh, [sw.Shard(0)])))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.rank_tensor import RankTensor
 from tests.virtual.parity import assert_parity
 
 FLOAT = torch.float64

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.virtual.programs import DERIVATIVES, Input, Program, check, failure, make
+from tests.virtual.programs import EAGER, Input, Program, check, failure, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch does so for forward mode
 
@@ -20,7 +20,7 @@ def test_programs_use_what_they_are_made_for() -> None:
     assert len(lines) > 600
     assert sum("_(" in line or "] =" in line for line in lines) > 60
     assert len({i.placements for program in programs for i in program.inputs}) > 40
-    assert {program.derivative for program in programs} == set(DERIVATIVES)
+    assert {program.derivative for program in programs} == set(EAGER)
     for kind in ("L(", "T(", "G(", "C("):
         assert sum(kind in line for line in lines) > 3, kind
 

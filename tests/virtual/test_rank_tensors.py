@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import AgreementError, UnsupportedError
-from shardwise.fabric import virtual
+from shardwise.fabric import rank_tensor
 from shardwise.fabric.nondeterministic import share_results
 from shardwise.fabric.shared_writes import agree, written_arguments
 
@@ -429,7 +429,7 @@ def test_compiled_functions_of_locals() -> None:
 
 def test_compiled_code_raises_when_ranks_write_different_values() -> None:
     compiled = torch.compile(lambda t, x: t.add_(x), backend="aot_eager")
-    with pytest.raises(RuntimeError, match="another value on virtual rank 1"):
+    with pytest.raises(RuntimeError, match="a different value on virtual rank 1"):
         compiled(torch.zeros(3), differing())
     torch._dynamo.reset()
 
@@ -479,7 +479,7 @@ def sharing_noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         shared.append((len(rows), len(calls)))
         return results
 
-    monkeypatch.setattr(virtual, "share_results", noting)
+    monkeypatch.setattr(rank_tensor, "share_results", noting)
     return shared
 
 

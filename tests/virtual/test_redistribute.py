@@ -433,7 +433,7 @@ def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
         "not a placement": (
             sw.LayoutError, "'S0' is not a placement", lambda: sharded.redistribute(placements=["S0", "R"])),
         "sharded to partial": (
-            sw.LayoutError, r"axis 'dp' would go from Shard\(0\) to Partial\(sum\)",
+            sw.LayoutError, r"axis 'dp' would change from Shard\(0\) to Partial\(sum\)",
             lambda: sharded.redistribute(placements=[Partial(), Shard(1)])),
         "two reductions": (
             sw.LayoutError, r"mix the reductions \['max', 'sum'\]",

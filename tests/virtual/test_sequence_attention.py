@@ -1,15 +1,16 @@
 """Attention over a sharded sequence: every way against one device, what it moves and holds, and how a way is chosen."""
 
 import copy
-import itertools
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.plan.propagate import OpSchema
@@ -439,11 +440,24 @@ def test_what_queries_see(data: Any) -> None:
         of_function = reach_of_function(lambda at, size: visible[:, at : at + size], rows_, queries, keys)
     wide = left >= columns - 1 or right >= columns - 1
     expected = Reach(None if wide else (left, right), tuple(sorted(turns)), right == 0)
-    assert of_function == expected or (of_function is None and wide and right and len(turns) == count)
+    assert (of_function is None and wide and right and len(turns) == count) or (
+        of_function == expected if of_function is None or not of_function.far else of_function[1:3] == expected[1:3]
+    )
     band = (left, right) if rows_ > 1 < columns and left < rows_ - 1 and right < columns - 1 else None
     assert band_of(mask) == band
     assert set(range(count) if found is None else found.turns) == turns or (found is None and len(turns) == count)
-    assert found is None or found.band == band
+    assert found is None or found.far or found.band == band
+    for reach in (found, of_function):
+        if reach is None or not reach.far:
+            continue
+        assert reach.band is not None
+        needed = [{(owners[0][i], j) for i, j in seen}, {(owners[0][i], j) for i, j in seen if _is_far(i, j, reach)}]
+        given = {(p, run.start + k) for p, runs in enumerate(reach.far) for run in runs for k in range(run.length)}
+        assert needed[1] <= given <= needed[0]
+
+
+def _is_far(query: int, key: int, reach: Any) -> bool:
+    return query - key > reach.band[0] or key - query > reach.band[1]
 
 
 def test_where_there_is_no_window_another_way_is_taken() -> None:
@@ -482,6 +496,47 @@ def test_a_window_receives_less_than_one_percent_of_a_gather() -> None:
     choices = {way: choose_attention(schema, results, way, Reach((127, 0), (0, 1))) for way in ("halo", "gather")}
     planned = {way: choice.received for way, choice in choices.items() if choice is not None}
     assert 0 < planned["halo"] < 0.01 * planned["gather"]
+
+
+def _streaming(length: int, window: int, sinks: int, document: int = 0, kind: str = "boolean") -> Any:
+    """A causal window beside the first tokens of the sequence, or of each document."""
+    at = torch.arange(length)
+    number, first = (at // document, at % document) if document else (at * 0, at)
+    seen = (at[:, None] >= at) & (number[:, None] == number) & ((at[:, None] - at < window) | (first < sinks))
+    given = case("none", (length, length), heads=2)
+    bias = torch.zeros(length, length, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    return given._replace(mask=seen if kind == "boolean" else bias)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "float"])
+def test_sinks_beside_a_window_are_the_only_far_keys_that_travel(kind: str) -> None:
+    """Uneven shards too, several axes, and a window wider than a shard."""
+    for given, shape, placements, rows in (
+        (_streaming(1024, 32, 4, kind=kind), (4,), [S2], 31 + 4),
+        (_streaming(1000, 50, 2, kind=kind), (3,), [S2], 49 + 2),
+        (_streaming(512, 16, 2, kind=kind), (2, 2), [S2, S2], 15 + 2),
+        (_streaming(512, 16, 2, kind=kind), (2, 2), [S0, S2], 15 + 2),
+        (_streaming(900, 200, 3, kind=kind), (8,), [S2], 199 + 3),
+        (_streaming(2048, 20, 2, document=700, kind=kind), (4,), [S2], 19 + 2),
+    ):
+        mesh = sw.init_device_mesh("cpu", shape)
+        laid = [sw.distribute_tensor(x, mesh, placements).requires_grad_() for x in given.tensors]
+        with sw.explain() as report:
+            out, _, received = sequences.counted(
+                lambda laid=laid, given=given: F.scaled_dot_product_attention(*laid[:3], attn_mask=given.mask)
+            )
+            grads = torch.autograd.grad(out, laid[:3], laid[3].detach())
+        assert {record.way for record in report.records if "flash" in record.name} == {"halo"}
+        samples = 1 if S0 in placements else 2
+        assert received <= 1.05 * rows * 2 * samples * 2 * 8 * 8  # keys and values, samples, heads, width, bytes
+        assert_close([out, *grads], on_one_device(given))
+
+
+def test_far_keys_that_are_many_are_no_halo() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    at = torch.arange(1024)
+    every_third = (at[:, None] >= at) & ((at % 3 == 0) | (at[:, None] - at < 16))
+    assert "halo" not in _ways_of(case("none", (1024, 1024))._replace(mask=every_third), mesh, [S2], "halo")
 
 
 # ---------------------------------------------------------------- tiles
@@ -584,53 +639,160 @@ def test_a_backward_without_a_gradient() -> None:
     assert x.grad is None
 
 
+# ---------------------------------------------------------------- dropout
+
+
+def _dropped(tensors: Any, grad: Any, **options: Any) -> list[Any]:
+    """The result and gradients of a call with dropout, and the next random number."""
+    torch.manual_seed(3)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = F.scaled_dot_product_attention(*leaves, dropout_p=0.4, **options)
+    return [out, *torch.autograd.grad(out, leaves, grad), torch.rand(1)]
+
+
+@pytest.mark.parametrize("way", ["ring", "gather", "heads", "halo", None])
+def test_dropout_has_the_random_numbers_of_one_device(way: str | None) -> None:
+    """And leaves the generator as one device does."""
+    given = case("window", (13, 13), option="groups" if way == "ring" else "plain")
+    options = {"enable_gqa": way == "ring"}
+    for mask, causal in ((None, False), (None, True), (given.mask, False)):
+        wanted = _dropped(given.tensors[:3], given.tensors[3], attn_mask=mask, is_causal=causal, **options)
+        for shape, placements in (*LAYOUTS, *ZIGZAGS)[len(way or "") % 2 :: 2]:
+            mesh = sw.init_device_mesh("cpu", shape)
+            laid = [sw.distribute_tensor(x, mesh, placements) for x in given.tensors]
+            with sw.attention(prefer=way), sw.explain() as report:
+                got = _dropped(laid[:3], laid[3], attn_mask=mask, is_causal=causal, **options)
+            assert torch.equal(got.pop(), wanted[-1])
+            assert_close(got, wanted[:-1])
+            assert all(x.placements == placements for x in got)
+            taken = {record.way for record in report.records if "flex_attention" in record.name}
+            assert taken
+            assert way in (None, "heads", "halo") or taken == {way}
+
+
+def test_dropout_of_a_long_sequence() -> None:
+    """States of the generator are kept at few places; a part of the mask may begin between two of them."""
+    given = case("none", (300, 300), torch.float32, heads=2)
+    wanted = _dropped(given.tensors[:3], given.tensors[3], is_causal=True)
+    mesh = sw.init_device_mesh("cpu", (7,))
+    laid = [sw.distribute_tensor(x, mesh, [S2]) for x in given.tensors]
+    with sw.attention(prefer="ring"):
+        got = _dropped(laid[:3], laid[3], is_causal=True)
+    assert torch.equal(got.pop(), wanted.pop())
+    assert_close(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch does so for forward mode
+def test_derivatives_of_dropout() -> None:
+    """Second ones, of one operand alone, in forward mode, of a transformed function, and checkpointed."""
+    given = case("none", (9, 9))
+    mesh = sw.init_device_mesh("cpu", (4,))
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        torch.manual_seed(3)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True)
+
+    def second(q: Any, k: Any, v: Any) -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        grads = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
+
+    def of_keys(q: Any, k: Any, v: Any) -> list[Any]:
+        k = k.detach().requires_grad_()
+        return list(torch.autograd.grad(attend(q, k, v).square().sum(), [k]))
+
+    def forward_mode(q: Any, k: Any, v: Any) -> list[Any]:
+        with forward_ad.dual_level():
+            return [forward_ad.unpack_dual(attend(forward_ad.make_dual(q, v), k, v))[1]]
+
+    def transformed(q: Any, k: Any, v: Any) -> list[Any]:
+        return [torch.func.grad(lambda k: attend(q, k, v).square().sum())(k)]
+
+    def checkpointed(q: Any, k: Any, v: Any) -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(3)
+        options = {"dropout_p": 0.4, "use_reentrant": False}
+        out = checkpoint(F.scaled_dot_product_attention, *leaves, **options)
+        return list(torch.autograd.grad(out.square().sum(), leaves))
+
+    def of_one_tensor(q: Any, k: Any, v: Any) -> list[Any]:
+        """Queries, keys and values are one tensor, or made of it; the result is changed in place."""
+        x = q.detach().requires_grad_()
+        out = attend(x, x, x.flip(2) * k)
+        (first,) = torch.autograd.grad((out * out).sum(), [x], create_graph=True)
+        again = attend(x, x, x)
+        again[..., 1:] += 1
+        (last,) = torch.autograd.grad(again.sin().sum(), [x])
+        return [first.detach(), *torch.autograd.grad(first.square().sum(), [x]), last]
+
+    plain = given.tensors[:3]
+    for run in (of_one_tensor, second, of_keys, forward_mode, transformed, checkpointed):
+        laid = [sw.distribute_tensor(x, mesh, [S2]) for x in plain]
+        assert_close(run(*laid), run(*plain))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_backward_with_dropout_sees_that_its_mask_was_written(is_plain: bool) -> None:
+    """It computes scores again, and so needs the mask of the forward."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    q = sw.distribute_tensor(torch.randn(1, 2, 8, 4), mesh, [S2]).requires_grad_()
+    mask: Any = torch.randn(8, 8)
+    mask = mask if is_plain else sw.distribute_tensor(mask, mesh, [sw.Replicate()])
+    out = F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.4)
+    mask.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_memory_of_a_ring_with_dropout_does_not_grow_with_the_ranks() -> None:
+    peaks = []
+    for ranks in (8, 64, 512):
+        with sw.dry_run() as run, sw.attention(prefer="ring"):
+            mesh = sw.init_device_mesh("cpu", (ranks,))
+            make = {"device_mesh": mesh, "placements": [S2], "requires_grad": True}
+            q, k, v = (sw.zeros(1, 2, 16 * ranks, 8, **make) for _ in "qkv")
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True).sum().backward()
+        assert run.bytes == (ranks - 1) * 6 * 2 * 16 * 8 * 4
+        peaks.append(run.peak_bytes)
+    assert max(peaks) <= 1.01 * min(peaks)
+
+
 def test_a_bound_holds_with_dropout_too() -> None:
-    """Keys and values are gathered then: within the bound, or not at all."""
+    """A ring holds two blocks; where keys and values are gathered, within the bound or not at all."""
     mesh = sw.init_device_mesh("cpu", (4,))
     plain = torch.randn(1, 2, 32, 8)
     q = sw.distribute_tensor(plain, mesh, [S2])
-    held = 2 * 2 * 24 * 8 * 4
-    with sw.attention(max_bytes=held - 1), pytest.raises(sw.MemoryBoundError, match=f"{held:,} bytes"):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     torch.manual_seed(3)
     wanted = F.scaled_dot_product_attention(plain, plain, plain, dropout_p=0.5)
     torch.manual_seed(3)
-    with sw.attention(max_bytes=held):
+    block = 2 * 2 * 8 * 8 * 4
+    with sw.attention(max_bytes=2 * block), sw.explain() as report:
         got: Any = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert "ring" in {record.way for record in report.records}
     torch.testing.assert_close(got.full_tensor(), wanted)
-    with sw.attention(max_bytes=0):  # nothing is gathered
-        F.scaled_dot_product_attention(*[sw.distribute_tensor(plain, mesh, [R])] * 3, dropout_p=0.5)
+    bias = sw.distribute_tensor(torch.zeros(32, 32), mesh, [R]).requires_grad_()
+    held = 3 * block
+    with sw.attention(max_bytes=held - 1), pytest.raises(sw.MemoryBoundError, match=f"{held:,} bytes"):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=bias, dropout_p=0.5)
 
 
-@pytest.mark.parametrize("placement", [sw.Shard(1), sw.Zigzag(1)])
-def test_padding_masks_of_modules_in_any_layout(placement: Any) -> None:
-    """With and without weights; the padding mask plain, replicated, or sharded with the tokens."""
-    mesh = sw.init_device_mesh("cpu", (4,))
-    torch.manual_seed(0)
-    module, x = torch.nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 9, 16)
-    hidden = torch.zeros(2, 9, dtype=torch.bool)
-    hidden[0, 6:] = True
-    wanted = {weights: module(x, x, x, key_padding_mask=hidden, need_weights=weights) for weights in (True, False)}
-    module = sw.distribute_module(module, mesh)
-    laid = sw.distribute_tensor(x, mesh, [placement])
-    masks = hidden, sw.distribute_tensor(hidden, mesh, [R]), sw.distribute_tensor(hidden, mesh, [sw.Shard(1)])
-    for mask, weights in itertools.product(masks, (True, False)):
-        got = module(laid, laid, laid, key_padding_mask=mask, need_weights=weights)
-        for mine, theirs in zip(got, wanted[weights], strict=True):
-            if theirs is not None:
-                torch.testing.assert_close(mine.full_tensor(), theirs, rtol=2e-6, atol=2e-6)
-
-
-def test_a_second_derivative_is_refused_as_on_one_device() -> None:
-    mesh = sw.init_device_mesh("cpu", (4,))
-    plain = torch.randn(1, 2, 8, 4)
-
-    def twice(x: Any) -> Any:
-        x = x.detach().requires_grad_()
-        out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        return torch.autograd.grad(grad.square().sum(), x)
-
-    for x in (plain, sw.distribute_tensor(plain, mesh, [S2])):
-        with pytest.raises(RuntimeError, match=r"derivative .* is not implemented"):
-            twice(x)
+@pytest.mark.parametrize("kind", ["grouped heads", "one row", "rows"])
+def test_memory_of_a_ring_with_groups_or_a_mask_does_not_grow_with_the_ranks(kind: str) -> None:
+    """Beside the mask itself, of which a rank holds one row, or the rows of its queries."""
+    peaks = set()
+    for ranks in (8, 64, 512):
+        with sw.dry_run() as run, sw.attention(prefer="ring"):
+            mesh, length = sw.init_device_mesh("cpu", (ranks,)), 16 * ranks
+            make = {"device_mesh": mesh, "placements": [S2], "requires_grad": True}
+            heads = 2 if kind == "grouped heads" else 4
+            q, k, v = (sw.zeros(1, count, length, 16, **make) for count in (4, heads, heads))
+            options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+            held = 0
+            if kind != "grouped heads":
+                rows, placement = (1, R) if kind == "one row" else (length, S0)
+                mask = sw.zeros(rows, length, device_mesh=mesh, placements=[placement])
+                options, held = {"attn_mask": mask}, mask.spec.local_bytes
+            out = F.scaled_dot_product_attention(q, k, v, **options)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        peaks.add(run.peak_bytes - held)
+    assert len(peaks) == 1

@@ -189,7 +189,9 @@ def test_what_does_not_fit_is_said_by_names() -> None:
     said = model.load_state_dict({**shorter, "more": torch.ones(2)}, strict=False)
     assert (said.missing_keys, said.unexpected_keys) == (["down.bias"], ["more"])
     with pytest.raises(sw.UnsupportedError, match="from_local"):
-        model.load_state_dict({**given, "down.bias": sw.RankTensor([torch.ones(5)] * 4)})
+        model.load_state_dict(
+            {**given, "down.bias": sw.RankTensor([torch.full((5,), float(rank)) for rank in range(4)])}
+        )
 
 
 def test_dtypes_are_those_of_the_parameters_or_of_what_is_assigned() -> None:
@@ -530,3 +532,18 @@ def test_what_is_wrapped_in_torch_is_there() -> None:
         original = inspect.unwrap(function)
         assert original.__module__.startswith("torch.")
         assert original.__code__ is not function.__code__, original.__qualname__
+
+
+def test_full_tensors_of_a_slice_of_a_mesh_load() -> None:
+    """`full_tensor()` on one axis of two gives each rank of the other axis a value; all are the same."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layer, other = (nn.Linear(4, 6, bias=False) for _ in range(2))
+    wanted = layer.weight.detach().clone()
+    for each in (layer, other):
+        each.weight = nn.Parameter(sw.distribute_tensor(each.weight.detach(), mesh["tp"], [sw.Shard(0)]))
+    state = {name: value.full_tensor() for name, value in layer.state_dict().items()}
+    assert isinstance(state["weight"], sw.RankTensor)
+    other.load_state_dict(state)
+    assert other.weight.placements == (sw.Shard(0),)
+    loaded = other.weight.full_tensor()
+    assert all(torch.equal(part, wanted) for part in loaded.tensors)

@@ -1,9 +1,11 @@
 """Names and arguments of torch.distributed.tensor and FSDP2, in the places where programs use them."""
 
 import copy
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -746,3 +748,23 @@ def test_recurrent_networks_keep_a_sharded_batch(line: sw.DeviceMesh, network: A
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
     for ours, one in zip(model.parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), one.grad)
+
+
+def test_opt_einsum_contracts_dtensors_by_torch(tmp_path: Path) -> None:
+    """It chooses functions by the package of a tensor's class. One that it does not know is converted to numpy."""
+    package = tmp_path / "opt_einsum" / "backends"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "dispatch.py").write_text("_aliases = {'torch': 'opt_einsum.backends.torch'}\n")
+    program = """
+import sys, shardwise as sw
+x = sw.ones(2, device_mesh=sw.init_device_mesh("cpu", (2,)))
+sys.path.append(sys.argv[1])  # last: an installed one comes first, and holds the same
+from opt_einsum.backends.dispatch import _aliases
+print(_aliases[type(x).__module__.split(".")[0]])
+"""
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=given)
+    assert done.stdout.strip() == "opt_einsum.backends.torch"

@@ -9,15 +9,18 @@ import collections
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
 import torch
 
 from shardwise.capture.dict_versions import DictVersions, dict_of_class, names_of, table_of
-from shardwise.capture.reachable import Reachable, cell_contents, is_own_code, storage_key
+from shardwise.capture.program_code import is_own_code
+from shardwise.capture.reachable import Reachable, storage_key
+from shardwise.capture.slots import MISSING, cell_contents
 from shardwise.capture.snapshot import local_of
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.rank_tensor import RankTensor, parts_of
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
 from shardwise.torch_private import DisableTorchFunctionSubclass
@@ -106,6 +109,8 @@ class Binding:
         self._lengths = list(map(len, self._lists))
         self._items = list(chain.from_iterable(self._lists))
         self._cells = [(held, cell_contents(held)) for held in whole if isinstance(held, types.CellType)]
+        self._groups = [(group, group["params"]) for each in state.optimizers for group in each.param_groups]
+        self._variables = [(held, held.get(MISSING)) for held in whole if isinstance(held, ContextVar)]
         self._slots = [(each, name, getattr(each, name, None)) for each, names in state.slotted for name in names]
         self._functions = [
             (function, function.__code__, function.__defaults__, function.__kwdefaults__)
@@ -158,6 +163,14 @@ class Binding:
             yield f"len({{}}) == {length}", (held,)
             for at in range(length):
                 yield f"{{}}[{at}] is {{}}", (held, next(items))
+        for cell, was in self._cells:
+            yield "{}({}) is {}", (cell_contents, cell, was)
+        for group, parameters in self._groups:
+            yield "{}.get('params') is {}", (group, parameters)
+        for variable, was in self._variables:
+            yield "{}.get({}) is {}", (variable, MISSING, was)
+        for each, name, was in self._slots:
+            yield f"getattr({{}}, {name!r}, None) is {{}}", (each, was)
 
     def _hold_the_same(self) -> bool:
         """Whether dicts of other versions have the same contents. From then on these are compared by their contents."""
@@ -196,22 +209,24 @@ class Binding:
             return False
         if not all(map(operator.is_, chain.from_iterable(self._lists), self._items)):
             return False
-        return self._same_rest()
+        if not all(cell_contents(cell) is was for cell, was in self._cells):
+            return False
+        if not all(group.get("params") is parameters for group, parameters in self._groups):
+            return False
+        if not all(variable.get(MISSING) is was for variable, was in self._variables):
+            return False
+        return all(getattr(each, name, None) is was for each, name, was in self._slots) and self._same_rest()
 
     def _same_rest(self) -> bool:
-        tensors = self.state.tensors
-        if not all(_geometry(tensors[at]) == was for at, was in self._plain.items()):
-            return False
-        for cell, was in self._cells:
-            if cell_contents(cell) is not was:
-                return False
-        for each, name, was in self._slots:
-            if getattr(each, name, None) is not was:
+        """What is compared in loops always; most functions have none of it."""
+        if self._plain:
+            tensors = self.state.tensors
+            if not all(_geometry(tensors[at]) == was for at, was in self._plain.items()):
                 return False
         for held, was in self._sets:
             if len(held) != len(was) or not all(map(operator.is_, held, was)):
                 return False
-        return all(table.is_same() for table in self._volatile)
+        return not self._volatile or all(table.is_same() for table in self._volatile)
 
     def renew(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Take new gradients in place of those that were there; whether they are of the same kind.

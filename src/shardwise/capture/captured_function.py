@@ -7,48 +7,56 @@ it runs. A key is all that the function can read: layouts, shapes, Python values
 from __future__ import annotations
 
 import functools
+import operator
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from shardwise import modes
 from shardwise.capture.binding import Binding, arguments_key
 from shardwise.capture.captured_report import CapturedReport
 from shardwise.capture.compiled_program import BACKENDS, compiled_program, is_rounded, largest, wide
-from shardwise.capture.groups import recording_collectives
+from shardwise.capture.exported_program import exported_program
 from shardwise.capture.leaving import Effect, Leaving, Unsettled
-from shardwise.capture.local_optimizer import LocalStep, is_elementwise, recording_steps, state_shape
+from shardwise.capture.local_optimizer import LocalStep, is_elementwise
+from shardwise.capture.passes import Passes
 from shardwise.capture.program import Program, built
 from shardwise.capture.program_file import SavedProgram
 from shardwise.capture.program_folder import save_program
-from shardwise.capture.reachable import Reachable, Slots, code_inside, global_hooks, is_own_code
-from shardwise.capture.recorded_states import recording_states
+from shardwise.capture.reachable import Reachable, global_hooks
+from shardwise.capture.read_guards import ReadGuard, guards_of
+from shardwise.capture.recorded_call import RecordedCall
 from shardwise.capture.roots import RootFact, facts_of, shape_of
-from shardwise.capture.snapshot import Snapshot, local_of, random_states
+from shardwise.capture.slots import Slots
+from shardwise.capture.snapshot import Snapshot, local_of
 from shardwise.capture.tape import Call, Tape, Unit
 from shardwise.capture.timeline import timeline_of
-from shardwise.capture.value_reads import hooked_node, outside_randomness, refusing_conversions
-from shardwise.capture.watch import Watch
 from shardwise.core.cache import BoundedCache
+from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.debug.pictures.draw_timeline import Timeline
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.events import decision_made, route_started, scatter_started, tensor_entered, tensor_moved
 from shardwise.fabric.base import on_new_world
-from shardwise.fabric.nondeterministic import own_results
-from shardwise.fabric.rank_generators import draws, listen_to_states
+from shardwise.fabric.lost_ranks import lost_rank_error
+from shardwise.fabric.rank_generators import draws
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.shared_writes import agree
-from shardwise.fabric.virtual import parts_of
 from shardwise.plan.cost import current_cost_model
 from shardwise.tensor import DTensor, intercepted
 from shardwise.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    cudnn_enabled,
     dispatch_mode_count,
     function_mode_count,
+    mkldnn_enabled,
     saved_tensor_hooks,
     transforms_active,
 )
@@ -56,10 +64,11 @@ from shardwise.torch_private import (
 __all__ = ["Captured", "captured", "is_watched", "left_behind"]
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()
-_recording = threading.RLock()  # recording replaces functions of torch: one thread at a time
 on_new_world.append(lambda: [each.forget() for each in list(_all)])
 Result = TypeVar("Result")
-
+# Casts of autocast are operators of a program, which must not be cast once more.
+_CASTING = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+_INTERCEPTED, _IS_ACTIVE = tuple(intercepted.values()), operator.attrgetter("is_active")
 
 MANY_UNSETTLED = 8  # calls in a row, after which there is a warning
 REPEATS = 3  # runs of a program that differs from its function, to see whether it differs from itself
@@ -78,6 +87,8 @@ class _Entry(NamedTuple):
     roots: tuple[RootFact, ...]  # facts of the tensors that it was recorded with
     arguments: Any  # the description of the arguments
     kept: Any  # the objects that its key names by identity
+    reads: tuple[ReadGuard, ...] = ()  # values that were read from tensors, in order
+    key: Any = None  # of all programs that differ in such values alone
 
 
 class Captured(Generic[Result]):
@@ -90,14 +101,17 @@ class Captured(Generic[Result]):
         function: Callable[..., Result],
         max_programs: int,
         verify: bool,
-        backend: str | None = None,
-        overlap: bool = False,
+        backend: str | None,
+        passes: Passes,
+        reads: str = "refuse",
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.verify = verify
         self.backend = backend
-        self.overlap = overlap
+        self.passes = passes
+        self.reads = reads
+        self._read_values: dict[Any, list[tuple[str, ...]]] = {}  # of each key those that programs are kept for
         self.programs: BoundedCache[Any, _Entry] = BoundedCache(max_programs)
         self._codes: dict[Any, None] = {}
         self._last: _Entry | None = None
@@ -108,7 +122,8 @@ class Captured(Generic[Result]):
     def forget(self) -> None:
         """Drop all programs."""
         self.programs = BoundedCache(self.programs.limit)
-        self._binding = None
+        self._read_values = {}
+        self._binding = self._last = None
 
     def source(self) -> str:
         """The program that ran last, as Python text: local operators, collectives, and the lines they come from."""
@@ -136,10 +151,23 @@ class Captured(Generic[Result]):
             path: the folder, made if it is not there.
             objects: the modules, tensors (also in lists and dicts) and optimizers that the program uses, by any names.
         """
-        entry = self._ran_last()
+        entry = self._without_reads("save")
         program, roots = entry.program.recorded, dict(enumerate(entry.roots))
         recorded = SavedProgram(program, {}, roots, entry.arguments, entry.result, entry.effects, entry.written)
         save_program(path, recorded, objects)
+
+    def export(self, **objects: Any) -> torch.export.ExportedProgram:
+        """The program that ran last as an exported program of local operators and functional collectives.
+
+        It takes the locals of the tensors that were arguments, in their order, and returns those of the results; where
+        ranks are virtual, the locals of all of them. Locals of other tensors are its buffers. `torch.export.save`
+        writes it, for this rank; process groups are found by their names again.
+
+        Args:
+            objects: modules and tensors (also in lists and dicts) that give names to the buffers.
+        """
+        entry = self._without_reads("export")
+        return exported_program(entry.program.recorded, entry.roots, entry.result, entry.effects, objects)
 
     def _ran_last(self) -> _Entry:
         if self._last is None:
@@ -147,6 +175,16 @@ class Captured(Generic[Result]):
                 "there is no program yet", hint="the first call of a captured function runs as always; call it twice"
             )
         return self._last
+
+    def _without_reads(self, what: str) -> _Entry:
+        """The program that ran last, which must hold for any values."""
+        entry = self._ran_last()
+        if entry.reads:
+            raise UnsupportedError(
+                f"{what}: the program holds for the value that was read from a tensor at {entry.reads[0].line}",
+                hint="capture the function without such reads",
+            )
+        return entry
 
     # ---------------------------------------------------------------- calls
 
@@ -158,6 +196,8 @@ class Captured(Generic[Result]):
             binding = self._binding = None
         if binding is not None and not kwargs and (quick := arguments_key(args, binding.state)) is not None:
             entry = binding.entries.get((ambient, quick))
+            if entry is not None and entry.reads:
+                entry = self._matching(entry.key, _inputs(binding.inputs, args))
             if entry is not None:
                 return self._run(entry, binding, args, ())
         state = self._reach() if binding is None else binding.state
@@ -166,6 +206,8 @@ class Captured(Generic[Result]):
         given.visit(kwargs, "arguments")
         key = (ambient, state.key, given.key)
         entry = self.programs.get(key)
+        if entry is None and key in self._read_values:
+            entry = self._matching(key, _inputs(_inputs((), state.tensors), given.tensors))
         if entry is None:
             self._binding = None
             return self._first(key, state, given, args, kwargs)
@@ -181,6 +223,7 @@ class Captured(Generic[Result]):
     def _reach(self) -> Reachable:
         found = Reachable(self._codes, self._is_tuned)
         found.visit(self.function, getattr(self.function, "__name__", "function"))
+        found.functions_of(torch.nn.functional)
         for table in global_hooks():
             found.visit(table, "hooks of all modules and optimizers")
         return found
@@ -190,122 +233,116 @@ class Captured(Generic[Result]):
         self._last = entry
         state = binding.state
         roots = [*state.tensors, *given]
-        inputs = [*binding.inputs, *(part for tensor in given for part in parts_of(local_of(tensor)))]
-        with torch.no_grad():
-            values = entry.program.run(inputs)
+        inputs = _inputs(binding.inputs, given)
+        try:
+            with torch.no_grad(), ExcludeDispatchKeyGuard(_CASTING):
+                values = entry.program.run(inputs)
+        except RuntimeError as error:
+            self._raise_named(error)
+            raise
         result = left_behind(entry, values, roots, [*state.slots, *slots] if entry.changes_slots else ())
         if entry.changes_slots or entry.reads_states or (entry.renewed and not binding.renew(entry.renewed)):
             self._binding = None
         return result
 
+    def _raise_named(self, error: RuntimeError) -> None:
+        """Raise a failure of communication in the user's terms, if it is one."""
+        if dist.is_initialized():
+            operation = f"a collective of the captured function {getattr(self.function, '__name__', '')}"
+            named = lost_rank_error(error, operation, range(dist.get_world_size()))
+            if named is not None:
+                raise named from error
+
     # ---------------------------------------------------------------- recording
 
     def _first(self, key: Any, state: Reachable, given: Reachable, args: Any, kwargs: Any) -> Any:
         """Run as always, and record. The call after which all code of the program is known is the first recorded."""
-        code = getattr(self.function, "__code__", None)
         knows = bool(self._codes)
-        if not knows and code is not None:
-            self._codes[code] = None
-            state = self._reach()
-            given = Reachable(self._codes, self._is_tuned, state)
-            given.visit((args, kwargs), "arguments")
-        if knows and (problems := [*state.problems, *given.problems]):
-            raise UnsupportedError(
-                f"captured: the function can read {problems[0]}; changes of it cannot be detected",
-                hint="pass plain data and tensors, and do not use such objects in the captured function",
-            )
-        roots = [*state.tensors, *given.tensors]
-        slots = [*state.slots, *given.slots]
-        if any(part.is_meta for root in roots for part in parts_of(local_of(root))):  # a dry run
-            return self.function(*args, **kwargs)
-        stepped = [*state.stepped, *given.stepped]
-        for each in stepped:
-            each.settle()
-        if any(map(hooked_node, roots)):
-            raise UnsupportedError(
-                "captured: there are hooks on the node of autograd that adds to the gradient of a tensor, which cannot "
-                "be compared from call to call",
-                hint="use tensor.register_hook or tensor.register_post_accumulate_grad_hook",
-            )
-        before = Snapshot(slots, roots)
-        tape = Tape(before.parts, only_checks=not knows)
-        shape = state_shape(state.optimizers)
-        randomness = outside_randomness()
+        if knows:
+            _refuse_problems(state, given)
+        else:
+            state, given = self._with_own_code(state, given, args, kwargs)
+        if any(part.is_meta for each in (state, given) for root in each.tensors for part in parts_of(local_of(root))):
+            return self.function(*args, **kwargs)  # a dry run
+        call = RecordedCall(state, given, knows, self.reads == "guard")
+        has_run = False
         try:
-            with (
-                _recording,
-                torch.autograd.set_multithreading_enabled(False),  # so that hooks run where they are watched
-                recording_steps(tape),
-                recording_collectives(tape),
-                listen_to_states(tape),
-                own_results(),
-                modes.recorded(),
-                tape.sites.tracking(),
-                recording_states(tape),
-                refusing_conversions(tape),
-                tape,
-                Watch(lambda: tape.is_paused) as watch,
-            ):
-                result = self.function(*args, **kwargs)
-                for each in stepped:
-                    each.settle()
-            if tape.refusal is not None:
-                raise tape.refusal
-            if tape.is_flying:
-                raise UnsupportedError(
-                    "captured: a collective is issued by other means than the methods of a process group",
-                    hint="use torch.distributed or shardwise for it",
-                )
-            if watch.problem is not None:
-                what, line, hint = watch.problem
-                raise UnsupportedError(f"captured: {what} (at {line})", hint=hint)
-            if knows and outside_randomness() != randomness:  # the first call may import modules that draw some
-                raise UnsupportedError(
-                    "captured: random numbers of numpy are drawn, which a program would not repeat",
-                    hint="draw them outside and pass tensors, or use torch's random operators",
-                )
-            new = [code for code in watch.codes if code not in self._codes]
-            if not new and knows:
-                self._check_reached(watch, state, given)
-            if new or not knows or shape != state_shape(state.optimizers):
-                if new:
-                    self._codes.update(watch.codes)
-                    self.forget()
+            result = call.run(self.function, args, kwargs)
+            has_run = True
+            if not self._is_settled(call):
                 return result
             try:
-                entry = self._entry(tape, watch, state, given, before, slots, roots, result)
+                entry = self._entry(call, result)
             except Unsettled as unsettled:
                 self._unsettle(str(unsettled))
                 return result
-            positions = {id(root): at for at, root in enumerate(roots)}
+            positions = {id(root): at for at, root in enumerate(call.roots)}
             entry = entry._replace(arguments=shape_of((args, kwargs), positions))
-            received = dict(entry.program.received)
             if self.verify:
-                result = self._verify(entry, tape, before, roots)
+                entry, result = self._verify(entry, call.before, call.roots)
             if self.backend is not None:
-                entry, result = self._compile(entry, self.backend, received, before, roots)
-        except ShardwiseError:
-            for each in stepped:
-                each.abandon()
-            before.restore()
+                entry, result = self._compile(entry, self.backend, call.before, call.roots)
+            call.tape.received = {}
+            entry.program.settle()
+        except BaseException as error:
+            if has_run or isinstance(
+                error, ShardwiseError
+            ):  # interrupted while a program was compared: not half a step
+                call.abandon()
             raise
         self._unsettled = 0
-        self.programs.keep(key, entry)
-        self._last = entry
+        self._keep(key, entry)
         return result
 
-    @staticmethod
-    def _check_reached(watch: Watch, *reached: Reachable) -> None:
-        """All code of the program that runs must be that of functions which were reached, whose values are guarded."""
-        known = code_inside(function.__code__ for each in reached for function in each.functions)
-        for code in watch.codes:
-            if code not in known and not is_own_code(code.co_filename):
-                raise UnsupportedError(
-                    f"captured: the function calls {code.co_name} "
-                    f"({code.co_filename}:{code.co_firstlineno}), which it does not reach by its variables, so that "
-                    "changes of what that reads cannot be detected",
-                    hint="call it by a name, an attribute or an item of a list or dict",
-                )
+    def _with_own_code(self, state: Reachable, given: Reachable, args: Any, kwargs: Any) -> tuple[Reachable, Reachable]:
+        """Before the first call: what is reached if the function itself is followed."""
+        code = getattr(self.function, "__code__", None)
+        if code is None:
+            return state, given
+        self._codes[code] = None
+        state = self._reach()
+        given = Reachable(self._codes, self._is_tuned, state)
+        given.visit((args, kwargs), "arguments")
+        return state, given
+
+    def _is_settled(self, call: RecordedCall) -> bool:
+        """Whether a call can be recorded: all of its code was known before, and states of optimizers were there."""
+        new = any(code not in self._codes for code in call.watch.codes)
+        if new:
+            self._codes.update(call.watch.codes)
+            self.forget()
+        elif call.knows:
+            call.check_reached()
+        return call.knows and not new and not call.makes_states
+
+    def _keep(self, key: Any, entry: _Entry) -> None:
+        """Keep a program for a key; where values were read, for these."""
+        self._last = entry
+        if not entry.reads:
+            self.programs.keep(key, entry)
+            return
+        values = tuple(read.value for read in entry.reads)
+        self.programs.keep((key, values), entry._replace(key=key))
+        self._read_values.setdefault(key, []).append(values)
+        for each, known in list(self._read_values.items()):  # programs that were dropped
+            self._read_values[each] = kept = [one for one in known if (each, one) in self.programs]
+            if not kept:
+                del self._read_values[each]
+        if len(self._read_values.get(key, ())) == self.programs.limit:
+            warnings.warn(
+                f"captured: {self.programs.limit} programs that differ only in a value that is read from a tensor (at "
+                f"{entry.reads[-1].line}); each is recorded, and the oldest are dropped",
+                stacklevel=4,
+            )
+
+    def _matching(self, key: Any, inputs: Sequence[torch.Tensor]) -> _Entry | None:
+        """The program of a key whose values would be read again."""
+        with torch.no_grad(), ExcludeDispatchKeyGuard(_CASTING):
+            for values in self._read_values.get(key, ()):
+                entry = self.programs.get((key, values))
+                if entry is not None and all(read.holds(inputs) for read in entry.reads):
+                    return entry
+        return None
 
     def _unsettle(self, why: str) -> None:
         """The step was not recorded. Caches fill once; a value that changes on every call would prevent it for ever."""
@@ -316,35 +353,26 @@ class Captured(Generic[Result]):
                 stacklevel=4,
             )
 
-    def _entry(
-        self,
-        tape: Tape,
-        watch: Watch,
-        state: Reachable,
-        given: Reachable,
-        before: Snapshot,
-        slots: Sequence[Slots],
-        roots: Sequence[torch.Tensor],
-        result: Any,
-    ) -> _Entry:
-        random = any(isinstance(call, Call) and draws(call.op) for call in tape.calls)
+    def _entry(self, call: RecordedCall, result: Any) -> _Entry:
+        """The program of a recorded call, and the descriptions of what it leaves."""
+        tape, watch, state, before, roots = call.tape, call.watch, call.state, call.before, call.roots
+        reads = guards_of(tape, before)
+        random = any(isinstance(each, Call) and draws(each.op) for each in tape.calls)
         if watch.sets_state and random:
             raise UnsupportedError(
                 "captured: random numbers are drawn, and a random state is put back that is not recorded",
                 hint="only CPU states that torch keeps itself are recorded; elsewhere use preserve_rng_state=False",
             )
         for generator in tape.generators.values():
-            known = any(id(generator) in reached._seen for reached in (state, given))
-            if not known and all(generator is not other for other, _ in random_states()):
+            if all(_address(generator) != _address(other) for other, _ in before.random):
                 raise Unsettled("a generator of random numbers is made by it")
         leaving = Leaving(tape, state, roots, watch.spent)
         described = leaving.describe(result, "the result")
-        effects = tuple(leaving.changes(before, slots))
+        effects = tuple(leaving.changes(before, call.slots))
         meshes = [root._spec.mesh for root in roots if isinstance(root, DTensor)]
         program = Program(tape, tuple(leaving.values), _name(self.function), meshes)
         program.ranks = max((len(was.parts) for was in before.held), default=1)
-        if self.overlap:
-            program = program.overlapped()
+        program = self.passes.apply(program)
         program.outcome = leaving.values
         renewed = [
             (effect.target, state.position(before.held[effect.target].grad))
@@ -361,58 +389,93 @@ class Captured(Generic[Result]):
             _reads(program, state.states, before),
             facts_of(before.held, before.numbers, state.count),
             None,
-            (state._kept, given._kept),
+            (state._kept, call.given._kept),
+            reads,
         )
 
-    def _verify(self, entry: _Entry, tape: Tape, before: Snapshot, roots: list[torch.Tensor]) -> Any:
-        """Run the program from the same state, and compare everything that it leaves with the result of the step."""
-        program = entry.program
-        wanted = {number: value.detach().clone() for number, value in program.outcome.items()}
-        program.outcome = {}
-        left = [part.detach().clone() for part in before.parts]
-        random = random_states()
+    def _verify(self, entry: _Entry, before: Snapshot, roots: list[torch.Tensor]) -> tuple[_Entry, Any]:
+        """Run the program from the same state, and compare everything that it leaves with the result of the step.
 
-        def run() -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-            """The results of the program from the same state, and everything that it leaves."""
-            values = _run_from(before, program)
-            return values, [*values, *before.parts, *[state for _, state in random_states()]]
+        Where that differs because of passes that each rank is free to take, the program without them is used.
+        """
+        outcome = entry.program.outcome
+        wanted = [outcome[number].detach().clone() for number in entry.program.wanted]
+        expected = [*wanted, *[part.detach().clone() for part in before.parts], *_states(before)]
+        entry.program.outcome = {}
+        values, differs = _agreement(entry.program, before, expected)
+        simple = entry.program.simple
+        if differs is not None and simple is not None:
+            entry = entry._replace(program=self.passes.local(simple))
+            values, differs = _agreement(entry.program, before, expected)
+        if differs is not None:
+            raise UnsupportedError(
+                f"captured: the recorded program gives other values than the function, in a tensor of shape "
+                f"{tuple(differs.shape)}: it did something that is not an operator of torch",
+                hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
+            )
+        return entry, left_behind(entry, values, roots, before.slots)
 
-        expected = [*[wanted[number] for number in program.wanted], *left, *[state for _, state in random]]
-        values, found = run()
-        if not all(map(agree, found, expected)):
-            first = [tensor.detach().clone() for tensor in found]
-            is_noisy = False
-            for _ in range(REPEATS):
-                values, found = run()
-                is_noisy = not all(map(agree, found, first))
-                if is_noisy:
-                    break
-            for one, other, want in zip(first, found, expected, strict=True):
-                if not agree(other, want) and not (is_noisy and is_within_noise(one, other, want)):
-                    raise UnsupportedError(
-                        f"captured: the recorded program gives other values than the function, in a tensor of shape "
-                        f"{tuple(want.shape)}: it did something that is not an operator of torch",
-                        hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
-                    )
-        program.received = tape.received = {}
-        return left_behind(entry, values, roots, before.slots)
-
-    def _compile(
-        self, entry: _Entry, backend: str, received: dict[int, Any], before: Snapshot, roots: list[torch.Tensor]
-    ) -> tuple[_Entry, Any]:
+    def _compile(self, entry: _Entry, backend: str, before: Snapshot, roots: list[torch.Tensor]) -> tuple[_Entry, Any]:
         """Compile a program while it runs once more from the same state, and return it with what that run leaves."""
-        entry.program.received = received
         program, values = compiled_program(entry.program, backend, functools.partial(_run_from, before))
-        program.received = entry.program.received = {}
         entry = entry._replace(program=program)
         return entry, left_behind(entry, values, roots, before.slots)
+
+
+def _inputs(known: Sequence[torch.Tensor], tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The locals that a program is given: known ones, and those of other tensors."""
+    return [*known, *(part for tensor in tensors for part in parts_of(local_of(tensor)))]
+
+
+def _refuse_problems(*reached: Reachable) -> None:
+    """Raise where changes of an object could not be detected."""
+    for problem in (problem for each in reached for problem in each.problems):
+        raise UnsupportedError(
+            f"captured: the function can read {problem}; changes of it cannot be detected",
+            hint="pass plain data and tensors, and do not use such objects in the captured function",
+        )
+
+
+def _address(generator: Any) -> int:
+    """Where torch keeps a generator, which it wraps in more than one object."""
+    return generator._cdata
+
+
+def _states(before: Snapshot) -> list[torch.Tensor]:
+    """The states of random generators now."""
+    return [state for _, state in before.random_states()]
 
 
 def _run_from(before: Snapshot, program: Program) -> tuple[torch.Tensor, ...]:
     """The results of a program from a state, with the recorded results of collectives."""
     before.restore()
-    with torch.no_grad():
+    with torch.no_grad(), ExcludeDispatchKeyGuard(_CASTING):
         return program.verifying()(before.parts)
+
+
+def _agreement(
+    program: Program, before: Snapshot, expected: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """The results of a program from a state, and the first of the expected tensors that it does not leave so."""
+
+    def run() -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        values = _run_from(before, program)
+        return values, [*values, *before.parts, *_states(before)]
+
+    values, found = run()
+    if all(map(agree, found, expected)):
+        return values, None
+    first = [tensor.detach().clone() for tensor in found]
+    is_noisy = False
+    for _ in range(REPEATS):
+        values, found = run()
+        is_noisy = not all(map(agree, found, first))
+        if is_noisy:
+            break
+    for one, other, want in zip(first, found, expected, strict=True):
+        if not agree(other, want) and not (is_noisy and is_within_noise(one, other, want)):
+            return values, want
+    return values, None
 
 
 def is_within_noise(first: torch.Tensor, second: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -486,10 +549,14 @@ def is_watched() -> bool:
         dispatch_mode_count()
         or function_mode_count()
         or transforms_active()
-        or any(each.is_active for each in intercepted.values())
-        or any((route_started, scatter_started, decision_made, tensor_moved, tensor_entered))
+        or route_started
+        or scatter_started
+        or decision_made
+        or tensor_moved
+        or tensor_entered
+        or any(map(_IS_ACTIVE, _INTERCEPTED))
         or rank_threads() is not None
-        or torch.compiler.is_compiling()
+        or is_dynamo_compiling()
         or torch.is_anomaly_enabled()
         or saved_tensor_hooks._top_saved_tensors_default_hooks(True) is not None
     )
@@ -510,12 +577,13 @@ def _ambient() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_float32_matmul_precision(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
+        mkldnn_enabled(),
+        cudnn_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        cuda.fp16_bf16_reduction_math_sdp_allowed(),
         modes.changed_modes(),
         current_cost_model(),
     )
@@ -528,6 +596,13 @@ def captured(
     verify: bool = True,
     backend: str | None = None,
     overlap: bool = False,
+    remove_copies: bool = True,
+    share_gathers: int = 0,
+    reads: str = "refuse",
+    remove_dead: bool = False,
+    bucket: int = 0,
+    bucket_sums: bool = False,
+    max_bytes: int | None = None,
 ) -> Captured[Result]:
     """Return `function` as one that runs as a program of local operators and collectives, without dispatch of DTensors.
 
@@ -539,6 +614,18 @@ def captured(
         backend: "inductor" compiles the operators between collectives. Values are then those of eager within rounding,
             which is checked when a program is recorded, and not its bits. "cudagraphs" launches them as CUDA graphs.
         overlap: wait for a collective only before the first operator that needs it. They are issued in the same order.
+        remove_copies: leave out copies that cannot be told from what they were copied from: into and out of the flat
+            buffers of `fully_shard`, and collectives of one rank.
+        share_gathers: bytes that may be kept so that what was gathered before is not gathered again, as parameters of
+            `fully_shard` in backward. Ranks compare their collectives when a call is recorded: all must record it.
+        reads: what a value means that the function reads from a tensor (`if mask.all()`): "refuse", or "guard": it is
+            computed again before each call, from the tensors that exist then, and another value is another program.
+        remove_dead: leave out collectives whose results nobody uses. Ranks compare their collectives, as above.
+        bucket: bytes of flat buffers in which small collectives of one group, kind and dtype are issued as one. Ranks
+            compare their collectives, as above. Sums of floating point numbers over more than two ranks stay alone.
+        bucket_sums: join those, too; the last bits of sums may differ from those of eager.
+        max_bytes: for the values that a program makes, on a rank, at the peak. Cheap operators are run again before
+            later uses of their results until that is met; `UnsupportedError` says what can be reached if it is not.
 
     Example:
         >>> import shardwise as sw
@@ -553,4 +640,11 @@ def captured(
         raise UnsupportedError(f"captured has no backend {backend!r}", hint=f"one of {list(BACKENDS)}, or None")
     if backend == "cudagraphs" and not torch.cuda.is_available():
         raise UnsupportedError("captured: CUDA graphs need a GPU", hint="sw.captured(function) runs the operators")
-    return Captured(function, max_programs, verify, backend, overlap)
+    if reads not in ("refuse", "guard"):
+        raise UnsupportedError(f"captured has no reads={reads!r}", hint="'refuse' or 'guard'")
+    if backend is not None and max_bytes is not None:
+        raise UnsupportedError(
+            "captured: a compiled program does not keep to max_bytes", hint="use max_bytes without backend"
+        )
+    passes = Passes(overlap, remove_copies, share_gathers, remove_dead, bucket, bucket_sums, max_bytes)
+    return Captured(function, max_programs, verify, backend, passes, reads)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from shardwise.capture.reachable import MISSING
+from shardwise.capture.slots import MISSING
 from shardwise.torch_private import dict_version, guard_managers
 
 __all__ = ["DictVersions", "Table", "dict_of_class", "names_of", "table_of"]

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.capture.program import Local, Made, Root, Same, Sequenced, Tabled
-from shardwise.capture.reachable import MISSING, Reachable, Slots
+from shardwise.capture.reachable import Reachable
+from shardwise.capture.slots import MISSING, Slots
 from shardwise.capture.snapshot import Snapshot, local_of
 from shardwise.capture.tape import Ref, Tape, refused
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.rank_tensor import RankTensor, is_of_ranks, parts_of
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
 
@@ -120,7 +122,7 @@ class Leaving:
                 )
             refs.append(ref)
             self.values[ref.number] = part
-        return Local(tuple(refs), isinstance(value, RankTensor))
+        return Local(tuple(refs), is_of_ranks(value))
 
     def changes(self, before: Snapshot, slots: Sequence[Slots]) -> list[Effect]:
         """The changes since before."""
@@ -152,6 +154,8 @@ class Leaving:
         path = slots.path
         if isinstance(slots.holder, type):
             raise Unsettled(f"an attribute of {path}, a class, is changed")
+        if isinstance(slots.holder, ContextVar):
+            raise Unsettled(f"the ContextVar {slots.holder.name!r} is left with another value")
         if isinstance(now, dict):
             if any(value is MISSING for value in now.values()):
                 raise refused(f"{path}: a name is deleted by the step", "do that outside")

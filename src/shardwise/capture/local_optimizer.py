@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.capture.tape import Ref, Tape, Unit, refused
 from shardwise.events import user_line
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.rank_tensor import RankTensor, is_of_ranks, parts_of
 from shardwise.tensor import DTensor
 
 __all__ = ["LocalStep", "is_elementwise", "recording_steps", "state_shape"]
@@ -110,7 +110,7 @@ class LocalStep:
         at = 0
         for parameter, count in zip(self._parameters, self.counts, strict=True):
             if count:
-                parameter.grad = RankTensor(grads[at : at + count]) if _is_ranks(parameter) else grads[at]
+                parameter.grad = RankTensor(grads[at : at + count]) if is_of_ranks(parameter) else grads[at]
                 at += count
             else:
                 parameter.grad = None
@@ -119,10 +119,6 @@ class LocalStep:
         finally:
             for parameter, grad in zip(self._parameters, before, strict=True):
                 parameter.grad = grad
-
-
-def _is_ranks(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, RankTensor)
 
 
 def _has_subclasses(parameters: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from shardwise.capture.tape import Call, Ref, Unit, made_by, refs_of
 from shardwise.fabric.rank_generators import draws
 from shardwise.torch_private import tree_leaves
 
-__all__ = ["Memories", "issued_early", "late_waits"]
+__all__ = ["Memories", "Uses", "filled_by", "issued_early", "late_waits"]
 
 _READ_ONLY = {"_allgather_base_": "input_tensor", "_reduce_scatter_base_": "input_tensor", "alltoall_base_": "input"}
 _ANY = -1  # the memory of all tensors of the caller
@@ -58,15 +58,20 @@ class Memories:
         numbers = [leaf.number for leaf in tree_leaves((call.args, call.kwargs, call.made)) if isinstance(leaf, Ref)]
         used, written = self._of(numbers), self._of(call.writes)
         if is_collective(call):
-            name = _READ_ONLY.get(call.op._opname)
-            only_read = [] if name is None else [bound_arguments(call)[name].number]
-            written = self._of([number for number in call.writes if number not in only_read])
+            written = self._of(filled_by(call))
         elif draws(call.op):
             used, written = used | {_RANDOM}, written | {_RANDOM}
-        elif not any(isinstance(leaf, Ref) for leaf in tree_leaves(call.made)):
+        elif not call.writes and not any(isinstance(leaf, Ref) for leaf in tree_leaves(call.made)):
             return None  # an assertion
         given, made = (frozenset(ref.number for ref in refs) for refs in (refs_of(call), made_by(call)))
         return Uses(used, written, given, made)
+
+
+def filled_by(call: Call) -> list[int]:
+    """The values that a collective writes to."""
+    name = _READ_ONLY.get(call.op._opname)
+    only_read = [] if name is None else [bound_arguments(call)[name].number]
+    return [number for number in call.writes if number not in only_read]
 
 
 def issued_early(calls: Sequence[tuple[int, Call | Unit]], memories: Memories) -> list[tuple[int, Call | Unit]]:

@@ -7,8 +7,10 @@ attributes are put together from its values afterwards.
 from __future__ import annotations
 
 import copy
+import itertools
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,13 +25,14 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import AgreementError
 from shardwise.fabric.rank_generators import draws
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.rank_tensor import RankTensor
 from shardwise.tensor import dtensor_of
 from shardwise.text import human_bytes, plural
 from shardwise.torch_private import tree_leaves
 
 __all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built"]
 
+_numbers = itertools.count()  # of the texts of programs
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -147,12 +150,13 @@ class Facts(NamedTuple):
     bytes_of: dict[int, int]  # of memories
     moves: tuple[Collective, ...]  # collectives that routes announced
     meshes: tuple[DeviceMesh, ...]
+    device_of: dict[int, torch.device]  # of memories; empty for a program that was loaded
 
     @staticmethod
     def of(tape: Tape, meshes: Sequence[DeviceMesh]) -> Facts:
         moves = tuple(of_route(*found) for found in tape.sites.moves)
         known = dict.fromkeys([*meshes, *(move.before.mesh for _, _, move in tape.sites.moves)])
-        return Facts(tape.sites.at, tape.geometry, tape.memory_of, tape.bytes_of, moves, tuple(known))
+        return Facts(tape.sites.at, tape.geometry, tape.memory_of, tape.bytes_of, moves, tuple(known), tape.device_of)
 
 
 class Program:
@@ -175,6 +179,7 @@ class Program:
         self.ranks = 1  # how many ranks it runs: all of them where they are virtual
         self.outcome: dict[int, torch.Tensor] = {}  # the wanted values as the step has left them, until verified
         self.recorded = self  # the program before any part of it was compiled
+        self.simple: Program | None = None  # the program before passes that each rank is free to take, until verified
         self.overlap = False  # whether collectives are waited for as late as possible
         self._prepare()
 
@@ -214,10 +219,15 @@ class Program:
             if isinstance(call, Call) and is_collective(call)
         }
 
-    def with_calls(self, calls: Sequence[tuple[int, Call | Unit]]) -> Program:
-        """The same program with other calls, each with the position of the one that it comes from."""
+    def with_calls(self, calls: Sequence[tuple[int, Call | Unit]], facts: Facts | None = None) -> Program:
+        """The same program with other calls, each with the position of the one that it comes from.
+
+        Args:
+            calls: the calls.
+            facts: what is known of their values, if that is more than of those of this program.
+        """
         made = copy.copy(self)
-        facts = self.facts
+        facts = self.facts if facts is None else facts
         origins = [origin for origin, _ in calls]
         received = {at: self.received[origin] for at, origin in enumerate(origins) if origin in self.received}
         moves = [move._replace(position=_first_from(origins, move.position)) for move in facts.moves]
@@ -234,6 +244,11 @@ class Program:
         """Take these as the collectives that routes announced."""
         self.facts = self.facts._replace(moves=tuple(moves))
         self.text = self._text()
+
+    def settle(self) -> None:
+        """Drop what is only needed while the program is compared with the step."""
+        for each in (self, self.recorded):
+            each.received, each.simple, each.outcome = {}, None, {}
 
     def communication(self) -> list[Collective]:
         """Its collectives in order. On virtual ranks, where these are copies, those that were announced by routes."""
@@ -365,10 +380,12 @@ class Program:
                 names[_unit_name(call, position)] = call.run
             elif is_collective(call):
                 names[f"{collective_kind(call)}_{position}"] = collective(call, position)
-        filename = f"<captured {self.name} {id(self)}>"
+        filename = f"<captured {self.name} {next(_numbers)}>"
         linecache.cache[filename] = (len(self.text), None, self.text.splitlines(True), filename)
         exec(compile(self.text, filename, "exec"), names)
-        return names[self.name]
+        function = names[self.name]
+        weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False  # its text goes with it
+        return function
 
 
 def _unit_name(unit: Unit, position: int) -> str:

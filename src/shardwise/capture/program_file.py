@@ -34,7 +34,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.notation import parse_spec
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.recording.records import SourceLine
-from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.errors import LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.torch_private import OpOverload
 
@@ -496,8 +496,9 @@ def decoded(text: str, meshes: Sequence[DeviceMesh], optimizers: Mapping[str, An
         if document["format"] != FORMAT:
             raise ValueError(document["format"])
         return _Reader(document, meshes, optimizers).saved()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, SyntaxError) as error:
-        if isinstance(error, LayoutError):
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, SyntaxError, RecursionError, RuntimeError,
+            AssertionError) as error:  # fmt: skip
+        if isinstance(error, ShardwiseError):
             raise
         raise UnsupportedError(
             f"load_captured: this is no file of a captured program, or it is damaged ({type(error).__name__}: {error})",
@@ -519,11 +520,19 @@ def _spec(mesh: DeviceMesh, text: str, stride: Sequence[int]) -> DTensorSpec:
     return spec
 
 
+class _LoadedSite(Site):
+    """A line of a program that was read from a file, which may name any file: it is not opened."""
+
+    def comment(self) -> str:
+        """The line as a comment of a program: file and number."""
+        return PHASES[self.phase] + str(self.where) if self.where.file else self.phase
+
+
 def _site_of(entry: Sequence[Any]) -> Site:
     file, line, function, phase, module = entry
     if phase not in PHASES:
         raise ValueError(phase)
-    return Site(SourceLine(str(file), _whole(line), str(function)), phase, str(module))
+    return _LoadedSite(SourceLine(str(file), _whole(line), str(function)), phase, str(module))
 
 
 def _move_of(entry: Sequence[Any]) -> Collective:

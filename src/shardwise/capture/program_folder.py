@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.capture.program import Root, Sequenced, Tabled
 from shardwise.capture.program_file import SavedProgram, encoded
-from shardwise.capture.roots import RootFact, named_tensors
+from shardwise.capture.roots import NamedMemories, RootFact
 from shardwise.errors import UnsupportedError
 
 __all__ = ["file_of", "save_program"]
@@ -34,8 +34,9 @@ def save_program(path: str | os.PathLike[str], recorded: SavedProgram, objects: 
     """
     roots = recorded.roots
     used = _positions(recorded)
-    named = {id(tensor): name for name, tensor in reversed(list(named_tensors(objects)))}
-    names = {at: _name(at, roots, named) for at in used if roots[at].tensor is not None or roots[at].owner is not None}
+    named = NamedMemories(objects)
+    held = [at for at in used if roots[at].memories is not None or roots[at].owner is not None]
+    names = {at: _name(at, roots, named) for at in held}
     optimizers = {id(value): name for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)}
     saved = recorded._replace(
         names=names,
@@ -69,12 +70,11 @@ def _positions(recorded: SavedProgram) -> list[int]:
     return sorted(found)
 
 
-def _name(at: int, roots: Mapping[int, RootFact], named: Mapping[int, str]) -> str:
+def _name(at: int, roots: Mapping[int, RootFact], named: NamedMemories) -> str:
     fact = roots[at]
     if fact.owner is not None:
         return _name(fact.owner, roots, named) + ".grad"
-    tensor = None if fact.tensor is None else fact.tensor()
-    name = None if tensor is None else named.get(id(tensor))
+    name = None if fact.memories is None else named.find(fact)
     if name is None:
         shown = fact.spec if fact.spec is not None else f"of shape {fact.parts[0].shape}" if fact.parts else ""
         raise UnsupportedError(

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import abc
 import collections
-import dis
 import enum
 import functools
-import importlib.util
-import operator
 import os
 import re
 import sys
-import sysconfig
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -30,31 +26,28 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.capture.program_code import (
+    attributes_of,
+    imported_by,
+    is_own_code,
+    is_program_code,
+    is_standard,
+    names_of_code,
+)
+from shardwise.capture.slots import MISSING, OF_CLASSES, Slots, cell_contents
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import Fabric
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.rank_tensor import RankTensor, is_of_ranks, parts_of
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
 from shardwise.torch_private import OpOverload, OpOverloadPacket
 
-__all__ = [
-    "MISSING",
-    "Reachable",
-    "Slots",
-    "cell_contents",
-    "code_inside",
-    "global_hooks",
-    "is_own_code",
-    "is_program_code",
-    "is_standard",
-    "storage_key",
-]
+__all__ = ["Reachable", "global_hooks", "storage_key"]
 
 MAX_OBJECTS = 500_000
-MISSING: Any = object()
 _BY_VALUE: frozenset[type] = frozenset({
     type(None), bool, int, str, bytes, type(...), type(NotImplemented), object, range, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
@@ -63,66 +56,8 @@ _BY_IDENTITY = (
     DeviceMesh, DTensorSpec, Fabric, Placement, OpOverload, OpOverloadPacket,
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.ClassMethodDescriptorType, types.CodeType, type(threading.Lock()), type(threading.RLock()), re.Pattern,
-    torch.Generator, torch.ScriptObject, torch.finfo, torch.iinfo, types.UnionType, types.GenericAlias,
+    torch.ScriptObject, torch.finfo, torch.iinfo, types.UnionType, types.GenericAlias,
 )  # fmt: skip
-
-
-def _folders(*paths: str | Path) -> tuple[str, ...]:
-    """Folders as code may name them: by the path that was imported from, and without links."""
-    return tuple({str(form): None for path in paths for form in (Path(path), Path(path).resolve())})
-
-
-_LIBRARIES = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
-_OWN = _folders(Path(__file__).parents[1])
-_PARALLEL = _folders(Path(__file__).parents[1] / "parallel")
-_DATA_PARALLEL = _folders(Path(__file__).parents[1] / "parallel" / "data_parallel")  # it says itself what is read
-_STANDARD = _folders(sysconfig.get_paths()["stdlib"])
-_ADDED = _folders(sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
-# Modules of torch, of this library, and of type checks in tests.
-_DEPENDENCIES = tuple(
-    f"{folder}/{name}/" for folder in _ADDED for name in ("numpy", "sympy", "mpmath", "networkx", "rich", "beartype")
-)
-
-
-@functools.cache
-def is_program_code(filename: str) -> bool:
-    """Whether a file belongs to the program: not to torch, the standard library or this library (but for plans).
-
-    Example:
-        >>> is_program_code("train.py"), is_program_code(torch.__file__)
-        (True, False)
-    """
-    if filename.startswith(("<frozen", "<@beartype")):
-        return False
-    if filename.startswith(_PARALLEL):
-        return not filename.startswith(_DATA_PARALLEL)
-    if filename.startswith((*_LIBRARIES, *_DEPENDENCIES)):
-        return False
-    return filename.startswith(_ADDED) or not filename.startswith(_STANDARD)
-
-
-@functools.cache
-def is_standard(filename: str) -> bool:
-    """Whether a file belongs to the standard library."""
-    return filename.startswith((*_STANDARD, "<frozen")) and not filename.startswith(_ADDED)
-
-
-@functools.cache
-def is_own_code(filename: str) -> bool:
-    """Whether a file is one of this library, whose functions nobody gives other code."""
-    return filename.startswith(_OWN)
-
-
-def code_inside(codes: Iterable[types.CodeType]) -> set[types.CodeType]:
-    """Code, with that of the functions and classes which it makes."""
-    found: set[types.CodeType] = set()
-    waiting = list(codes)
-    while waiting:
-        code = waiting.pop()
-        if code not in found:
-            found.add(code)
-            waiting += [item for item in code.co_consts if isinstance(item, types.CodeType)]
-    return found
 
 
 def global_hooks() -> list[dict[Any, Any]]:
@@ -131,77 +66,12 @@ def global_hooks() -> list[dict[Any, Any]]:
     return [table for name, table in tables if name.startswith("_global_") and isinstance(table, dict)]
 
 
-class Slots:
-    """The contents of one container: read, compared by identity, and written back."""
-
-    __slots__ = ("before", "holder", "names", "path")
-
-    def __init__(self, holder: Any, path: str, names: tuple[str, ...] | None = None) -> None:
-        self.holder = holder
-        self.path = path
-        self.names = names
-        self.before = self.now()
-
-    def now(self) -> Any:
-        """A copy of the contents."""
-        holder = self.holder
-        if self.names is not None:
-            return {name: holder.get(name, MISSING) for name in self.names}
-        if isinstance(holder, types.CellType):
-            return {"": cell_contents(holder)}
-        if isinstance(holder, type):
-            return {name: item for name, item in vars(holder).items() if not name.startswith(_OF_CLASSES)}
-        if isinstance(holder, dict):
-            return dict(holder)
-        if isinstance(holder, set):
-            return set(holder)
-        return list(holder)
-
-    def is_same(self, after: Any) -> bool:
-        """Whether contents are those of before, object by object and in the same order."""
-        before = self.before
-        if isinstance(before, set):
-            return before == after
-        if len(before) != len(after):
-            return False
-        if isinstance(before, dict):
-            same_keys = all(
-                a is b or (a.__class__ is b.__class__ is str and a == b) for a, b in zip(before, after, strict=False)
-            )
-            return same_keys and all(map(operator.is_, before.values(), after.values()))
-        return all(map(operator.is_, before, after))
-
-    def put(self, contents: Any) -> None:
-        """Make these the contents."""
-        holder = self.holder
-        if isinstance(holder, types.CellType):
-            if contents[""] is not MISSING:
-                holder.cell_contents = contents[""]
-        elif isinstance(holder, type):
-            now = self.now()
-            for name in now.keys() - contents.keys():
-                delattr(holder, name)
-            for name, item in contents.items():
-                if now.get(name, MISSING) is not item:
-                    setattr(holder, name, item)
-        elif self.names is not None:
-            holder.update({name: value for name, value in contents.items() if value is not MISSING})
-        elif isinstance(holder, list):
-            holder[:] = contents
-        elif isinstance(holder, collections.deque):
-            holder.clear()
-            holder.extend(contents)
-        else:
-            holder.clear()
-            holder.update(contents)
-
-
-def cell_contents(cell: types.CellType) -> Any:
-    """The value of a closure cell; MISSING if the name is not bound."""
+def _value_or_default(variable: ContextVar[Any]) -> Any:
+    """The value of a ContextVar, or what it was made with; None if it has neither."""
     try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
+        return variable.get()
+    except LookupError:
+        return None
 
 
 @runtime_checkable
@@ -257,6 +127,7 @@ class Reachable:
         self.functions: list[types.FunctionType] = []
         self.objects: list[Any] = []
         self.slotted: list[tuple[Any, tuple[str, ...]]] = []  # objects with attributes outside of a dict
+        self.generators: list[torch.Generator] = []
         self.classes: list[type] = []  # those whose dicts were looked at
         self.states: set[int] = set()  # positions of tensors that only the step of an optimizer uses
         self.known = known
@@ -271,6 +142,10 @@ class Reachable:
     def key(self) -> tuple[Any, ...]:
         """The key of everything that a program depends on."""
         return tuple(self.parts)
+
+    def knows(self, value: Any) -> bool:
+        """Whether an object was reached."""
+        return id(value) in self._seen
 
     def position(self, tensor: Any) -> int | None:
         """Where a tensor is among those reached, counted from the first of the known ones."""
@@ -347,9 +222,28 @@ class Reachable:
         return True
 
     def _object(self, value: Any, kind: type, path: str) -> None:
+        """Follow an object that was not reached before."""
         if len(self._kept) > MAX_OBJECTS:
             return
-        parts = self.parts
+        followed = (
+            self._of_the_library(value, kind, path)
+            or self._container(value, kind, path)
+            or self._callable(value, path)
+            or self._with_state(value, path)
+        )
+        if followed:
+            return
+        if isinstance(value, _BY_IDENTITY) or kind is object:  # an object without a class of its own is a mark
+            self._identity(value)
+        elif isinstance(value, types.MappingProxyType):
+            self.problems.append(f"{path}, a {kind.__name__}")
+        elif hasattr(value, "__dict__") or _slot_names(kind):
+            self._attributes(value, path)
+        else:
+            self.problems.append(f"{path}, of the type {kind.__module__}.{kind.__qualname__}")
+
+    def _of_the_library(self, value: Any, kind: type, path: str) -> bool:
+        """Objects that say themselves what of them is read; whether this is one."""
         if isinstance(value, torch.optim.Optimizer):
             self._optimizer(value, path)
         elif getattr(kind, "is_captured", False):  # it may call one, whose state is not its own
@@ -358,19 +252,26 @@ class Reachable:
             self._identity(value)
         elif hasattr(kind, "between_steps") and not isinstance(value, dict):
             self._stepped(value, path)
-        elif isinstance(value, dict):
-            parts.append((kind, len(value)))
+        else:
+            return False
+        return True
+
+    def _container(self, value: Any, kind: type, path: str) -> bool:
+        """Dicts, lists and sets, with attributes where a class has been derived; whether this is one."""
+        if isinstance(value, dict):
+            self.parts.append((kind, len(value)))
             self.slots.append(Slots(value, path))
             for name, item in value.items():
                 shown = repr(name) if isinstance(name, str | int) else f"<{type(name).__name__}>"
                 self.visit(name, f"{path}: key {shown}")
                 self.visit(item, f"{path}[{shown}]")
-            if kind not in (dict, collections.OrderedDict, collections.defaultdict) and not hasattr(
-                kind, "between_steps"
-            ):
+            if isinstance(value, collections.defaultdict):
+                self.slotted.append((value, ("default_factory",)))
+                self.visit(value.default_factory, f"{path}.default_factory")
+            if kind not in _PLAIN_DICTS and not hasattr(kind, "between_steps"):
                 self._attributes(value, path)
         elif isinstance(value, list | collections.deque):
-            parts.append((kind, len(value)))
+            self.parts.append((kind, len(value)))
             self.slots.append(Slots(value, path))
             for at, item in enumerate(value):
                 self.visit(item, f"{path}[{at}]")
@@ -378,46 +279,62 @@ class Reachable:
                 self._attributes(value, path)
         elif isinstance(value, set | frozenset):
             self._set(value, kind, path)
-        elif isinstance(value, types.FunctionType):
+        else:
+            return False
+        return True
+
+    def _callable(self, value: Any, path: str) -> bool:
+        """Functions in any wrapping, and classes; whether this is one."""
+        if isinstance(value, types.FunctionType):
             self._function(value, path)
         elif isinstance(value, types.MethodType):
-            parts.append("method")
+            self.parts.append("method")
             self.visit(value.__func__, f"{path}.__func__")
             self.visit(value.__self__, f"{path}.__self__")
         elif isinstance(value, functools.partial):
-            parts.append("partial")
+            self.parts.append("partial")
             self.visit(value.func, f"{path}.func")
             self.visit(value.args, f"{path}.args")
             self.visit(value.keywords, f"{path}.keywords")
+            self._attributes(value, path)
         elif isinstance(value, type):
             self._class(value, path)
         elif isinstance(value, staticmethod | classmethod):
             self.visit(value.__func__, path)
         elif isinstance(value, property):
-            parts.append("property")
+            self.parts.append("property")
             for accessor in (value.fget, value.fset):
                 self.visit(accessor, path)
-        elif isinstance(value, weakref.ref):
-            self._identity(value)
-            self.visit(value(), f"{path}()")
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             self._identity(value)
             owner = value.__self__
             if not isinstance(owner, types.ModuleType | type | None) and not _is_of_torch(owner):
                 self.visit(owner, f"{path}.__self__")
+        else:
+            return False
+        return True
+
+    def _with_state(self, value: Any, path: str) -> bool:
+        """Objects by identity with a state that is no attribute; whether this is one."""
+        if isinstance(value, weakref.ref):
+            self._identity(value)
+            self.visit(value(), f"{path}()")
         elif isinstance(value, types.ModuleType):
             self._module(value, self._attribute_names(), path)
+        elif isinstance(value, ContextVar):  # its value here and now
+            self._identity(value)
+            self.slots.append(Slots(value, path))
+            self.parts.append(value.get(MISSING) is MISSING)
+            self.visit(_value_or_default(value), f"{path}.get()")
         elif isinstance(value, enum.Enum):
             self._identity(value)
             self._attributes(value, path)
-        elif isinstance(value, _BY_IDENTITY) or kind is object:  # an object without a class of its own is a mark
+        elif isinstance(value, torch.Generator):  # its state is one of those that a step changes
             self._identity(value)
-        elif isinstance(value, types.MappingProxyType):
-            self.problems.append(f"{path}, a {kind.__name__}")
-        elif hasattr(value, "__dict__") or _slot_names(kind):
-            self._attributes(value, path)
+            self.generators.append(value)
         else:
-            self.problems.append(f"{path}, of the type {kind.__module__}.{kind.__qualname__}")
+            return False
+        return True
 
     def _identity(self, value: Any) -> None:
         self.parts.append(id(value))
@@ -459,7 +376,7 @@ class Reachable:
                 self.classes.append(value)
                 self.slots.append(Slots(value, path))
                 for name, item in list(vars(base).items()):
-                    if isinstance(item, types.FunctionType) or not name.startswith(_OF_CLASSES):
+                    if isinstance(item, types.FunctionType) or not name.startswith(OF_CLASSES):
                         self.parts.append(name)
                         if hasattr(item, "__get__") and not isinstance(item, _FOLLOWED):
                             self._identity(item)  # a descriptor made in C
@@ -481,7 +398,8 @@ class Reachable:
             # a wrapper of the standard library or of torch holds functions of the program
             for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
                 held = cell_contents(cell)
-                if isinstance(held, types.FunctionType | types.MethodType | functools.partial):
+                followed = isinstance(held, types.FunctionType | types.MethodType | functools.partial)
+                if followed or (held.__class__ is dict and is_standard(code.co_filename)):  # of singledispatch
                     self.visit(held, f"{path}.{name}")
             return
         if code not in self.codes:
@@ -499,11 +417,11 @@ class Reachable:
                 self.slots.append(Slots(cell, f"{path}: {name}"))
                 held = cell_contents(cell)
                 self.visit(None if held is MISSING else held, name)
-        names = _names_of(code)
+        names = names_of_code(code)
         self._looked_up.append((value.__globals__, names))
         self._globals(code, value.__globals__, names)
-        for module in _imported_by(code, value.__globals__.get("__package__")):
-            self._module(module, _attributes_of(code), module.__name__, is_own_code(code.co_filename))
+        for module in imported_by(code, value.__globals__.get("__package__")):
+            self._module(module, attributes_of(code), module.__name__, is_own_code(code.co_filename))
 
     def _globals(self, code: types.CodeType, values: dict[str, Any], used: frozenset[str]) -> None:
         """The global names that code may read, and the names of modules."""
@@ -513,14 +431,22 @@ class Reachable:
         for name in names:
             value = values[name]
             if isinstance(value, types.ModuleType):
-                self._module(value, _attributes_of(code), name, is_own_code(code.co_filename))
+                self._module(value, attributes_of(code), name, is_own_code(code.co_filename))
             else:
                 self.visit(value, name)
+
+    def functions_of(self, module: types.ModuleType) -> None:
+        """All functions of a module by identity: code that is not followed calls them by their names."""
+        values = vars(module)
+        names = tuple(name for name, item in values.items() if callable(item))
+        self.slots.append(Slots(values, module.__name__, names))
+        self._kept += [values[name] for name in names]
+        self.parts += [id(values[name]) for name in names]
 
     def _attribute_names(self) -> frozenset[str]:
         """The names that any code of the program uses."""
         if self._names is None:
-            self._names = frozenset(chain.from_iterable(map(_attributes_of, self.codes)))
+            self._names = frozenset(chain.from_iterable(map(attributes_of, self.codes)))
         return self._names
 
     def _module(self, module: types.ModuleType, used: frozenset[str], path: str, by_library: bool = False) -> None:
@@ -622,13 +548,13 @@ class Reachable:
         self.visit(getattr(value, "_post_accumulate_grad_hooks", None), f"{path}: hooks after accumulation")
         self.tables.append(value.__dict__)
         for name, item in value.__dict__.items():
-            if name not in REMEMBERED and not (kind is RankTensor and name == "tensors"):
+            if name not in REMEMBERED and not (name == "tensors" and is_of_ranks(value)):
                 self.parts.append(name)
                 self.visit(item, f"{path}.{name}")
 
 
+_PLAIN_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _METACLASSES = (type, abc.ABCMeta, enum.EnumMeta)
-_OF_CLASSES = ("__", "_abc_")  # names that Python itself keeps in classes
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "import_module", "hasattr", "attrgetter"})
 _VALUES = (int, float, complex, str, bytes)
 _DATA = frozenset({*_BY_VALUE, float, complex, list, tuple, dict, set, frozenset})
@@ -689,43 +615,3 @@ def _mangled(kind: type, name: str) -> str:
     """The name under which Python keeps a private attribute."""
     is_private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
-
-
-@functools.cache
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    """The global names that code uses, with those of the functions inside it."""
-    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _GLOBAL}
-    return frozenset(chain(own, *(_names_of(item) for item in code.co_consts if isinstance(item, types.CodeType))))
-
-
-_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"})
-
-
-@functools.cache
-def _attributes_of(code: types.CodeType) -> frozenset[str]:
-    """The names that code uses in any way, also as strings, with those of the functions inside it."""
-    texts = [item for item in code.co_consts if isinstance(item, str) and item.isidentifier()]
-    inner = (_attributes_of(item) for item in code.co_consts if isinstance(item, types.CodeType))
-    return frozenset(chain(code.co_names, texts, *inner))
-
-
-@functools.cache
-def _imports_of(code: types.CodeType) -> frozenset[tuple[str, int]]:
-    """The modules that code imports, each with the number of dots before its name."""
-    instructions = list(dis.get_instructions(code))
-    own = {
-        (one.argval, instructions[at - 2].argval or 0)
-        for at, one in enumerate(instructions)
-        if one.opname == "IMPORT_NAME"
-    }
-    return frozenset(chain(own, *(_imports_of(item) for item in code.co_consts if isinstance(item, types.CodeType))))
-
-
-def _imported_by(code: types.CodeType, package: str | None) -> list[types.ModuleType]:
-    found = []
-    for name, dots in sorted(_imports_of(code)):
-        absolute = importlib.util.resolve_name("." * dots + name, package) if dots and package else name
-        parts = absolute.split(".")
-        names = [".".join(parts[: at + 1]) for at in range(len(parts))]
-        found += [sys.modules[each] for each in names if isinstance(sys.modules.get(each), types.ModuleType)]
-    return found

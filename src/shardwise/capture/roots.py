@@ -10,20 +10,23 @@ import torch
 from torch import nn
 
 from shardwise.capture.program import Root, Same, Sequenced, Tabled
+from shardwise.capture.reachable import storage_key
 from shardwise.capture.snapshot import Held, local_of
 from shardwise.capture.tape import Geometry
 from shardwise.core.spec import DTensorSpec
-from shardwise.errors import LayoutError
-from shardwise.fabric.virtual import parts_of
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.fabric.rank_tensor import parts_of
 
-__all__ = ["Opaque", "RootFact", "check_root", "facts_of", "matched", "named_tensors", "shape_of"]
+__all__ = ["NamedMemories", "Opaque", "RootFact", "check_root", "facts_of", "matched", "named_tensors", "shape_of"]
 
 
 class RootFact(NamedTuple):
     """One tensor that exists before a step.
 
     Args:
-        tensor: a weak reference to it; None for an argument, which is another one on each call.
+        memories: weak references to the memory of its locals, not to the tensor: torch exchanges the parameters of a
+            module (`model.double()`) only while nothing refers to them weakly. None for an argument, which is
+            another tensor on each call.
         owner: the position of the tensor whose gradient it is.
         spec: of a DTensor.
         parts: how its local, or those of all virtual ranks, lie in memory.
@@ -32,13 +35,23 @@ class RootFact(NamedTuple):
         numbers: of its locals in the program.
     """
 
-    tensor: weakref.ref[torch.Tensor] | None
+    memories: tuple[weakref.ref[torch.UntypedStorage], ...] | None
     owner: int | None
     spec: DTensorSpec | None
     parts: tuple[Geometry, ...]
     device: torch.device
     requires_grad: bool
     numbers: tuple[int, ...]
+
+    def locals(self) -> list[torch.Tensor] | None:
+        """The locals of a tensor that is no argument; None once their memory is gone."""
+        storages = [memory() for memory in self.memories or ()]
+        found = []
+        for storage, (shape, stride, offset, dtype) in zip(storages, self.parts, strict=True):
+            if storage is None:
+                return None
+            found.append(torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, shape, stride))  # pyright: ignore[reportArgumentType]
+        return found
 
 
 class Opaque(NamedTuple):
@@ -59,7 +72,7 @@ def facts_of(held: Sequence[Held], numbers: Sequence[Sequence[int]], arguments: 
     owners = {positions[id(was.grad)]: at for at, was in enumerate(held) if id(was.grad) in positions}
     return tuple(
         RootFact(
-            weakref.ref(was.tensor) if at < arguments else None,
+            tuple(weakref.ref(part.untyped_storage()) for part in was.parts) if at < arguments else None,
             owners.get(at),
             was.spec,
             tuple(map(Geometry.of, was.parts)),
@@ -123,6 +136,35 @@ def named_tensors(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
     """The tensors of modules, dicts, lists and tensors by names."""
     for name, value in objects.items():
         yield from _named(name, value)
+
+
+class NamedMemories:
+    """The names of tensors by their memory.
+
+    Args:
+        objects: what holds the tensors, by name.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._names: dict[Any, dict[int, str]] = {}  # of each memory those of its tensors
+        for name, tensor in named_tensors(objects):
+            known = self._names.setdefault(_memory_key(parts_of(local_of(tensor)), tensor.requires_grad), {})
+            known.setdefault(id(tensor), name)
+
+    def find(self, fact: RootFact) -> str | None:
+        """The name of the tensor that a fact is of; None if no object holds it."""
+        parts = fact.locals()
+        names = [] if parts is None else list(self._names.get(_memory_key(parts, fact.requires_grad), {}).values())
+        if len(names) > 1:
+            raise UnsupportedError(
+                f"save: {' and '.join(names)} are different tensors in the same memory, which the program uses",
+                hint="give objects that hold one of them, or use one tensor in both places",
+            )
+        return names[0] if names else None
+
+
+def _memory_key(parts: Sequence[torch.Tensor], requires_grad: bool) -> Any:
+    return tuple((storage_key(part), Geometry.of(part)) for part in parts), requires_grad
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

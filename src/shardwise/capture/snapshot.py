@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.capture.reachable import Slots
-from shardwise.fabric.virtual import parts_of
+from shardwise.capture.slots import Slots
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.tensor import DTensor
 
 __all__ = ["Held", "Snapshot", "local_of", "random_states", "set_random_states"]
@@ -38,15 +38,23 @@ class Snapshot:
     Args:
         slots: the containers.
         tensors: the tensors.
+        generators: of random numbers, besides torch's own.
     """
 
-    def __init__(self, slots: Sequence[Slots], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, slots: Sequence[Slots], tensors: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
+    ) -> None:
         self.slots = list(slots)
         self.held = [_held(tensor) for tensor in tensors]
-        self.random = random_states()
+        self.generators = list(generators)
+        self.random = self.random_states()
         self.parts = [part for was in self.held for part in was.parts]  # in the order of a tape's inputs
         ends = list(itertools.accumulate(len(was.parts) for was in self.held))
         self.numbers = [range(end - len(was.parts), end) for was, end in zip(self.held, ends, strict=True)]
+
+    def random_states(self) -> list[tuple[Any, torch.Tensor]]:
+        """The states of all generators now."""
+        return random_states(self.generators)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -59,7 +67,7 @@ class Snapshot:
                     part.copy_(value)
                 if was.tensor.__class__ is DTensor:
                     was.tensor._local_tensor, was.tensor._spec = was.local, was.spec  # pyright: ignore[reportAttributeAccessIssue]
-                    was.tensor._reduction = None  # pyright: ignore[reportAttributeAccessIssue]
+                    vars(was.tensor).pop("_reduction", None)
                 if was.tensor.grad is not was.grad:
                     was.tensor.grad = was.grad
         set_random_states(self.random)
@@ -70,14 +78,14 @@ def _held(tensor: torch.Tensor) -> Held:
     parts = tuple(parts_of(local))
     spec = tensor._spec if tensor.__class__ is DTensor else None  # pyright: ignore[reportAttributeAccessIssue]
     if spec is not None:
-        tensor._reduction = None  # pyright: ignore[reportAttributeAccessIssue]  # a cache, not state
+        vars(tensor).pop("_reduction", None)  # a cache, not state
     values = tuple(part.detach().clone() for part in parts)
     return Held(tensor, local, spec, tensor.grad, tensor.requires_grad, parts, values)
 
 
-def random_states() -> list[tuple[Any, torch.Tensor]]:
-    """The states of all default generators."""
-    generators: list[Any] = [torch.default_generator]
+def random_states(others: Sequence[torch.Generator] = ()) -> list[tuple[Any, torch.Tensor]]:
+    """The states of all default generators, and of others."""
+    generators: list[Any] = [*others, torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators += torch.cuda.default_generators
     return [(generator, generator.get_state()) for generator in generators]

@@ -19,12 +19,12 @@ import torch
 from shardwise.capture.call_sites import CallSites
 from shardwise.errors import UnsupportedError
 from shardwise.events import is_library_file, user_line
+from shardwise.fabric.rank_tensor import RankTensor, parts_of
 from shardwise.fabric.shared_writes import written_arguments
-from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor
 from shardwise.torch_private import OpOverload, TorchDispatchMode, tree_flatten, tree_leaves, tree_map
 
-__all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "made_by", "refs_of", "refused"]
+__all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "ValueRead", "made_by", "refs_of", "refused"]
 
 _ASSERTED = (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
 # Functions of the library that read values only to raise where they are not as they must be, or are zero.
@@ -108,11 +108,37 @@ class Unit(NamedTuple):
     made: tuple[Ref, ...] = ()  # the values that it returns
 
 
+class ValueRead(NamedTuple):
+    """A value that became one of Python."""
+
+    position: int  # of the next call
+    op: Any
+    args: tuple[Any, ...]  # with a Ref for each tensor
+    value: Any
+    line: str
+
+
 def refs_of(call: Call | Unit) -> list[Ref]:
     """The values that a call is given, in order."""
     if isinstance(call, Unit):
         return list(call.reads)
-    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)]
+    found: list[Ref] = []
+    _collect_refs(call.args, found)
+    _collect_refs(call.kwargs, found)
+    return found
+
+
+def _collect_refs(value: Any, found: list[Ref]) -> None:
+    """The values in a tree of arguments. It is asked for often, and torch's trees are general and slow."""
+    kind = value.__class__
+    if kind is Ref:
+        found.append(value)
+    elif kind is list or isinstance(value, tuple):
+        for item in value:
+            _collect_refs(item, found)
+    elif kind is dict:
+        for item in value.values():
+            _collect_refs(item, found)
 
 
 def made_by(call: Call | Unit) -> list[Ref]:
@@ -120,8 +146,9 @@ def made_by(call: Call | Unit) -> list[Ref]:
     if isinstance(call, Unit):
         return list(call.made)
     given = {ref.number for ref in refs_of(call)}
-    leaves = tree_leaves(call.made)
-    return [leaf for leaf in leaves if isinstance(leaf, Ref) and leaf.number not in given]
+    leaves: list[Ref] = []
+    _collect_refs(call.made, leaves)
+    return [leaf for leaf in leaves if leaf.number not in given]
 
 
 class _Memory(NamedTuple):
@@ -135,11 +162,15 @@ class Tape(TorchDispatchMode):
     Args:
         inputs: the plain tensors that exist before the step; their numbers are their positions.
         only_checks: refuse calls that cannot be repeated, and record nothing.
+        guards_reads: note values that are read from tensors, and do not refuse them.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], only_checks: bool = False) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], only_checks: bool = False, guards_reads: bool = False) -> None:
         super().__init__()
         self.only_checks = only_checks
+        self.guards_reads = guards_reads
+        self.reads: list[ValueRead] = []
+        self.read_count = 0
         self.refusal: UnsupportedError | None = None  # the first
         self._thread = threading.get_ident()
         self.calls: list[Call | Unit] = []
@@ -149,6 +180,7 @@ class Tape(TorchDispatchMode):
         self.memory_of: dict[int, int] = {}  # value -> the value that its memory was first known by
         self.geometry: dict[int, Geometry] = {}  # of each value, when it was made
         self.bytes_of: dict[int, int] = {}  # of each memory, by the value that it was first known by
+        self.device_of: dict[int, torch.device] = {}  # of each memory
         self.sites = CallSites()
         self.generators: dict[int, torch.Generator] = {}
         self.options: Any = None  # of the collective that is being issued
@@ -204,6 +236,7 @@ class Tape(TorchDispatchMode):
         geometry = self.geometry[number] = Geometry.of(tensor)
         memory.values.append((number, geometry))
         first = self.memory_of[number] = memory.values[0][0]
+        self.device_of[first] = tensor.device
         self.bytes_of[first] = max(self.bytes_of.get(first, 0), storage.nbytes())
 
     def find(self, tensor: torch.Tensor) -> Ref | None:
@@ -294,7 +327,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | RankTensor) for kind in types):
             if func in _ASSERTED and not self._paused and not _is_check():
-                self._refuse_read()
+                return self._read_replicated(func, args)
             return NotImplemented  # it comes back here as operators on locals
         if self._paused or func.namespace == "profiler":
             return func(*args, **kwargs)
@@ -307,6 +340,8 @@ class Tape(TorchDispatchMode):
             return self._constant(func, args[0])
         if tensors and all(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)  # sizes are worked out
+        if self.guards_reads and func in _ASSERTED and self._is_decision(tensors):
+            return self._read(func, args)
         self._check(func, leaves)
         if self.only_checks:
             return func(*args, **kwargs)
@@ -324,10 +359,8 @@ class Tape(TorchDispatchMode):
 
     def _check(self, func: OpOverload, leaves: Sequence[Any]) -> None:
         tags = func.tags
-        if func in _ASSERTED:
-            known = all(self._is_constant(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            if not known and not _is_check():
-                self._refuse_read()
+        if func in _ASSERTED and self._is_decision([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+            self.refuse_read()
         dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         if func is torch.ops.aten.index.Tensor:
             dynamic = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _MASKS for leaf in leaves[1:])
@@ -341,10 +374,34 @@ class Tape(TorchDispatchMode):
         if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
             raise refused(f"{func} has symbolic sizes", "do not capture a function that is being traced")
 
-    def check_read(self, tensor: torch.Tensor) -> None:
-        """A tensor becomes a number of Python."""
-        if not self._paused and not self._is_constant(tensor) and not _is_check():
-            self._refuse_read()
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that becomes a number of Python decides about the step."""
+        return not self._paused and self._is_decision([tensor])
+
+    def _is_decision(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether values are read that are neither Python's own nor compared by a check of the library."""
+        return not all(map(self._is_constant, tensors)) and not _is_check()
+
+    def _read(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
+        """Read a value, and note it."""
+        given = tuple(self._leaf(func, arg) for arg in args)
+        value = func(*args)
+        self.read_count += 1
+        if not self.only_checks:
+            self.reads.append(ValueRead(len(self.calls), func, given, value, user_line()))
+        return value
+
+    def _read_replicated(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
+        """Read the value of a DTensor, if each rank has it."""
+        if not self.guards_reads:
+            self.refuse_read()
+        tensor = args[0]
+        if len(args) > 1 or tensor.__class__ is not DTensor or not all(p.is_replicate() for p in tensor.placements):
+            raise refused(
+                "the value of a tensor is read that is not the same on all ranks",
+                "give a plain tensor, or one that is replicated, so that ranks need not communicate before each call",
+            )
+        return self._read(func, (parts_of(tensor._local_tensor)[0],))
 
     def check_version_read(self) -> None:
         """The version of a tensor is read."""
@@ -354,11 +411,11 @@ class Tape(TorchDispatchMode):
         if not self._paused and frame is not None and not is_library_file(frame.f_code.co_filename):
             raise refused("the version of a tensor is read", "do that outside")
 
-    def _refuse_read(self) -> None:
+    def refuse_read(self) -> None:
         raise refused(
             "the value of a tensor is read (item(), float(), bool(), torch.equal, an if or while on a tensor), and "
             "a decision by it would be fixed",
-            "compute with the tensor, or return it and read it outside of the captured function",
+            "compute with the tensor, return it and read it outside, or see `reads` of `captured`",
         )
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:

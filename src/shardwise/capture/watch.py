@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
 from shardwise.capture import recorded_states
-from shardwise.capture.reachable import is_own_code, is_program_code, is_standard
+from shardwise.capture.program_code import is_own_code, is_program_code, is_standard
 from shardwise.capture.recorded_states import is_put_back
 from shardwise.fabric import rank_generators
 from shardwise.rng import cpu_stream
 
 __all__ = ["Watch"]
 
-_BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+# torch's own, also where data parallel modules have wrapped them (parallel/data_parallel/asked_gradients.py)
+_BACKWARD, _GRAD = (inspect.unwrap(each).__code__ for each in (torch.autograd.backward, torch.autograd.grad))
 _VALUE_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 # Files that set random states and tell the recorder, or have generators of their own.
 _KNOWN_SETTERS = frozenset(str(module.__file__) for module in (rank_generators, recorded_states, cpu_stream))
@@ -34,10 +37,14 @@ _OUTSIDE = frozenset({  # modules in C whose functions read or change something 
     "_contextvars", "numpy.random", "numpy.random.mtrand", "numpy.random._generator", "fcntl", "mmap", "resource",
 })  # fmt: skip
 _PURE = frozenset({"fspath", "getpid", "cpu_count", "sched_getaffinity", "text_encoding"})
+_THREADS = frozenset({"get_ident", "get_native_id", "_count"})
 _NOW = frozenset({"now", "utcnow", "today"})
-_ONLY_SHOWN = ("/warnings.py", "/linecache.py", "/traceback.py", "/tokenize.py")
+_ONLY_SHOWN = ("/warnings.py", "/linecache.py", "/traceback.py", "/tokenize.py", "/dataclasses.py", "/reprlib.py")
 _TORCH_READING = ("torch/_tensor_str.py", "torch/_tensor.py")
 _READING = frozenset({"_str", "_str_intern", "__array__", "__dlpack__"})
+
+
+_NAMED: dict[Any, frozenset[str]] = {"datetime": _NOW, "_thread": _THREADS}
 
 
 class Watch:
@@ -51,6 +58,7 @@ class Watch:
         self.codes: dict[types.CodeType, None] = {}
         self.spent: set[Any] = set()  # nodes of autograd
         self.problem: tuple[str, str, str] | None = None  # the problem, the line, a hint
+        self.variables: dict[ContextVar[Any], str] = {}  # those that code of the program used, with a line
         self.sets_state = False  # random states are put back that are not recorded
         self._is_paused = is_paused
         self._previous: Any = None
@@ -65,7 +73,10 @@ class Watch:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        sys.setprofile(self._previous)
+        if self._previous is None or callable(self._previous):
+            sys.setprofile(self._previous)
+        else:  # a profiler in C, which is no function
+            self._previous.enable()
         if self._collects:
             gc.enable()
 
@@ -139,21 +150,30 @@ class Watch:
             module = owner.__module__
         elif module is None and owner is not None:
             module = type(owner).__module__
-        if (module in _OUTSIDE and name not in _PURE) or (module == "datetime" and name in _NOW):
+        if isinstance(owner, ContextVar):  # a part of the key, if it was reached
+            caller = self._calling(frame)
+            if caller is not None:
+                self.variables.setdefault(owner, f"{caller.f_code.co_filename}:{caller.f_lineno}")
+        elif module in _NAMED and is_own_code(frame.f_code.co_filename):
+            pass  # layers of a plan compare the threads that call them
+        elif (module in _OUTSIDE and name not in _PURE) or (name in _NAMED.get(module, ())):
             self._from_program(frame, f"{name}() of {module} is called")
 
-    def _from_program(self, frame: types.FrameType | None, what: str) -> None:
-        """Refuse what code of the program calls, also by way of the standard library."""
+    def _calling(self, frame: types.FrameType | None) -> types.FrameType | None:
+        """The code of the program that makes a call, also by way of the standard library."""
         while frame is not None and not is_program_code(frame.f_code.co_filename):
             filename = frame.f_code.co_filename
             if filename.endswith(_ONLY_SHOWN) or not (
                 is_standard(filename) or filename.endswith(("torch/random.py", "torch/cuda/memory.py"))
             ):
-                return
+                return None
             frame = frame.f_back
-        if frame is None or self._is_paused():
-            return
-        if not _is_importing(frame):
+        return None if frame is None or self._is_paused() or _is_importing(frame) else frame
+
+    def _from_program(self, frame: types.FrameType | None, what: str) -> None:
+        """Refuse what code of the program calls."""
+        frame = self._calling(frame)
+        if frame is not None:
             self._refuse(frame, what + ", which a program of operators would not repeat", "do that outside")
 
     def _refuse(self, frame: types.FrameType, what: str, hint: str) -> None:

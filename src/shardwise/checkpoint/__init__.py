@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.checkpoint.operations.background_save import Saving
+from shardwise.checkpoint.operations.checkpoint_series import latest
 from shardwise.checkpoint.operations.checkpoint_tools import (
     Difference,
     Summary,
@@ -28,6 +29,7 @@ __all__ = [
     "diff",
     "export_safetensors",
     "inspect",
+    "latest",
     "load",
     "load_safetensors",
     "read",

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
+
+import torch
 
 import shardwise
 from shardwise.cli import (
@@ -23,6 +26,7 @@ from shardwise.cli import (
     run_command,
 )
 from shardwise.cli.arguments import Command
+from shardwise.core.mesh import chosen_fabric
 from shardwise.errors import ShardwiseError
 
 __all__ = ["COMMANDS", "main", "make_parser"]
@@ -66,13 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def version_line() -> str:
+    """Versions of the package, of torch and of Python, and the fabric that a mesh made here would have."""
+    versions = f"shardwise {shardwise.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{versions}, fabric {chosen_fabric()}"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line, made from `COMMANDS`."""
     parser = argparse.ArgumentParser(
         prog="shardwise",
         description="Distributed tensors for PyTorch: a demo, runs on virtual ranks, plans, pictures, checkpoints.",
     )
-    parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
+    parser.add_argument("--version", action="version", version=version_line())
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         made = commands.add_parser(

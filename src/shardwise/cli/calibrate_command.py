@@ -18,7 +18,7 @@ from shardwise.core.mesh import DeviceMesh, chosen_fabric
 from shardwise.core.notation import parse_axes, parse_spec
 from shardwise.errors import MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.link_measurements import leave_together, measure_machine, slowest_seconds, timed_collective
+from shardwise.fabric.link_measurements import destroy_when_all_done, measure_machine, slowest_seconds, timed_collective
 from shardwise.fabric.machine_file import COLLECTIVES, Machine, write_machine
 from shardwise.fabric.world import dry_run, init_device_mesh, is_main, virtual
 from shardwise.parallel import fully_shard
@@ -68,7 +68,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     finally:
         set_cost_model(before)
     main = is_main()
-    leave_together()
+    destroy_when_all_done()
     if not main:
         return
     if arguments.json:

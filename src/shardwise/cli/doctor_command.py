@@ -10,7 +10,7 @@ from shardwise.cli.arguments import Command
 from shardwise.core.mesh import chosen_fabric
 from shardwise.core.notation import parse_axes
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.link_measurements import leave_together
+from shardwise.fabric.link_measurements import destroy_when_all_done
 from shardwise.fabric.rank_diagnosis import RankFacts, axis_speeds, gather_facts, self_test, slow_ranks
 from shardwise.fabric.world import init_device_mesh, is_main
 from shardwise.text import human_bytes, human_seconds, print_lines, slim_table
@@ -32,14 +32,14 @@ def run_doctor(arguments: argparse.Namespace) -> None:
     """Gather, measure, test, and print on rank 0."""
     if chosen_fabric() != "c10d":
         raise UnsupportedError(
-            "doctor looks at several processes", hint="torchrun --nproc-per-node 4 -m shardwise doctor"
+            "doctor compares several processes", hint="torchrun --nproc-per-node 4 -m shardwise doctor"
         )
     shape, names = (None, None) if arguments.mesh is None else parse_axes(arguments.mesh)
     mesh = init_device_mesh(arguments.device, shape, mesh_dim_names=names)
     facts = gather_facts(arguments.device)
     wrong, speeds = self_test(mesh), axis_speeds(mesh)
     main = is_main()
-    leave_together()
+    destroy_when_all_done()
     if not main:
         return
     found = problems(facts, wrong)

@@ -52,7 +52,7 @@ class BoundedCache(dict[K, V]):
         self._passing.clear()
 
     def keep_recent(self, key: K, value: V) -> V:
-        """Add an entry of a kind that may never be asked for again, and return its value: only the latest remain."""
+        """Add an entry that may never be looked up again, and return its value: only the latest remain."""
         passing = self._passing
         passing.append(key)
         if len(passing) > min(RECENT, self.limit):

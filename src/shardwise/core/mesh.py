@@ -48,10 +48,18 @@ class Host(Protocol):
 # Filled by the fabric layer: the host of each fabric by name, and how to choose one if the user names none.
 hosts: dict[str, Host] = {}
 choose_fabric: list[Callable[[], str]] = []
+# Called once, before a fabric is first named: loads the modules that fill these.
+on_first_fabric: list[Callable[[], None]] = []
 # Called once, when the first mesh is made: set-up that DTensors need and imports should not do.
 on_first_mesh: list[Callable[[], None]] = []
 fabric_mode = ModeStack[str]("fabric")  # what `virtual()` and `dry_run()` choose
 _mesh_mode: ModeStack[Any] = ModeStack("mesh")  # what `with mesh:` chooses
+
+
+def _load_fabrics() -> None:
+    for load in on_first_fabric:  # cleared when it is done: another thread waits for the import
+        load()
+    on_first_fabric.clear()
 
 
 def chosen_fabric() -> str:
@@ -62,6 +70,8 @@ def chosen_fabric() -> str:
         ...     chosen_fabric()
         'dry'
     """
+    if on_first_fabric:
+        _load_fabrics()
     chosen = fabric_mode.values()
     if chosen:
         return chosen[-1]
@@ -234,7 +244,7 @@ class DeviceMesh(Interned):
             return self
         known = _flattened.setdefault(root, {})
         if name in (root.mesh_dim_names or ()) or known.get(name, flat.axes[0]) != flat.axes[0]:
-            raise MeshError(f"{root} has another axis {name!r}", hint="flatten axes under a name of their own")
+            raise MeshError(f"{root} has another axis {name!r}", hint="flatten axes under a different name")
         known[name] = flat.axes[0]
         return flat
 
@@ -587,7 +597,7 @@ def _check_backends(chosen: Mapping[Any, Any]) -> None:
         if backend != "fake":
             raise UnsupportedError(
                 f"the backend {backend!r} for axis {axis!r}: groups are of the backend of the default one",
-                hint="adopt a mesh of torch's, made with it: its groups are used as they are",
+                hint="adopt a torch mesh made with it: its groups are used unchanged",
             )
 
 
@@ -598,6 +608,8 @@ def _kind(fabric: str) -> str:
 
 def _here(fabric: str) -> str:
     """The name of the fabric of this kind on the current rank."""
+    if on_first_fabric:
+        _load_fabrics()
     return hosts[fabric].name if fabric in hosts else fabric
 
 
@@ -633,7 +645,7 @@ def _checked_names(names: Iterable[str] | None, ndim: int) -> tuple[str, ...] | 
     if len(kept) != ndim:
         raise MeshError(f"{len(kept)} names {kept} for a mesh of {ndim} axes", hint="one name for each axis")
     if len(set(kept)) != len(kept):
-        raise MeshError(f"axis names repeat in {kept}", hint="each axis needs a name of its own")
+        raise MeshError(f"axis names repeat in {kept}", hint="axis names must be different")
     for name in kept:
         if not isinstance(name, str) or not name.isidentifier():
             raise MeshError(f"{name!r} cannot name an axis", hint="use a word such as 'dp' or 'tp'")

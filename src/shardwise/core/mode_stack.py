@@ -131,7 +131,7 @@ class ModeStack(Generic[T]):
         return entry
 
     def leave(self, entry: Entry[T]) -> None:
-        """End this entry; others stay as they are."""
+        """End this entry; others are unchanged."""
         entry.live = False
         live_entries.pop(entry, None)
         _put(tuple([other for other in _entered.get() if other.live]))

@@ -61,7 +61,7 @@ class AnyShard(Placement):
         return self._intern(*[dim if name == "dim" else getattr(self, name) for name in self._fields])
 
     def division(self, parts: int) -> Division:
-        """How the dim is cut for so many ranks."""
+        """How the dim is cut for this number of ranks."""
         return Division(parts)
 
 
@@ -188,8 +188,8 @@ class Zigzag(AnyShard):
 class Ragged(AnyShard):
     """Dim `dim` is split into parts of given sizes: rank `r` holds the next `sizes[r]` indices, which may be none.
 
-    Experts whose number of tokens differs lie so, and parameters that must not be split inside a block. Values of
-    operators are those of one device, as with any other placement.
+    Used for experts with different numbers of tokens, and for parameters that must not be split inside a block. Values
+    of operators are those of one device, as with any other placement.
 
     Args:
         dim: the tensor's dim.

@@ -106,9 +106,9 @@ class TensorMeta(Interned):
             raise LayoutError(f"{tuple(self.shape)} is not a shape", hint="sizes count from 0")
         if len(self.stride) != len(self.shape):
             raise LayoutError(f"strides {self.stride} for shape {tuple(self.shape)}", hint="one stride for each dim")
-        # torch.Size keeps the integers of numpy as they are
+        # torch.Size does not convert the integers of numpy
         object.__setattr__(self, "shape", torch.Size(map(_as_size, self.shape)))
-        # comparing symbolic sizes is a guard for the compiler: only where it is asked
+        # comparing symbolic sizes adds a guard: only when requested
         object.__setattr__(self, "_contiguous", None if self.is_symbolic else self.stride == dense_strides(self.shape))
 
     @property
@@ -373,7 +373,7 @@ class DTensorSpec(Interned):
         return coordinate
 
     def rows(self, axis: int) -> int | None:
-        """The rows of a dim that `axis` splits otherwise than a `Shard` does, each; None for any other placement."""
+        """The number of rows of a dim, each of which `axis` splits separately; None for placements without rows."""
         placement = self.placements[axis]
         return placement.division(1).rows if isinstance(placement, AnyShard) else None
 
@@ -468,7 +468,7 @@ class DTensorSpec(Interned):
         return self._intern(self.mesh, self.placements, tensor_meta, self.shard_order, ())
 
     def materialized(self) -> DTensorSpec:
-        """The same layout without broadcast dims: every element of the local has memory of its own."""
+        """The same layout without broadcast dims: every element of the local is stored."""
         return self.with_meta(self.tensor_meta) if self.broadcast else self
 
     def compact(self) -> DTensorSpec:
@@ -530,7 +530,7 @@ def default_shard_order(placements: Sequence[Placement]) -> ShardOrder:
 
 
 def checked_placements(placements: Iterable[object] | Placement, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
-    """`placements` as values of `Placement`, dims counted from the front. An error says what does not fit."""
+    """`placements` as values of `Placement`, with nonnegative dims. Raises if they do not fit the tensor."""
     if isinstance(placements, Placement):
         placements = (placements,)
     try:
@@ -614,7 +614,7 @@ def with_dim_from_front(placement: AnyShard, mesh: DeviceMesh, axis: int, ndim: 
 def checked_order(
     given: Iterable[Any], default: ShardOrder, mesh: DeviceMesh, placements: Sequence[Placement], ndim: int
 ) -> ShardOrder:
-    """The `default` order of `placements` changed as `given` for some dims, or an error that says what does not fit."""
+    """The `default` order of `placements` changed as `given` for some dims. Raises if they do not fit."""
     order = {entry.dim: entry.axes for entry in default}
     seen: set[int] = set()
     for dim, axes in given.items() if isinstance(given, dict) else given:

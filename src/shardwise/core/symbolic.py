@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from shardwise.torch_private import DispatchModeKey, dispatch_mode_count, dispatch_mode_of, without_dispatch_modes
+from shardwise.core.tracing import proxy_mode
+from shardwise.torch_private import dispatch_mode_count, without_dispatch_modes
 
 __all__ = [
     "has_symbols",
     "hinted",
     "introduce_sizes",
-    "is_tracing",
     "known_value",
     "named",
     "specialized",
@@ -74,7 +74,7 @@ def _stage() -> int:
     earlier run may be the size of a gradient now, on which no forward may depend. So sizes of one graph are never
     used for another.
     """
-    mode: Any = dispatch_mode_of(_MODES.PROXY)
+    mode = proxy_mode()
     if mode is not None and _seen[1]() is not mode.tracer:
         _seen[:] = _seen[0] + 1, weakref.ref(mode.tracer)
     return _seen[0]
@@ -126,7 +126,7 @@ def introduce_sizes() -> None:
     Example:
         >>> introduce_sizes()
     """
-    mode: Any = dispatch_mode_of(_MODES.PROXY)
+    mode = proxy_mode()
     if mode is not None and mode.tracer.sympy_expr_tracker.__class__ is not _KnownSizes:
         mode.tracer.sympy_expr_tracker = _KnownSizes(mode.tracer)
 
@@ -168,17 +168,3 @@ class _KnownSizes(dict[Any, Any]):
 
 
 _EXTREMES = {"Max": torch.sym_max, "Min": torch.sym_min}
-_MODES = DispatchModeKey
-_TRACERS = (_MODES.FAKE, _MODES.FUNCTIONAL, _MODES.PROXY)
-
-
-def is_tracing() -> bool:
-    """Whether operators are recorded in a graph now instead of being run.
-
-    Example:
-        >>> is_tracing()
-        False
-    """
-    if not dispatch_mode_count():
-        return False
-    return any(dispatch_mode_of(mode) is not None for mode in _TRACERS)

@@ -10,6 +10,7 @@ from shardwise.decompose import (  # noqa: F401  # read for what they declare
     sharded_associative_scan,
     sharded_bags,
     sharded_batch_norm,
+    sharded_dropout_attention,
     sharded_extremes,
     sharded_halves,
     sharded_images,

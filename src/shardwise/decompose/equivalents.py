@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import dense_strides
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.decompose.layout_helpers import reduced
 from shardwise.fabric.base import fabric_of
 from shardwise.rules.registry import decomposition

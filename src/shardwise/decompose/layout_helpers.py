@@ -55,7 +55,7 @@ def reduced(x: Any) -> Any:
 
 
 def moved_to(x: Any, placements: Sequence[Any]) -> Any:
-    """`x` with these placements, outside of autograd; plain tensors and None as they are."""
+    """`x` with these placements, outside of autograd; plain tensors and None unchanged."""
     if not isinstance(x, DTensor) or tuple(placements) == x.placements:
         return x
     order = [entry for entry in x.spec.shard_order if sorted(entry.axes) == _axes_on(placements, [entry.dim])]
@@ -79,7 +79,7 @@ def as_laid_out(x: Any, like: Any) -> Any:
 
 
 def replicated(x: Any) -> Any:
-    """`x` replicated on every axis; None as it is."""
+    """`x` replicated on every axis; None unchanged."""
     return moved_to(x, [Replicate()] * len(getattr(x, "placements", ())))
 
 
@@ -92,11 +92,11 @@ def statistic_of(value: Any, x: Any, dims: Sequence[int]) -> Any:
 
 
 def indices_of(x: Any, dim: int) -> Any:
-    """The indices of a dim, laid out as that dim is."""
+    """The indices of a dim, in the layout of that dim."""
     plain = torch.arange(x.shape[dim], device=x.device)
     if not isinstance(x, DTensor):
         return plain
     kept = [p.on_dim(0) if isinstance(p, AnyShard) and p.dim == dim else Replicate() for p in x.placements]
-    whole = DTensor.from_local(plain, x.device_mesh, [Replicate()] * len(kept), run_check=False)
+    replicated = DTensor.from_local(plain, x.device_mesh, [Replicate()] * len(kept), run_check=False)
     axes = x.spec.dim_axes[dim]
-    return whole.redistribute(placements=kept, shard_order=[(0, axes)] if axes else None)
+    return replicated.redistribute(placements=kept, shard_order=[(0, axes)] if axes else None)

@@ -70,7 +70,7 @@ def scan(
         first, last = (-1, 0) if reverse else (0, -1)
         ends = _tree_scan(join, found.each(lambda x: _gathered(x.select(1, last))), 0, reverse)
         before = _exclusive(ends, reverse).each(lambda x: _spread(x, found.leaves[0]))
-        # before the first block there is nothing: one state in its place keeps what is computed finite
+        # nothing precedes the first block: a state in its place keeps the computation finite
         kept = [
             torch.where(_along_first(before.real, b), b, x.select(1, first).detach())
             for b, x in zip(before.leaves, found.leaves, strict=True)
@@ -140,7 +140,7 @@ def _exclusive(ends: States, reverse: bool) -> States:
 
 
 def _alike(leaves: Sequence[Any]) -> list[Any]:
-    """States as DTensors whose dim 0 is split alike, in blocks that follow each other or in a zigzag."""
+    """States as DTensors whose dim 0 is split in the same way, contiguously or in a zigzag."""
     given = [x for x in leaves if isinstance(x, DTensor)]
     like = next((x for x in given if x.spec.dim_axes[0]), given[0])
     mesh, axes = like.device_mesh, like.spec.dim_axes[0]
@@ -162,7 +162,7 @@ def _unless_of_states(placement: Any) -> Any:
 
 
 def _zigzag_blocks(x: DTensor, axes: Sequence[int]) -> int:
-    """How many blocks the ranks hold in a zigzag over one axis; 0 where dim 0 is split otherwise."""
+    """The number of blocks of a zigzag over one axis; 0 if dim 0 is split differently."""
     placement = x.placements[axes[0]] if len(axes) == 1 else None
     if not isinstance(placement, Zigzag) or placement.split_factor != 1:
         return 0

@@ -1,7 +1,7 @@
 """Sums and means of bags of rows of a table, by look-ups and sums of rows.
 
-Bags of one length, as `F.embedding_bag` makes them of a 2-D input, are a dim of their own: it stays sharded as the
-input is. Bags of other lengths are found from their offsets; this is done for tables that are sharded by rows.
+Bags of one length, as `F.embedding_bag` makes them of a 2-D input, are a separate dim, which stays sharded like the
+input. Bags of other lengths are found from their offsets; this is done for tables that are sharded by rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.decompose.layout_helpers import replicated, split_axes
 from shardwise.fabric.base import fabric_of
 from shardwise.rules.embedding import MAX
@@ -75,7 +75,7 @@ def embedding_bag(
 
 
 def _equal_bags(weight: Any, indices: Any, mode: int, per_sample_weights: Any, padding_idx: int) -> tuple[Any, Any]:
-    """The bags of a matrix of indices, one for each row, and how many indices count in each."""
+    """The bags of a matrix of indices, one for each row, and the number of indices that count in each."""
     rows, counted = aten.embedding.default(weight, indices), indices != padding_idx
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.view(indices.shape).unsqueeze(2)

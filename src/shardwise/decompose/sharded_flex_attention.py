@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Partial, Replicate
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.spec import DTensorSpec
+from shardwise.core.tracing import is_tracing
 from shardwise.decompose.layout_helpers import indices_of, moved_to, widened, without_partial
 from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.errors import UnsupportedError
@@ -25,7 +27,7 @@ from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import CopiedDTensor, PendingDTensor
 from shardwise.torch_private import flex_attention, flex_attention_backward
 
-__all__ = ["register"]
+__all__ = ["on_every_rank", "register"]
 
 SEQUENCE = 2  # the dim of queries, keys and values
 LOG2 = math.log(2)  # torch's operator gives logarithms to base 2
@@ -81,25 +83,50 @@ def attend_backward(
     score_mod_other_buffers: Buffers = (),
     mask_mod_other_buffers: Buffers = (),
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """The gradients of queries, keys and values."""
-    if any(isinstance(buffer, torch.Tensor) and buffer.requires_grad for buffer in score_mod_other_buffers):
-        raise UnsupportedError(
-            "flex_attention on DTensors gives no gradients of the tensors that score_mod captures",
-            hint="detach them, or add a bias as the attn_mask of F.scaled_dot_product_attention",
-        )
+    """The gradients of queries, keys and values, and of tensors that `score_mod` captures."""
     buffers = score_mod_other_buffers, mask_mod_other_buffers
     upstream = torch.zeros_like(out) if grad_out is None else grad_out
     keys, values = (_for_each_sample(x, query) for x in (key, value))
     given = (query, keys, values, out, logsumexp, upstream, grad_logsumexp)
+    learned = [isinstance(x, torch.Tensor) and x.requires_grad for x in score_mod_other_buffers]
+    of_learned: list[Any] = []
     if not _runs_by_blocks(query, keys, values, *buffers):
+        if any(learned):
+            raise UnsupportedError(
+                "flex_attention on DTensors of symbolic sizes, or with captured DTensors that are larger than keys and "
+                "values, gives no gradients of the tensors that score_mod captures",
+                hint="detach them, or compile with dynamic=False",
+            )
         grads = _backward_by_operators(*given, fw_graph, joint_graph, block_mask[-1], scale, *buffers)
     else:
-        used = _functions(query, key, fw_graph, joint_graph, block_mask[-1], *buffers)
+        used = replace(_functions(query, key, fw_graph, joint_graph, block_mask[-1], *buffers), learned=tuple(learned))
         with functions.holding(used):
             grads = torch.ops.shardwise.flex_attention_backward.default(*given, scale)
+        of_learned = [_summed(local, spec) for local, spec in used.gradients]
     grads = [_sum_of_samples(grad, like) for grad, like in zip(grads, (query, key, value), strict=True)]
     laid_out = [_laid_out_like(grad, like) for grad, like in zip(grads, (query, key, value), strict=True)]
-    return laid_out[0], laid_out[1], laid_out[2], (None,) * len(score_mod_other_buffers)
+    left = iter(of_learned)
+    of_captured = [
+        _gradient_like(next(left, None), x) if wanted else None
+        for x, wanted in zip(score_mod_other_buffers, learned, strict=True)
+    ]
+    return laid_out[0], laid_out[1], laid_out[2], tuple(of_captured)
+
+
+def _summed(local: torch.Tensor, query: DTensorSpec) -> DTensor:
+    """The gradient of a captured tensor, of which each rank has the part of its queries."""
+    placements = [Partial() if isinstance(p, AnyShard) else Replicate() for p in query.placements]
+    return DTensor.from_local(local, query.mesh, placements, run_check=False)
+
+
+def _gradient_like(grad: Any, like: Any) -> Any:
+    """A gradient in the layout of its tensor, plain for a plain one."""
+    if grad is None:  # on a rank outside of the mesh
+        return None
+    if not isinstance(like, DTensor):
+        return grad.full_tensor().to(like.dtype)
+    placements = [Replicate() if isinstance(p, Partial) else p for p in like.placements]
+    return grad.redistribute(placements=placements, shard_order=like.spec.shard_order).to(like.dtype)
 
 
 # ---------------------------------------------------------------- block by block
@@ -127,14 +154,15 @@ def _functions(
 ) -> FlexFunctions:
     """The functions of a call, with the tensors that they are given on every rank."""
     mesh = next(x for x in (query, key) if isinstance(x, DTensor)).device_mesh
-    each = [tuple([_on_every_rank(x, mesh) for x in of]) for of in (captured, mask_captured)]
+    each = [tuple([on_every_rank(x, mesh) for x in of]) for of in (captured, mask_captured)]
     return FlexFunctions(score, gradient, mask, each[0], each[1])
 
 
-def _on_every_rank(x: Any, mesh: DeviceMesh) -> Any:
+def on_every_rank(x: Any, mesh: DeviceMesh) -> Any:
     """A captured tensor as a plain one; one that is plain is compared between processes."""
     if isinstance(x, DTensor):
-        return x.full_tensor()
+        captured: Any = x.detach()
+        return captured.full_tensor()
     if isinstance(x, torch.Tensor) and not is_tracing():
         replicated_operand(DTensor, x, mesh, "flex_attention", "captured")
     return x
@@ -198,7 +226,7 @@ def _backward_by_operators(
         given = given - grad_logsumexp.unsqueeze(-1) / LOG2
     of_final = weights * (upstream.to(wide) @ values.to(wide).mT - given)
     used = FlexFunctions(score_mod, joint, mask_mod, score_buffers, mask_buffers)
-    of_products = used.of_products(scores.products, scores.indices, of_final)
+    of_products, _ = used.of_products(scores.products, scores.indices, of_final)
     of_products = torch.where(scores.allowed, of_products * scale, 0.0).to(query.dtype)
     return (
         of_products @ keys.to(query.dtype),

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @decomposition(aten.pixel_shuffle.default)
 def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
-    """The channels or the plane may be sharded, if whole blocks of pixels are."""
+    """The channels or the plane may be sharded, if blocks of pixels are not split."""
     if not x.numel():
         return NotImplemented
     *batch, channels, height, width = x.shape
@@ -33,7 +33,7 @@ def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
 
 @decomposition(aten.pixel_unshuffle.default)
 def channels_of_pixels(x: Any, downscale_factor: int) -> Any:
-    """The channels or the plane may be sharded, if whole blocks of pixels are."""
+    """The channels or the plane may be sharded, if blocks of pixels are not split."""
     if not x.numel():
         return NotImplemented
     *batch, channels, height, width = x.shape

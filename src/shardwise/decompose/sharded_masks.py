@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.decompose.layout_helpers import as_laid_out, split_axes, without_partial
 from shardwise.rules.registry import decomposition
 

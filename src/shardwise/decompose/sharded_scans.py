@@ -56,15 +56,15 @@ def part_by_part(kind: str, x: Any, dim: int) -> Any:
 
 def _gathered_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
     """The total before each part: every rank gets the totals of all. One collective."""
-    whole = moved_to(total, [Replicate() if a in axes else p for a, p in enumerate(total.placements)])
-    before = torch.ops.shardwise.scan_before.default(whole, dim, kind)
+    gathered = moved_to(total, [Replicate() if a in axes else p for a, p in enumerate(total.placements)])
+    before = torch.ops.shardwise.scan_before.default(gathered, dim, kind)
     return before.redistribute(placements=total.placements, shard_order=total.spec.shard_order)
 
 
 def _exchanged_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
-    """The total before each part: a rank gets all totals of its share of the columns, and returns them scanned.
+    """The total before each part: a rank receives all totals of its share of the columns, and returns them scanned.
 
-    Two exchanges. A rank receives about two rows of totals, however many parts there are.
+    Two exchanges. A rank receives about two rows of totals for any number of parts.
     """
     columns = total.movedim(dim, 0)
     free = [d for d in range(1, columns.dim()) if not columns.spec.dim_axes[d]]

@@ -1,4 +1,4 @@
-"""An operator on DTensors: one look-up, run, wrap; and everything that a signature met for the first time takes."""
+"""Runs operators on DTensors: one look-up, run, wrap; and resolves a signature at its first call."""
 
 from shardwise.dispatch.dispatcher import CacheInfo, OpDispatcher
 

@@ -24,10 +24,10 @@ from shardwise.schema import OpInfo, Slot
 __all__ = ["on_one_mesh"]
 
 
-def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
-    """The layout of a tensor on another mesh of the same ranks, if it is one tensor there."""
+def remapped_to(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
+    """The layout of a tensor on another mesh of the same ranks, if it is well defined there."""
     if spec.mesh.root is not mesh.root:
-        return _seen_on_view(spec, mesh)
+        return _remapped_to_view(spec, mesh)
     own, there = spec.mesh.axes, mesh.axes
     lost = [axis for axis, size in enumerate(spec.mesh.shape) if size > 1 and own[axis] not in there]
     if not all(isinstance(spec.placements[axis], Replicate) for axis in lost):
@@ -37,10 +37,10 @@ def seen_on(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
     return spec.remapped(mesh) if constant or not gained else None
 
 
-def _seen_on_view(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
+def _remapped_to_view(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec | None:
     """The layout of a replicated tensor on another view of a world: it is the same on all ranks of the world.
 
-    One on a slice may differ from slice to slice, but for a single number, which is a constant.
+    A tensor on a slice may differ from slice to slice, except a single number, which is a constant.
     """
     own = spec.mesh
     alike = (own.device_type, own.fabric, own.grid_ranks) == (mesh.device_type, mesh.fabric, mesh.grid_ranks)
@@ -56,10 +56,10 @@ def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, An
     if by_item and len({spec.mesh for slot, spec in laid_out if slot.name == info.names[0]}) > 1:
         return _mesh_by_mesh(info)
     for mesh in sorted(meshes, key=lambda mesh: mesh.ndim):
-        seen = [(slot, spec, seen_on(spec, mesh)) for slot, spec in laid_out]
-        if all(new is spec or (new is not None and slot.name not in info.writes) for slot, spec, new in seen):
-            return _seen(
-                wrapping, info, [(slot, new) for slot, spec, new in seen if new is not None and new is not spec]
+        remapped = [(slot, spec, remapped_to(spec, mesh)) for slot, spec in laid_out]
+        if all(new is spec or (new is not None and slot.name not in info.writes) for slot, spec, new in remapped):
+            return _on_remapped(
+                wrapping, info, [(slot, new) for slot, spec, new in remapped if new is not None and new is not spec]
             )
     waiting = [slot for slot, spec in laid_out if spec.partial_axes and slot.name not in info.writes]
     if waiting:
@@ -69,15 +69,15 @@ def on_one_mesh(wrapping: Wrapping, info: OpInfo, found: Sequence[tuple[Slot, An
     shown = ", ".join(f"{tensor._spec}{parameter_note(tensor)}" for tensor in tensors)
     raise MeshError(
         f"{info.op}: the operands are on different meshes: {shown}, on {', '.join(map(str, meshes))}",
-        hint="tensors on a slice of a mesh may differ between slices; they can be combined with what is Replicate() "
-        "along the other axes, or build both on one mesh"
+        hint="tensors on a slice of a mesh may differ between slices; combine them with tensors that are "
+        "Replicate() along the other axes, or build both on one mesh"
         if sliced
         else "redistribute them to one mesh first, with redistribute(mesh, placements)",
     )
 
 
-def _seen(wrapping: Wrapping, info: OpInfo, seen: Sequence[tuple[Slot, DTensorSpec]]) -> Executor:
-    wraps = [(slot, wrapping.wrapper(spec)) for slot, spec in seen]
+def _on_remapped(wrapping: Wrapping, info: OpInfo, remapped: Sequence[tuple[Slot, DTensorSpec]]) -> Executor:
+    wraps = [(slot, wrapping.wrapper(spec)) for slot, spec in remapped]
 
     def run_remapped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
@@ -86,7 +86,7 @@ def _seen(wrapping: Wrapping, info: OpInfo, seen: Sequence[tuple[Slot, DTensorSp
             if tensor.requires_grad:
                 raise MeshError(
                     f"{info.op}: argument {slot.name!r} needs a gradient, and is on {tensor._spec.mesh}, unlike the "
-                    "others: whether gradients of the slices belong together is not known",
+                    "others: whether gradients of the slices must be summed is not known",
                     hint="move the operands to one mesh first, by to_local() and from_local() with grad_placements",
                 )
             slot.put(new_args, new_kwargs, wrap(tensor._local_tensor))

@@ -1,4 +1,4 @@
-"""How a signature is run: the chosen way, and the layouts of the rule. An event of the dispatcher."""
+"""The decision how a signature is executed, with the layouts of its rule. An event of the dispatcher."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Decision:
     """One resolved signature.
 
     Args:
-        way: "rule", "decomposed", "whole tensors", "random", "by a new tensor", "by copies", "view in place",
+        way: "rule", "decomposed", "replicated operands", "random", "by a new tensor", "by copies", "view in place",
             "mesh by mesh", "outside the mesh"; for attention over a sharded sequence "ring", "gather", "heads",
             "halo" or "local".
         signature: the call; None if its operands are on several meshes.
         sharding: the layouts of the rule; for "decomposed" those that the rule would have used.
-        why: why this way, where there were several.
-        by_values: whether another call of the same signature may be run otherwise, by the values of a mask.
+        why: the reason, if there were several ways.
+        by_values: whether another call of the same signature may run differently because of the values of a mask.
     """
 
     way: str

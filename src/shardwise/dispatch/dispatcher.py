@@ -1,4 +1,4 @@
-"""OpDispatcher: one dictionary look-up and the executor made for that signature; a miss decides how the call is run."""
+"""OpDispatcher: looks up the executor of a call's signature; a miss decides how the call is executed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Ragged
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import named, unrecorded
-from shardwise.dispatch.broadcast import (
-    FILLED,
-    INTO_LEAVES,
-    REGROUPING,
-    SPREADING,
-    filled_once,
-    into_leaf,
-    spread_as_origin,
-    spread_regrouped,
-)
+from shardwise.dispatch.broadcast import FILLED, REGROUPING, filled_once
 from shardwise.dispatch.cross_mesh import on_one_mesh
 from shardwise.dispatch.decision import Decision, decided
 from shardwise.dispatch.executors import executor, for_any_size
@@ -47,7 +38,7 @@ from shardwise.dispatch.origins import (
 from shardwise.dispatch.outside_mesh import holding_nothing
 from shardwise.dispatch.plain_operands import with_plain_operands
 from shardwise.dispatch.ragged_calls import RaggedCalls, is_ragged
-from shardwise.dispatch.random_ops import agree_once, drawing, filling
+from shardwise.dispatch.random_ops import agree_once, filling, random_executor
 from shardwise.dispatch.result_meta import ResultMetas
 from shardwise.dispatch.ring_attention import attending
 from shardwise.dispatch.signature import (
@@ -64,8 +55,21 @@ from shardwise.dispatch.signature import (
     tensor_slots,
 )
 from shardwise.dispatch.size_generic import KnownCalls
-from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, watched
-from shardwise.dispatch.writes import replacing_locals, reshaping_in_place, through_copies, through_functional
+from shardwise.dispatch.spread_gradients import (
+    INTO_LEAVES,
+    SPREADING,
+    into_leaf,
+    spread_as_origin,
+    spread_regrouped,
+)
+from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, with_copied_views
+from shardwise.dispatch.writes import (
+    replacing_locals,
+    reshaping_in_place,
+    sharing_memory,
+    through_copies,
+    through_functional,
+)
 from shardwise.errors import UnsupportedError
 from shardwise.events import decision_made
 from shardwise.fabric.base import fabrics, found_errors, on_found, on_new_world, raise_found
@@ -86,7 +90,7 @@ COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of operators of pro
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """How many signatures are kept, how many may be, and how often a new one had to be worked out."""
+    """The number of cached signatures, its limit, and the number of misses."""
 
     entries: int
     limit: int
@@ -95,7 +99,7 @@ class CacheInfo:
 
 
 def _spread_and_noted(signature: Signature, run: Executor) -> Executor:
-    """For an operator that is also the gradient of another."""
+    """Both wrappers, for an operator that is also the gradient of another."""
     return noting_origin(signature, spread_as_origin(signature, run))
 
 
@@ -103,7 +107,7 @@ def _spread_and_noted_view(signature: Signature, run: Executor) -> Executor:
     return noting_split_dims(signature, spread_regrouped(signature, run))
 
 
-# Wrappers of the executor of an operator: for layouts that its gradient needs, or that autograd leaves open.
+# Wrappers of an operator's executor: for layouts that its gradient needs, or that autograd leaves undetermined.
 AROUND = (
     dict.fromkeys(SPREADING, spread_as_origin)
     | dict.fromkeys(INTO_LEAVES, into_leaf)
@@ -116,11 +120,11 @@ LAID_OUT_BY = dict.fromkeys(PUTTING_BACK, putting_back) | {TABLE_BACKWARD: sent_
 
 
 class OpDispatcher:
-    """Carries out operators on a tensor class that has `_local_tensor` and `_spec`.
+    """Runs operators on a tensor class that has `_local_tensor` and `_spec`.
 
     Args:
         tensor_class: the class to unwrap and wrap.
-        wrapper: for a spec, the function that makes a tensor of the class of a local.
+        wrapper: for a spec, the function that wraps a local as a tensor of the class.
         gradient_hooks: for gradients of operands that are not of the class.
     """
 
@@ -133,12 +137,12 @@ class OpDispatcher:
         self._metas = ResultMetas()
         self._known_calls = KnownCalls()
         self._ragged_calls = RaggedCalls()
-        on_new_world.append(self.forget)  # executors know which ranks are here
+        on_new_world.append(self.forget)  # executors depend on the ranks of this process
         on_found.append(self.cache.clear)  # a warm call would not raise the error that was found
-        on_new_model.append(self.forget)  # and move the cheapest operand
+        on_new_model.append(self.forget)  # and on the cost model, which chooses the operand to move
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run `func`; the entry for every call that the tensor class's own short cut does not take."""
+        """Run `func`: the entry of every call that does not take the tensor class's fast path."""
         key = key_of(self.wrapping.tensor_class, func, args, kwargs)
         try:
             run = self.cache.get(key)
@@ -154,7 +158,7 @@ class OpDispatcher:
                 release_importing_frames()
 
     def miss(self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executor:
-        """Work out the executor of a new signature and keep it."""
+        """Resolve the executor of a new signature and cache it."""
         if found_errors:
             raise_found()
         if is_symbolic(key):
@@ -182,9 +186,9 @@ class OpDispatcher:
     def _resolve_symbolic(
         self, key: Key, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Executor:
-        """The executor of a call with sizes of a compiler; not kept. A rule that needs numbers gets them."""
+        """The executor of a call with symbolic sizes; not cached. A rule that needs numbers gets them."""
         try:
-            with unrecorded():  # of sizes that are computed with, only those that operators get belong to the graph
+            with unrecorded():  # of the computed sizes, only those passed to operators belong to the graph
                 return self.resolve(key, func, args, kwargs)
         except TypeError as error:
             if "SymInt" not in str(error):
@@ -199,6 +203,9 @@ class OpDispatcher:
                 hint="redistribute(...) and full_tensor() move a DTensor; to_local() gives a tensor for collectives",
             )
         info = infos.get(id(func)) or op_info(func)
+        if func is torch.ops.aten.set_.source_Tensor:
+            decided("shared memory")
+            return sharing_memory(self.wrapping, func)
         found = tensor_slots(info, args, kwargs)
         tensor_class = self.wrapping.tensor_class
         laid_out = [tensor._spec.mesh for _, tensor in found if isinstance(tensor, tensor_class)]
@@ -236,7 +243,7 @@ class OpDispatcher:
     def _resolve_new(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Executor:
-        """An operator that gives new tensors or views."""
+        """An operator that returns new tensors or views."""
         info = signature.info
         if info.is_view and is_norm(signature.specs[0]):  # a write reduces it, and must reach its views
             decided("reduced first", signature)
@@ -247,7 +254,7 @@ class OpDispatcher:
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None
         if drawn is not None and compute is None:
             decided("random", signature)
-            return drawing(signature, drawn)
+            return random_executor(signature, drawn)
         if sharding is not None and metas is not None and sharding.rule.ways:
             run = attending(signature, sharding, metas, args, kwargs)
             if run is not None:
@@ -261,28 +268,28 @@ class OpDispatcher:
             run = self._laid_out(signature, key, sharding)
             return filled_once(signature, sharding.outputs[0], run) if info.op in FILLED else run
 
-        @functools.cache  # a decomposition that does not take a call gives it back each time
+        @functools.cache  # a decomposition that does not apply to a call returns it each time
         def directly() -> Executor:
             if sharding is not None:
                 return executor(signature, sharding)
-            return on_replicated_operands(signature, metas) if drawn is None else drawing(signature, drawn)
+            return on_replicated_operands(signature, metas) if drawn is None else random_executor(signature, drawn)
 
         if compute is None and all(0 not in spec.shape for spec in signature.specs):  # torch's divide by sizes
             compute = torch_decomposition(info.op)
-        decided("decomposed" if compute is not None else "whole tensors", signature, sharding)
+        decided("decomposed" if compute is not None else "replicated operands", signature, sharding)
         run = directly() if compute is None else decomposed(signature, compute, directly, metas)
-        return watched(self.wrapping, info, run)
+        return with_copied_views(self.wrapping, info, run)
 
     def _results(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], as_known: bool = True
     ) -> tuple[tuple[TensorMeta, ...] | None, OutputSharding | None]:
-        """The results of a call, and its layouts by its rule, if the rule applies; `as_known`: as of calls like it."""
+        """The results of a call and the layouts of its rule, if it applies; `as_known`: as for similar calls."""
         if as_known and Ragged.in_use and is_ragged(key):
             return self._ragged_calls.find(
                 signature, key, lambda other: self._results(other, key, args, kwargs, as_known=False)
             )
         metas, op = self._metas.find(signature, key, args, kwargs), signature.info.op
-        # of random operators only a rule of their own may speak, where nothing is drawn; torch's tags do not
+        # for random operators only their own rule counts, where nothing is drawn; torch's tags do not
         if metas is None or (signature.info.draws and op not in RULES):
             return metas, None
         schema = OpSchema(op, signature.arguments, signature.specs, signature.info.rule)
@@ -298,7 +305,7 @@ class OpDispatcher:
         return holding_nothing(signature, outputs if sharding is None else sharding.outputs, args, kwargs)
 
     def _laid_out(self, signature: Signature, key: Key, sharding: OutputSharding) -> Executor:
-        """A call that runs as its rule has laid it out; those that differ from it in their sizes alone will too."""
+        """A call that runs in the layouts of its rule, as will calls that differ only in their sizes."""
         make = for_any_size(signature, sharding)
         if (
             make is not None
@@ -317,19 +324,19 @@ class OpDispatcher:
         info = signature.info
         if any(signature.specs[i].is_lazy for i in signature.pinned):
             decided("by a new tensor", signature)
-            return watched(self.wrapping, info, replacing_locals(signature))
+            return with_copied_views(self.wrapping, info, replacing_locals(signature))
         if fills(info.op) and not into_plain:
             decided("random", signature)
-            return watched(self.wrapping, info, filling(signature))
+            return with_copied_views(self.wrapping, info, filling(signature))
         functional = functional_of(info.op) if None not in info.returned else None
         compute = DECOMPOSITIONS.get(info.op)
         if functional is not None:
             if info.outs or (into_plain and compute is None):
                 decided("by a new tensor", signature)
-                return watched(self.wrapping, info, through_functional(signature, functional))
+                return with_copied_views(self.wrapping, info, through_functional(signature, functional))
             if torch.Tag.inplace_view in info.op.tags:
                 decided("view in place", signature)
-                return watched(self.wrapping, info, reshaping_in_place(signature, functional))
+                return with_copied_views(self.wrapping, info, reshaping_in_place(signature, functional))
         _metas, sharding = self._results(signature, key, args, kwargs)
         if compute is not None and (sharding is None or _worth_decomposing(signature, sharding)):
 
@@ -338,14 +345,14 @@ class OpDispatcher:
                 return through_copies(signature) if sharding is None else executor(signature, sharding)
 
             decided("decomposed", signature, sharding)
-            return watched(self.wrapping, info, decomposed(signature, compute, directly))
+            return with_copied_views(self.wrapping, info, decomposed(signature, compute, directly))
         if sharding is not None:
             if decision_made:
                 decided("rule", signature, sharding)
             return executor(signature, sharding)
         decided("by copies" if functional is None else "by a new tensor", signature)
         run = through_copies(signature) if functional is None else through_functional(signature, functional)
-        return watched(self.wrapping, info, run)
+        return with_copied_views(self.wrapping, info, run)
 
     def forget(self) -> None:
         """Drop every executor, and the facts read from schemas and rules."""
@@ -355,12 +362,12 @@ class OpDispatcher:
         forget_infos()
 
     def info(self) -> CacheInfo:
-        """How full the cache is."""
+        """The state of the cache."""
         return CacheInfo(len(self.cache), self.cache.limit, self.misses, cached_routes())
 
 
 def _is_elsewhere(device: Any, mesh: DeviceMesh) -> bool:
-    """Whether a call names a device of another kind than the mesh."""
+    """Whether a call names a device of another type than the mesh."""
     return device is not None and torch.device(device).type not in (mesh.device_type, "meta")
 
 
@@ -372,7 +379,7 @@ def _other_device(info: OpInfo, device: Any, mesh: DeviceMesh) -> UnsupportedErr
 
 
 def _worth_decomposing(signature: Signature, sharding: OutputSharding) -> bool:
-    """Whether a rule would move operands, and that would take longer than a decomposition."""
+    """Whether a rule would move operands and take longer than a decomposition."""
     if sharding.rule.layouts is not None:
         return False
     bound = routes_between(signature.specs, sharding.inputs)

@@ -1,6 +1,6 @@
-"""Executors: the function made for exactly one signature, which runs the operator on locals and wraps.
+"""Executors: the function of one signature, which runs the operator on locals and wraps the results.
 
-Which layouts it runs on has been decided; here nothing is chosen any more.
+The layouts are decided before; nothing is chosen here.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.broadcast import keeping_broadcast
 from shardwise.dispatch.operands import operand_mover, reduces
 from shardwise.dispatch.owner_exchanges import exchanging_by_owner
 from shardwise.dispatch.row_exchanges import exchanging_halos, exchanging_rows
 from shardwise.dispatch.signature import Executor, Signature, Wrap, Wrapping, routes_between
-from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, watched
+from shardwise.dispatch.views import COPYING_VIEWS, PHYSICAL, mark_views, push_back, with_copied_views
 from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.nondeterministic import is_nondeterministic
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.fabric.routes import BoundRoute
-from shardwise.fabric.virtual import parts_of
 from shardwise.local import any_complex, coordinates_here, like, local_runner, seeing_conjugates, sparing_empty
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.step import OwnerExchange, RowExchange
@@ -35,10 +35,10 @@ from shardwise.torch_private import is_alias_of
 __all__ = ["executor", "for_any_size", "general_executor", "with_written"]
 
 EXPAND = torch.ops.aten.expand.default
-SHARING = torch.ops.aten.view.default  # of the views that rules patch, the one that must share memory
-# Views that share memory where that of the local allows for it, and else are copied.
+SHARING = torch.ops.aten.view.default  # of the views with per-rank arguments, the one that must share memory
+# Views that share memory if the local's strides allow it, and are copied otherwise.
 MAY_COPY = {SHARING, torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype}
-REFUSING_EMPTY = {"cuda"}  # devices whose kernels are not called to compute an empty result of a shard
+REFUSING_EMPTY = {"cuda"}  # devices whose kernels are not called for an empty result of a shard
 Patches = Mapping[Coordinate, Mapping[str, Any]]
 
 
@@ -46,16 +46,18 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
     """The executor of a call in the layouts of its rule."""
     info, specs = signature.info, signature.specs
     if isinstance(sharding.exchange, RowExchange):
-        return watched(signature.wrapping, info, exchanging_rows(signature, sharding, sharding.exchange))
+        return with_copied_views(signature.wrapping, info, exchanging_rows(signature, sharding, sharding.exchange))
     if sharding.exchange is not None:
-        return watched(signature.wrapping, info, _by_owner(signature, sharding, sharding.exchange))
+        return with_copied_views(signature.wrapping, info, _by_owner(signature, sharding, sharding.exchange))
     if sharding.halo is not None:
         on_windows = sharding.halo.halo.local_op
         if any_complex(specs, sharding.outputs):
             on_windows = seeing_conjugates(on_windows)
         if _may_be_refused_when_empty(signature, sharding):
             on_windows = sparing_empty(info, on_windows)
-        return watched(signature.wrapping, info, exchanging_halos(signature, sharding, sharding.halo, on_windows))
+        return with_copied_views(
+            signature.wrapping, info, exchanging_halos(signature, sharding, sharding.halo, on_windows)
+        )
     routes = routes_between(specs, sharding.inputs)
     local_op, runs_as = sharding.rule.local_op or PHYSICAL.get(info.op), sharding
     if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):
@@ -79,17 +81,17 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         if simple is not None:
             return simple
     if not any(routes) and patches is None and _takes_lists(signature):
-        return watched(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.kernel))
+        return with_copied_views(signature.wrapping, info, _lists(signature, sharding.outputs, local_op or info.kernel))
     if patches is None and not copies and info.returns == ("Tensor",):
         run = _moving(signature, routes, sharding.outputs, local_op or info.kernel)
         if run is not None:
             return run
     run = general_executor(signature, routes, sharding.outputs, patches=patches, local_op=local_op, copies=copies)
-    return watched(signature.wrapping, info, run)
+    return with_copied_views(signature.wrapping, info, run)
 
 
 def _by_owner(signature: Signature, sharding: OutputSharding, step: OwnerExchange) -> Executor:
-    """The executor of a call by an exchange by owner. In a graph, which has no values, it runs by the other rows."""
+    """The executor of a call by an exchange by owner. A graph has no values, so there it uses the other rows."""
     run, info = exchanging_by_owner(signature, sharding, step), signature.info
     traced: list[Executor] = []
 
@@ -99,7 +101,7 @@ def _by_owner(signature: Signature, sharding: OutputSharding, step: OwnerExchang
         if not traced:
             schema = OpSchema(info.op, signature.arguments, signature.specs)
             found = ShardingPropagator(by_owner=False).propagate(schema, sharding.call.results, signature.pinned)
-            assert found is not None, "every rule has rows that exchange nothing by owner"
+            assert found is not None, "every rule has rows without an exchange by owner"
             traced.append(executor(signature, found))
         return traced[0](args, kwargs)
 
@@ -107,7 +109,7 @@ def _by_owner(signature: Signature, sharding: OutputSharding, step: OwnerExchang
 
 
 def _may_be_refused_when_empty(signature: Signature, sharding: OutputSharding) -> bool:
-    """Whether a kernel that was not tested with empty operands would get one on a rank here.
+    """Whether a kernel that was not tested with empty operands would get one on a rank of this process.
 
     Kernels of CUDA may refuse to start without elements, or read out of bounds. Pointwise ones are correct, and
     views run none.
@@ -120,7 +122,7 @@ def _may_be_refused_when_empty(signature: Signature, sharding: OutputSharding) -
 
 
 def _patches(sharding: OutputSharding, mesh: DeviceMesh) -> Patches | None:
-    """For each rank here the arguments that the rule replaces."""
+    """For each rank of this process the arguments that the rule replaces."""
     localize = sharding.rule.localize
     if localize is None:
         return None
@@ -153,11 +155,13 @@ def _simple_executor(
     if op is None:
         return None
     form = _form(signature)
-    return _view(info, op, wrap) if form is _unary and info.is_view else watched(wrapping, info, form(op, wrap))
+    return (
+        _view(info, op, wrap) if form is _unary and info.is_view else with_copied_views(wrapping, info, form(op, wrap))
+    )
 
 
 def _form(signature: Signature) -> Callable[[Callable[..., Any], Wrap], Executor]:
-    """The short function for so many operands."""
+    """The short function for this number of operands."""
     if len(signature.slots) == 1:
         return _unary
     form = _binary if len(signature.slots) == 2 else _several
@@ -275,7 +279,7 @@ def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[st
 
 
 def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Sequence[int]) -> Executor:
-    """`view`, to a size of this rank's own. Where the memory of the local does not allow for one, a copied view."""
+    """`view` to this rank's size; a copied view if the local's strides do not allow one."""
 
     def shared_view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -295,7 +299,7 @@ def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Seque
 
 
 def _takes_lists(signature: Signature) -> bool:
-    """Whether a call is one on lists, whose results are lists too or nothing, and runs once here."""
+    """Whether a call takes lists, returns lists or nothing, and runs once in this process."""
     if not fabric_of(signature.mesh).one_rank or not coordinates_here(signature.mesh):
         return False
     return signature.info.returns in ((), ("List[Tensor]",)) and all(slot.index is not None for slot in signature.slots)
@@ -330,7 +334,7 @@ def _moving(
     outputs: tuple[DTensorSpec, ...],
     op: Callable[..., Any],
 ) -> Executor | None:
-    """A short function for operands in front of the call, some of which are moved first. None where it is longer."""
+    """A short function for leading operands of which some are moved first. None for other calls."""
     info, slots, mesh = signature.info, signature.slots, signature.mesh
     front = all(slot.item is None and slot.index == i for i, slot in enumerate(slots))
     if not front or info.is_view or info.outs or signature.pinned not in ((), (0,)) or not coordinates_here(mesh):
@@ -404,7 +408,7 @@ def general_executor(
 
 
 def _was_copied(result: Any, local: Any) -> bool:
-    """Whether a view of a local has memory of its own: that of the local did not allow for one."""
+    """Whether a view of a local had to be copied because its strides allow no view."""
     pairs = zip(parts_of(result), parts_of(local), strict=True)
     # not by addresses, which a compiler's tensors do not have
     return any(not is_alias_of(a, b) for a, b in pairs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -419,7 +423,7 @@ def with_written(
     wraps: Sequence[Wrap] | None,
     mesh: DeviceMesh,
 ) -> Any:
-    """The results of an operator that writes: the very arguments that it wrote to, and the new ones wrapped."""
+    """The results of an operator that writes: the arguments that it wrote to, and wrapped new results."""
     bound = info.bind(args, kwargs)
     items = results if len(info.returns) > 1 else (results,)
     fresh = iter(wraps or ())

@@ -28,7 +28,7 @@ BY_MEMORY = {
 }  # fmt: skip
 
 aten = torch.ops.aten
-# Operators that read the metadata of a tensor, and no value.
+# Operators that read only the metadata of a tensor.
 LIKE = set(
     overloads(
         [
@@ -55,9 +55,9 @@ def decomposed(
     directly: Callable[[], Executor],
     metas: tuple[TensorMeta, ...] | None = None,
 ) -> Executor:
-    """Computed from other operators; plain tensors that come out were made on the way, alike on every rank.
+    """Run a decomposition. Plain tensors among its results were created inside it, equal on every rank.
 
-    A decomposition that calls its own operator gets it `directly`, and so does one that is not implemented.
+    If a decomposition calls its own operator, or returns NotImplemented, the operator runs `directly`.
     Results have the strides of `metas`, if given: random numbers are drawn in the order of memory.
     """
     info, wrapping, mesh = signature.info, signature.wrapping, signature.mesh
@@ -78,7 +78,7 @@ def decomposed(
 
 
 def made_elsewhere(wrapping: Wrapping, info: OpInfo) -> Executor:
-    """A new tensor on a device of another kind than the mesh's: plain, global, the same on all ranks."""
+    """A new tensor on a device of another type than the mesh's: plain, global, the same on all ranks."""
 
     def stand_in(value: Any) -> Any:
         return meta_tensor(value._spec.tensor_meta) if isinstance(value, wrapping.tensor_class) else value
@@ -116,7 +116,7 @@ def _goes_by_memory(op: OpOverload) -> bool:
 
 
 def _in_memory_order(signature: Signature) -> Callable[..., Any]:
-    """The operator on operands with the strides of one device; moved operands may have others."""
+    """The operator on operands with the strides of one device; moved operands may have different strides."""
     op, slots, specs = signature.info.op, signature.slots, signature.specs
 
     def run_in_memory_order(*args: Any, **kwargs: Any) -> Any:
@@ -128,5 +128,5 @@ def _in_memory_order(signature: Signature) -> Callable[..., Any]:
     return run_in_memory_order
 
 
-def _with_strides(whole: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    return whole if whole.stride() == stride else laid_out_like(whole, stride)
+def _with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return tensor if tensor.stride() == stride else laid_out_like(tensor, stride)

@@ -18,7 +18,7 @@ __all__ = ["FlatBuffer", "alike"]
 
 
 class FlatBuffer(NamedTuple):
-    """The shapes of some tensors, and the spec of the buffer that has them all."""
+    """The shapes of some tensors, and the spec of the buffer that contains them."""
 
     shapes: list[torch.Size]
     spec: DTensorSpec
@@ -43,7 +43,7 @@ class FlatBuffer(NamedTuple):
 
 
 def alike(specs: Mapping[int, DTensorSpec]) -> list[list[int]]:
-    """The positions of those of one mesh, layout and dtype, for each kind of them."""
+    """The positions of specs, grouped by mesh, layout and dtype."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for at, spec in specs.items():
         kinds.setdefault((spec.mesh, spec.placements, spec.tensor_meta.dtype), []).append(at)

@@ -1,6 +1,6 @@
-"""Operands on their way to where an operator runs: each by its route, and reductions of a list in one collective.
+"""Moves operands to the layouts of a call: each by its route, reductions of a list in one collective.
 
-The reduction of a Partial is remembered with its tensor: the next operator that reads it moves nothing.
+The reduction of a Partial is cached on its tensor, so the next operator that reads it moves nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import FlatBuffer, alike
 from shardwise.dispatch.signature import Executor, Signature, Wrapping
+from shardwise.fabric.rank_tensor import writes_to
 from shardwise.fabric.routes import BoundRoute, bound_route
-from shardwise.fabric.virtual import writes_to
 from shardwise.schema import OpInfo, Slot
 
 __all__ = ["MoveOperands", "operand_mover", "reduced_first", "reduced_in_place"]
@@ -32,7 +32,7 @@ class Reduction(NamedTuple):
 
 
 def operand_mover(signature: Signature, routes: Sequence[BoundRoute | None]) -> MoveOperands:
-    """The function that gives the locals of a call's operands where the operator wants them."""
+    """The function that returns the locals of a call's operands in the layouts of the rule."""
     slots, mesh, wrapping = signature.slots, signature.mesh, signature.wrapping
     # the base of a view may be written to
     remembers = [not signature.info.is_view and reduces(route) for route in routes]
@@ -61,7 +61,7 @@ def reduces(route: BoundRoute | None) -> bool:
 
 
 def _reduced_local(tensor: Any, route: BoundRoute) -> torch.Tensor:
-    """A Partial tensor reduced; as it was before, if nothing has been written to it since."""
+    """The reduction of a Partial tensor; the cached one if nothing has been written to it since."""
     target = route.route.target
     kept = _remembered(tensor, target)
     if kept is None:
@@ -78,7 +78,7 @@ def _remembered(tensor: Any, target: DTensorSpec) -> torch.Tensor | None:
 
 
 def _versions(tensor: Any) -> Versions:
-    """How often a tensor and its local have been written to; None where torch does not count."""
+    """The version counters of a tensor and its local; None if torch does not count."""
     if tensor._copied_view is not None or tensor.is_inference():
         return None
     written = writes_to(tensor._local_tensor)
@@ -89,7 +89,7 @@ def _versions(tensor: Any) -> Versions:
 
 
 class _FlatReduction(NamedTuple):
-    """Operands of lists that are Partial and needed reduced: gradients of replicated tensors, norms."""
+    """Partial operands of lists that must be reduced: gradients of replicated tensors, norms."""
 
     positions: list[int]
     targets: list[DTensorSpec]
@@ -97,7 +97,7 @@ class _FlatReduction(NamedTuple):
     route: BoundRoute
 
     def reduce(self, tensors: Sequence[Any]) -> None:
-        """Reduce them as one, unless that has been done."""
+        """Reduce them in one collective, unless that is done."""
         if all(_remembered(t, target) is not None for t, target in zip(tensors, self.targets, strict=True)):
             return
         joined = self.buffer.joined(tensor._local_tensor for tensor in tensors)
@@ -107,7 +107,7 @@ class _FlatReduction(NamedTuple):
 
 
 def _flat_reductions(signature: Signature, routes: Sequence[BoundRoute | None]) -> list[_FlatReduction]:
-    """Those operands of lists that can be reduced in one collective, for each kind of them."""
+    """The operands of lists that can be reduced in one collective, grouped by layout."""
     wanted: dict[int, DTensorSpec] = {}
     for i, (slot, route) in enumerate(zip(signature.slots, routes, strict=True)):
         if route is not None and slot.item is not None and reduces(route) and route.route.target.is_replicated:
@@ -116,7 +116,7 @@ def _flat_reductions(signature: Signature, routes: Sequence[BoundRoute | None]) 
 
 
 def _several(waiting: Mapping[int, DTensorSpec]) -> list[_FlatReduction]:
-    """Those of which at least two have the same layout, sharded on no axis."""
+    """The groups of at least two with the same layout, sharded on no axis."""
     fit = {
         i: spec
         for i, spec in waiting.items()
@@ -151,7 +151,7 @@ def reduced_first(info: OpInfo, wrapping: Wrapping, slots: Sequence[Slot]) -> Ex
 
 
 def reduced_in_place(info: OpInfo, copied: Executor) -> Executor:
-    """The same call on its operand, which keeps the reduced value: the view shares memory with it.
+    """The same call on its operand, which takes the reduced value: the view shares memory with it.
 
     Not for an operand that is a copied view itself: `copied` computes a copy of it.
     """

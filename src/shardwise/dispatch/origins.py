@@ -1,9 +1,9 @@
 """Gradients whose operator would be as cheap in every layout take the layout of the forward's operand.
 
-The gradient of `x[0]` is zeros but for one row, and the gradient of experts is a product of replicated rows for each
-of them. The operator gets the shape of `x`, not its layout: each rank can make its own part. So the forward notes
-the layout with the node of autograd that made `x`, and the backward looks it up at the next node. What is not noted
-is replicated.
+The gradient of `x[0]` is zero except in one row, and the gradient of experts is a product of replicated rows for each
+of them. The operator receives the shape of `x`, not its layout; each rank can compute just its own part. So forward
+stores the layout in the metadata of the autograd node that created `x`, and backward looks it up at the next node.
+Without a stored layout the gradient is replicated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.signature import Executor, Signature
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OutputSharding
@@ -48,7 +48,7 @@ JOINING = {
     aten.cat.default, aten.stack.default, aten.select_scatter.default, aten.slice_scatter.default,
     aten.index_put.default,
 }  # fmt: skip
-# Nodes of autograd that join gradients with plain tensors of their own, and the number that these are made of.
+# Autograd nodes that concatenate gradients with plain constants, and the value of these constants.
 FILLING = {
     "SplitBackward0": 0, "SplitWithSizesBackward0": 0, "UnbindBackward0": 0, "SelectScatterBackward0": 0,
     "SliceScatterBackward0": 0, "IndexPutBackward0": 0, "ProdBackward0": 1, "ProdBackward1": 1,
@@ -60,7 +60,7 @@ NOTED = "shardwise: layouts of outputs"  # in the metadata of a node
 
 
 def noting_origin(signature: Signature, run: Executor) -> Executor:
-    """`run`, but where it takes something of a sharded dim, the layout is noted for the gradient."""
+    """`run`; if it selects from a sharded dim, the layout is stored for the gradient."""
     spec = signature.specs[0]
     dim = None if signature.info.op is aten.gather.default else signature.arguments.get("dim")
     axes = spec.dim_axes if dim is None or not spec.ndim else spec.dim_axes[wrapped(dim, spec.ndim)]
@@ -71,7 +71,7 @@ def noting_origin(signature: Signature, run: Executor) -> Executor:
 
 
 def noting_split_dims(signature: Signature, run: Executor) -> Executor:
-    """`run`, a view; where it makes several dims of a sharded one, the layout is noted for the gradient."""
+    """`run`, a view; if it splits a sharded dim into several, the layout is stored for the gradient."""
     spec, size = signature.specs[0], signature.arguments.get("size", signature.arguments.get("shape"))
     sharded = {dim for dim, axes in enumerate(spec.dim_axes) if axes}
     if not sharded or spec.is_strided or spec.tensor_meta.is_symbolic or not size or 0 in spec.shape:
@@ -84,7 +84,7 @@ def noting_split_dims(signature: Signature, run: Executor) -> Executor:
 
 
 def _noting(at: int, spec: DTensorSpec, run: Executor) -> Executor:
-    """`run`, after the layout of the operand at this position is noted."""
+    """`run`, after storing the layout of the operand at this position."""
 
     def note_and_run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         _note(args[at], spec)
@@ -102,7 +102,7 @@ def _node_of(tensor: torch.Tensor) -> Any:
 
 
 def noting_experts(signature: Signature, run: Executor) -> Executor:
-    """`run`, a grouped product; where the groups of one operand are sharded, its layout is noted for the gradient."""
+    """`run`, a grouped product; if the groups of one operand are sharded, its layout is stored for the gradient."""
     groups = [i for i in (0, 1) if signature.specs[i].ndim == 3]
     noted = [i for i in groups if signature.specs[i].dim_axes[0]]
     if len(groups) != 1 or not noted or signature.specs[noted[0]].is_strided:
@@ -111,7 +111,7 @@ def noting_experts(signature: Signature, run: Executor) -> Executor:
 
 
 def noting_base(signature: Signature, run: Executor) -> Executor:
-    """`run`, a write to a tensor; where that is a view, the layout of its base is noted for the gradient."""
+    """`run`, a write to a tensor; if that is a view, the layout of its base is stored for the gradient."""
     tensor_class, slot = signature.wrapping.tensor_class, signature.slots[0]
     if slot.name != "self" or slot.item is not None or not any(signature.specs[0].dim_axes):
         return run
@@ -132,7 +132,7 @@ def _note(tensor: Any, spec: DTensorSpec) -> None:
 
 
 def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
-    """The layout of the forward's operand whose gradient is being computed, where it is known."""
+    """The layout of the forward operand whose gradient is being computed, if known."""
     node: Any = current_autograd_node()
     follows = node.next_functions if node is not None else ()
     if operand >= len(follows) or follows[operand][0] is None:
@@ -143,10 +143,10 @@ def origin_of(tensor_class: Any, operand: int = 0) -> DTensorSpec | None:
 
 
 def with_constants_stored_once(tensor_class: Any, info: OpInfo, slots: Sequence[Slot], run: Executor) -> Executor:
-    """`run`, which joins gradients: plain zeros or ones that autograd makes beside them are stored once.
+    """`run`, which concatenates gradients; plain zeros or ones that autograd adds are stored once.
 
-    Zeros replace parts that were not used, or that were overwritten. A user's hook runs in the same node and may join
-    other tensors, so the values are checked.
+    Zeros replace parts that were unused or overwritten. A user's hook runs in the same node and may concatenate other
+    tensors, so the values are checked.
     """
 
     def run_or_replace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -167,7 +167,7 @@ def with_constants_stored_once(tensor_class: Any, info: OpInfo, slots: Sequence[
 
 
 def _is_filled(plain: torch.Tensor, value: int) -> bool:
-    """Whether a plain tensor has one value everywhere; one without values is assumed to be autograd's."""
+    """Whether a plain tensor has one value everywhere; a tensor without values is assumed to be autograd's."""
     if plain.is_meta or is_tracing():
         return True
     return plain.__class__ is torch.Tensor and bool((plain == value).all().item())
@@ -176,7 +176,7 @@ def _is_filled(plain: torch.Tensor, value: int) -> bool:
 def putting_back(
     signature: Signature, sharding: OutputSharding, make: Callable[[OutputSharding], Executor]
 ) -> Executor:
-    """The executor of a call that makes a gradient: in the layout that was noted for it, if any."""
+    """The executor of a call that computes a gradient: in the layout stored for it, if any."""
     tensor_class, spec = signature.wrapping.tensor_class, sharding.outputs[0]
     runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
     grouped = sharding.rule.by_groups
@@ -206,11 +206,11 @@ def putting_back(
 def sent_to_owners(
     signature: Signature, sharding: OutputSharding, make: Callable[[OutputSharding], Executor]
 ) -> Executor:
-    """The executor of the gradient of a table with sharded rows: each rank makes the rows that it owns.
+    """The executor of the gradient of a table with sharded rows: each rank computes the rows that it owns.
 
-    Replicated gradients are added to these rows alone. If indices are sharded like the rows, each rank gets
-    those it owns; otherwise it would have a sum of the size of the global table, to be reduced later. It stays so if
-    that takes less time, and where the table is replicated.
+    Replicated gradients are added to these rows only. If indices are sharded like the rows, each rank receives those it
+    owns. The alternative is a Partial of the size of the global table, to be reduced later; it is used if that takes
+    less time, and if the table is replicated.
     """
     tensor_class, out, mesh = signature.wrapping.tensor_class, sharding.outputs[0], signature.mesh
     runs: dict[DTensorSpec | None, Executor] = {None: make(sharding)}
@@ -259,18 +259,18 @@ def _experts_of(tensor_class: Any) -> DTensorSpec | None:
 
 
 def _spread(sharding: OutputSharding, origin: DTensorSpec | None, dim: int, kinds: Any = Replicate) -> OutputSharding:
-    """`sharding`, with operands that would be replicated along `dim` split as the origin is.
+    """`sharding`, with operands that would be replicated along `dim` split like the origin.
 
     Args:
         sharding: the call.
         origin: the layout of the tensor whose gradient is made.
         dim: the dim to split.
-        kinds: placements of the result that are replaced. With Partial among them, a Partial operand, small beside the
-            result, is reduced before, and each rank puts it back into its part.
+        kinds: placements of the result that are replaced. With Partial among them, a Partial operand, small compared to
+        the result, is reduced before, and each rank writes it into its part.
     """
     out, split = sharding.outputs[0], Shard(dim)
     assert origin is not None
-    if any(out.placements[axis] is not split for axis in out.dim_axes[dim]):  # split otherwise already
+    if any(out.placements[axis] is not split for axis in out.dim_axes[dim]):  # already split differently
         return sharding
     spread = [
         axis

@@ -1,6 +1,6 @@
-"""Operators on a rank outside the mesh of their operands: results of the right kind, of which it holds nothing.
+"""Operators on a rank outside the mesh of their operands: results of the right kind with empty locals.
 
-Nothing is computed or communicated. A result that is a number is zero, and a comparison of nothing is true.
+Nothing is computed or communicated. A number is zero, and a comparison is true.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operators that look up, write or sort along a sharded dim: ranks exchange items with those that own them.
 
-The rule's program takes the place of the operator. Sizes depend on values, so this is not for graphs.
+The rule's program replaces the operator. Sizes depend on values, so this is not for graphs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _place(step: OwnerExchange, at: Coordinate) -> OwnedPart:
 
 
 def _route(step: OwnerExchange, sharding: OutputSharding) -> Route:
-    """The exchange for those who listen and for strict mode, as if every rank owned equally many items."""
+    """The exchange as listeners and strict mode see it, assuming that every rank owns equally many items."""
     factors = sharding.rule.factors(sharding.call)
     assert factors is not None
     specs = (*sharding.inputs, *sharding.outputs)

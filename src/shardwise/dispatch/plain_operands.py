@@ -1,4 +1,4 @@
-"""Plain tensors among DTensors: taken as replicated. Their gradients are plain; processes compare their values.
+"""Plain tensors among DTensors are assumed replicated. Their gradients are plain; processes compare their values.
 
 Tensors of the user and those that an operator made inside are treated alike: the same on every rank, or an error.
 """
@@ -13,14 +13,14 @@ import torch
 
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.signature import Executor, Hook, Wrapping
 from shardwise.errors import AgreementError, PlainTensorError
 from shardwise.events import user_line
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.collective_log import argument_name
+from shardwise.fabric.rank_tensor import is_of_ranks, parts_of
 from shardwise.fabric.shared_writes import agree
-from shardwise.fabric.virtual import RankTensor, parts_of
 from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot
 
@@ -30,13 +30,13 @@ __all__ = ["replicated_operand", "with_plain_operands"]
 def with_plain_operands(
     run: Executor, info: OpInfo, found: Sequence[tuple[Slot, Any]], mesh: DeviceMesh, wrapping: Wrapping
 ) -> Executor:
-    """`run`, whose operands are plain tensors in part.
+    """`run`, some of whose operands are plain tensors.
 
-    Inside an operator that is computed from others nothing is to be done: its own operands have been looked at.
+    Nothing is done inside a decomposed operator, whose own operands have been checked.
     """
     tensor_class, hooks, name = wrapping.tensor_class, wrapping.gradient_hooks, str(info.op)
     plain = [slot for slot, tensor in found if not isinstance(tensor, tensor_class)]
-    # where a plain tensor is written to, the result is one, and so is the gradient that comes back to the operands
+    # if a plain tensor is written to, the result is plain, and so is the gradient of the operands
     into_plain = any(slot.name in info.writes for slot in plain)
     laid_out = [slot for slot, tensor in found if isinstance(tensor, tensor_class)] if into_plain else []
     if modes.plain_policy() == "refuse" and is_tracing() and not modes.is_nested():
@@ -59,7 +59,7 @@ def with_plain_operands(
         if torch.is_grad_enabled():
             for operand in operands:
                 if operand.requires_grad:
-                    _hook_once(operand, hooks.of_ranks if isinstance(operand, RankTensor) else hooks.of_plain)
+                    _hook_once(operand, hooks.of_ranks if is_of_ranks(operand) else hooks.of_plain)
             for slot in laid_out:
                 operand = slot.get(args, kwargs)
                 if operand.requires_grad:
@@ -72,9 +72,9 @@ def with_plain_operands(
 def _with_stored_zeros(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: Sequence[Slot], operands: Sequence[torch.Tensor]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The call with memory for tensors that have none because they are zero: undefined tangents of forward mode.
+    """The call with memory for zero tensors that have none: undefined tangents of forward mode.
 
-    torch gives them memory before an operator runs, but not inside `__torch_dispatch__`, where kernels would read it.
+    torch allocates it before an operator runs, but not inside `__torch_dispatch__`, where kernels would read it.
     """
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot, operand in zip(plain, operands, strict=True):
@@ -83,7 +83,7 @@ def _with_stored_zeros(
 
 
 def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class: Any) -> None:
-    """In traced code the calls of the program are not visible, so torch's own tensors are refused as well."""
+    """Raise in traced code: the program's calls are not visible there, so torch's own tensors are refused too."""
     for slot, tensor in found:
         if not isinstance(tensor, tensor_class) and tensor.numel() != 1:
             raise PlainTensorError(
@@ -95,7 +95,7 @@ def _refuse_traced(info: OpInfo, found: Sequence[tuple[Slot, Any]], tensor_class
 
 
 def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
-    """Locals of virtual ranks correspond to plain tensors of processes."""
+    """Compare the locals of virtual ranks, which correspond to plain tensors of processes."""
     for name, operand in zip(names, operands, strict=True):
         first, *others = parts_of(operand)
         differs = [rank for rank, other in enumerate(others, start=1) if not agree(first, other)]
@@ -111,7 +111,7 @@ def _check_ranks(op: str, names: Sequence[str], operands: Sequence[torch.Tensor]
 
 
 def _hook_once(tensor: torch.Tensor, hook: Hook) -> None:
-    """Let gradients of a tensor go through `hook`. One of a leaf stays for all backwards to come."""
+    """Register `hook` for gradients of a tensor. On a leaf it stays for all later backward passes."""
     hooks = tensor._backward_hooks
     if tensor.grad_fn is not None or not hooks or hook not in hooks.values():
         tensor.register_hook(hook)
@@ -131,7 +131,7 @@ def _gradient_on(mesh: DeviceMesh, tensor_class: Any) -> Hook:
 
 
 def replicated_operand(tensor_class: Any, tensor: torch.Tensor, mesh: DeviceMesh, op: str, name: str) -> torch.Tensor:
-    """A plain tensor as the DTensor it is taken for."""
+    """A plain tensor as a replicated DTensor."""
     if modes.plain_policy() != "replicate":
         check = fabric_of(mesh).plain_check(mesh)
         if check is not None:

@@ -1,7 +1,7 @@
-"""Calls that differ from a known one in the given sizes of shards alone: what was decided for that one holds for them.
+"""Calls that differ from a known one only in given shard sizes reuse its decision.
 
-Decided is a stand-in of the call, in which the sizes are as even as can be. So the decision depends on nothing that
-ranks might have met in another order, and sizes that are new at each step cost only the specs that have them.
+The decision is made for a stand-in of the call, with sizes as even as possible. So it does not depend on the order in
+which ranks met calls, and new sizes at each step cost only their specs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Results = tuple[tuple[TensorMeta, ...] | None, OutputSharding | None]
 
 
 class KnownCall(NamedTuple):
-    """What was decided for a stand-in, and what its sizes stand for: the number of each among those of the call."""
+    """The decision for a stand-in, and which sizes of the call its sizes stand for."""
 
     results: Results
     specs: tuple[DTensorSpec, ...]  # of the operands of the stand-in
@@ -36,7 +36,8 @@ class RaggedCalls:
     """The layouts of calls whose operands have shards of given sizes."""
 
     def __init__(self) -> None:
-        self._known: BoundedCache[Key, KnownCall | None] = BoundedCache(MAX_CALLS)  # None: the sizes matter
+        # None: the decision depends on the sizes
+        self._known: BoundedCache[Key, KnownCall | None] = BoundedCache(MAX_CALLS)
 
     def find(self, signature: Signature, key: Key, work_out: Callable[[Signature], Results]) -> Results:
         """The result of a call and all layouts; computed by `work_out` if no similar call is known."""
@@ -73,7 +74,7 @@ def _read_sizes(signature: Signature) -> frozenset[Sizes]:
 
 
 def _without_sizes(key: Key, numbers: dict[Sizes, int], read: frozenset[Sizes]) -> Key:
-    """A key in which sizes are numbered in the order in which they come, but for those that a rule reads."""
+    """A key in which sizes are numbered in order of appearance, except those that a rule reads."""
     parts: list[Any] = []
     for part in key:
         kind = part.__class__
@@ -94,14 +95,14 @@ def _without_sizes(key: Key, numbers: dict[Sizes, int], read: frozenset[Sizes]) 
 def _worked_out(
     signature: Signature, sizes: Sequence[Sizes], read: frozenset[Sizes], work_out: Callable[[Signature], Results]
 ) -> KnownCall | None:
-    """What holds for all sizes; None where that cannot be known."""
+    """The decision for all sizes; None if it may depend on them."""
     stand_ins = _stand_ins(sizes, read)
     if stand_ins is None:
         return None
     to = dict(zip(sizes, stand_ins, strict=True))
     try:
         specs = tuple([_replaced(spec, to) for spec in signature.specs])
-    except LayoutError:  # sizes of an axis that splits what another axis of given sizes leaves
+    except LayoutError:  # sizes of an axis that splits the shards of another axis of given sizes
         return None
     swapped = dict(zip(signature.specs, specs, strict=True))
 
@@ -117,7 +118,7 @@ def _worked_out(
 
 
 def _holds_for_all(sharding: OutputSharding | None, known: set[Sizes]) -> bool:
-    """Whether layouts do not depend on sizes: neither what the rule allows nor the sizes of results."""
+    """Whether neither the rule's layouts nor the sizes of results depend on given sizes."""
     if sharding is None:
         return True
     factors = sharding.factors
@@ -129,7 +130,7 @@ def _holds_for_all(sharding: OutputSharding | None, known: set[Sizes]) -> bool:
 
 
 def _stand_ins(sizes: Sequence[Sizes], read: frozenset[Sizes]) -> list[Sizes] | None:
-    """Other sizes for each, different ones for different ones; None where there are not enough."""
+    """Replacement sizes, different for different sizes; None if there are not enough."""
     chosen: list[Sizes] = []
     for given in sizes:
         parts, total = len(given), sum(given)
@@ -158,7 +159,7 @@ def _replaced(spec: DTensorSpec, to: dict[Sizes, Sizes]) -> DTensorSpec:
 
 
 def _with_sizes(known: KnownCall, signature: Signature, sizes: Sequence[Sizes]) -> Results:
-    """What was decided, with the sizes of a call."""
+    """The decision with the sizes of a call."""
     metas, sharding = known.results
     if sharding is None:
         return metas, None

@@ -1,7 +1,7 @@
-"""Random operators: every rank gets its own part of the numbers that one device would have drawn.
+"""Random operators: every rank gets its part of the numbers that one device would draw.
 
-`shardwise.rng` chooses the generator. Operators that draw by the values of their operands in a way that
-no part can repeat run on replicated operands.
+`shardwise.rng` chooses the generator. Operators whose draws depend on operand values, and cannot be reproduced in
+parts, run on replicated operands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shardwise.core.layout import Block, Run, dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import Partial
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.core.symbolic import is_tracing, unrecorded
+from shardwise.core.symbolic import unrecorded
+from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.traced_random import fill_in_graph, mask_in_graph
 from shardwise.errors import AgreementError
@@ -35,7 +36,7 @@ from shardwise.rng.draw_blocks import default_generator, draw_blocks
 from shardwise.rng.random_fill import FILLS, FROM, IN_PLACE, Draw, fills
 from shardwise.torch_private import OpOverload
 
-__all__ = ["agree_on_state", "agree_once", "drawing", "fill_parts", "filling"]
+__all__ = ["agree_on_state", "agree_once", "fill_parts", "filling", "random_executor"]
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def _numbers_of(fill: OpOverload) -> tuple[str, ...]:
 
 
 def _fill_of(op: OpOverload, numbers: Mapping[str, Any]) -> tuple[OpOverload, tuple[Any, ...]] | None:
-    """The in-place fill that an operator amounts to, and its numbers; None for other operators."""
+    """The equivalent in-place fill of an operator, and its numbers; None for other operators."""
     fill = op if op in FILLS else IN_PLACE.get(op)
     if fill is not None:
         return fill, tuple(numbers[name] for name in _numbers_of(fill))
@@ -65,7 +66,7 @@ def _fill_of(op: OpOverload, numbers: Mapping[str, Any]) -> tuple[OpOverload, tu
 
 
 class _Parts:
-    """Which blocks the ranks here hold of a tensor, with the dims in the order in which torch draws them."""
+    """The blocks of a tensor on the ranks of this process, with dims in the order in which torch draws."""
 
     def __init__(self, spec: DTensorSpec, by_memory: bool = True) -> None:
         self.spec = spec
@@ -98,7 +99,7 @@ class _Parts:
     def draw_into(
         self, local: torch.Tensor, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
     ) -> None:
-        """Fill the local of a tensor; on CUDA in place, where its memory is that of its block."""
+        """Fill the local of a tensor; on CUDA in place, if its memory is exactly that of its block."""
         wanted = self.wanted(op, numbers, self.spec.tensor_meta.dtype)
         parts = self._parts_in_place(local, wanted)
         if parts is None:
@@ -113,7 +114,7 @@ class _Parts:
                 tensor.copy_(first[self.of_rank[coordinate]])
 
     def _parts_in_place(self, local: torch.Tensor, wanted: Draw) -> list[tuple[Coordinate, torch.Tensor]] | None:
-        """The tensors of the ranks here, if numbers can be drawn directly into them; else None."""
+        """The tensors of this process's ranks, if numbers can be drawn directly into them; else None."""
         mesh = self.spec.mesh
         if (
             not fabric_of(mesh).has_values
@@ -126,7 +127,7 @@ class _Parts:
         return parts if all(tensor.is_contiguous() for _, tensor in parts) else None
 
     def given(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The local made of the parts of all blocks; ranks that hold the same block get one each."""
+        """The local made of the drawn blocks; ranks with the same block get separate copies."""
         drawn = dict(zip(self.blocks, parts, strict=True))
         used: set[int] = set()
 
@@ -184,7 +185,7 @@ on_new_world += [_parts_of.cache_clear, _agreed.clear]
 
 
 def agree_once(mesh: DeviceMesh) -> None:
-    """At the first draw on a mesh; later states follow from it."""
+    """Make ranks agree on a random state at the first draw on a mesh; later states follow from it."""
     if mesh in _agreed:
         return
     if is_tracing():
@@ -196,12 +197,12 @@ def agree_once(mesh: DeviceMesh) -> None:
 
 
 def _check_agreement(mesh: DeviceMesh) -> None:
-    """While a program is traced states cannot be changed: a compiler takes them back afterwards."""
+    """Raise if states differ while a program is traced: they cannot be changed then, since a compiler restores them."""
     if not coordinates_here(mesh) or not fabric_of(mesh).one_rank:
         return
     state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
-    # In a thread of its own: in one that traces, torch calls collectives with Python's lock held, and the threads of
-    # gloo wait for that lock with one of theirs held. Ranks that are threads have no such threads.
+    # In a separate thread: in a tracing thread torch calls collectives with Python's lock held, and gloo's threads wait
+    # for that lock while holding one of theirs. Ranks that are threads have no such threads.
     with ThreadPoolExecutor(1) as thread:
         run = (lambda function: function()) if rank_threads() else (lambda function: thread.submit(function).result())
         states = run(lambda: fabric_of(mesh).agree(mesh, state, torch.empty(0)))
@@ -213,7 +214,7 @@ def _check_agreement(mesh: DeviceMesh) -> None:
 
 
 def agree_on_state(mesh: DeviceMesh) -> None:
-    """Ranks whose generators differ take the state of the first, with a word: replicas would differ otherwise."""
+    """If the ranks' generators differ, use the state of the first rank and warn: replicas would differ otherwise."""
     if not coordinates_here(mesh) or not fabric_of(mesh).one_rank:
         return
     generator, nothing = default_generator(device_of(mesh)), torch.empty(0)
@@ -222,8 +223,8 @@ def agree_on_state(mesh: DeviceMesh) -> None:
         first = fabric_of(mesh).agree(mesh, state, nothing)[0]
         generator.set_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
         warnings.warn(
-            f"the ranks of {mesh} came with different random states: all go on with that of the first. "
-            "Call shardwise.manual_seed(seed) with one seed on every rank",
+            f"the ranks of {mesh} have different random states: all continue with that of the first rank. Call "
+            "shardwise.manual_seed(seed) with one seed on every rank",
             stacklevel=2,
         )
 
@@ -265,8 +266,8 @@ def _filling_partial(signature: Signature) -> Executor:
     return fill_partial
 
 
-def drawing(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
-    """A random operator that gives new tensors."""
+def random_executor(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
+    """A random operator that returns new tensors."""
     info = signature.info
     if fills(info.op):
         return _filling_new(signature, metas[0])
@@ -319,7 +320,7 @@ def _bernoulli_mask(spec: DTensorSpec) -> Callable[[float], torch.Tensor]:
 
 
 def _cuda_mask(spec: DTensorSpec) -> Callable[[float], torch.Tensor] | None:
-    """The mask of torch's fused kernel. None where it goes through memory in a way of its own."""
+    """The mask of torch's fused kernel. None if the kernel traverses memory in another order."""
     meta = spec.tensor_meta
     if meta.stride != dense_strides(meta.shape, like=meta.stride):
         return None
@@ -347,13 +348,13 @@ def _kept(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _on_gathered_operands(signature: Signature, metas: tuple[TensorMeta, ...]) -> Executor:
-    """Draws by the values of gathered operands, as on one device; every rank keeps its part."""
+    """Draw on gathered operands, as on one device; every rank keeps its part."""
     info, slots, specs, mesh, wrapping = (
         signature.info, signature.slots, signature.specs, signature.mesh, signature.wrapping,
     )  # fmt: skip
     routes = routes_between(specs, signature.replicated_operands())
     moving = [route.route for route in routes if route is not None and route.communicates]
-    keeps = list(_ways_back(specs[0], [replicated_spec(mesh, meta) for meta in metas]))
+    keeps = list(_result_layouts(specs[0], [replicated_spec(mesh, meta) for meta in metas]))
     wraps = [wrapping.wrapper(spec) for spec, _ in keeps]
 
     def run_on_global(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -362,8 +363,8 @@ def _on_gathered_operands(signature: Signature, metas: tuple[TensorMeta, ...]) -
         new_args, new_kwargs = list(args), dict(kwargs)
         for slot, route in zip(slots, routes, strict=True):
             local = wrapping.local_of(slot.get(args, kwargs), mesh)
-            whole = fabric_of(mesh).parts(mesh, local if route is None else route.run(local))[0][1]
-            slot.put(new_args, new_kwargs, whole)
+            full = fabric_of(mesh).parts(mesh, local if route is None else route.run(local))[0][1]
+            slot.put(new_args, new_kwargs, full)
         _note_state(mesh, info.op, kwargs.get("generator"))
         results = info.op(*new_args, **new_kwargs)
         tools = iter(zip(keeps, wraps, strict=True))
@@ -380,11 +381,11 @@ def _on_gathered_operands(signature: Signature, metas: tuple[TensorMeta, ...]) -
     return run_on_global
 
 
-def _ways_back(operand: DTensorSpec, wholes: list[DTensorSpec]) -> Iterator[tuple[DTensorSpec, Any]]:
+def _result_layouts(operand: DTensorSpec, gathered: list[DTensorSpec]) -> Iterator[tuple[DTensorSpec, Any]]:
     """The layout of each result of an operator on gathered operands: that of the operand, if it has the same shape."""
-    for whole in wholes:
-        if whole.shape == operand.shape and not operand.partial_axes and not operand.is_replicated:
-            target = operand.with_meta(whole.tensor_meta)
-            yield target, bound_route(whole, target)
+    for spec in gathered:
+        if spec.shape == operand.shape and not operand.partial_axes and not operand.is_replicated:
+            target = operand.with_meta(spec.tensor_meta)
+            yield target, bound_route(spec, target)
         else:
-            yield whole, None
+            yield spec, None

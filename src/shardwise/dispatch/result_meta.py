@@ -22,7 +22,7 @@ MAX_DTYPES = 16384
 
 
 class ResultMetas:
-    """Computes the metadata of results, and remembers the dtype, which does not depend on the shape."""
+    """Computes the metadata of results, and caches the dtype, which does not depend on the shape."""
 
     def __init__(self) -> None:
         self._dtypes: BoundedCache[Key, torch.dtype] = BoundedCache(MAX_DTYPES)
@@ -30,7 +30,7 @@ class ResultMetas:
     def find(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[TensorMeta, ...] | None:
-        """The results of a call; None where they depend on the values."""
+        """The results of a call; None if they depend on values."""
         info = signature.info
         if not (info.pointwise or info.op in SHAPES) or info.writes or info.returns != ("Tensor",):
             return _by_running(signature, args, kwargs)
@@ -60,7 +60,7 @@ class ResultMetas:
 
 
 def _shape(signature: Signature) -> Sequence[int] | None:
-    """The shape of the one result, which is contiguous where the operands are."""
+    """The shape of the single result, which is contiguous if the operands are."""
     if signature.info.pointwise:
         return broadcast_shape([spec.shape for spec in signature.specs])
     return SHAPES[signature.info.op](signature.arguments)

@@ -1,7 +1,7 @@
-"""Runs attention over a sharded sequence in the way that `plan/sequence_attention.py` has chosen.
+"""Runs attention over a sharded sequence by the algorithm that `plan/sequence_attention.py` has chosen.
 
-Where keys and values go round, a rank sends its own block to the rank that is next to see it, while it computes on the
-block that has arrived. In the backward its results for a block go straight to the rank of the block.
+In a ring a rank sends its own block to the next rank that needs it while it computes on the received block. In backward
+its results for a block go directly to the rank of the block.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from shardwise import modes
 from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import Run
-from shardwise.core.mesh import Coordinate
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.decision import decided
 from shardwise.dispatch.executors import executor
 from shardwise.dispatch.operands import operand_mover
@@ -27,14 +27,17 @@ from shardwise.fabric.traced_collectives import is_recorded
 from shardwise.local import in_order_of
 from shardwise.plan.propagate import OpSchema, OutputSharding
 from shardwise.plan.route import Route
-from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention, ring_blocks
+from shardwise.plan.sequence_attention import AttentionChoice, Pairs, choose_attention, position_along, ring_blocks
 from shardwise.rules.attention import KERNELS
 from shardwise.rules.attention_blocks import (
     MASKS,
     SEQUENCE,
+    BackwardBlocks,
+    ForwardBlocks,
     Kernel,
     ScoreTile,
     band_tiles,
+    far_tiles,
     tiles,
 )
 from shardwise.rules.flex_blocks import Positions, Reaches
@@ -44,8 +47,10 @@ from shardwise.schema import OpInfo
 
 __all__ = ["attending"]
 
-MOST_REACHES = 16  # executors of one signature that are kept: one for each way, and for what masks let queries see
+MOST_REACHES = 16  # cached executors of one signature: one for each algorithm and each reach of masks
 BY_MASK = (None, "ring", "halo")  # preferences under which the values of a mask matter
+Ranks = Sequence[tuple[Coordinate, Mapping[str, Any]]]  # the coordinates and arguments of the ranks of this process
+KeyBlock = tuple[torch.Tensor, torch.Tensor, list[ScoreTile]]  # keys, values, and the scores to compute with them
 
 
 def attending(
@@ -55,13 +60,13 @@ def attending(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Executor | None:
-    """The executor of attention over a sharded sequence, as the user prefers; None if the rule should run.
+    """The executor of attention over a sharded sequence, by the user's preference; None to use the rule.
 
     Args:
         signature: the call.
         sharding: the layouts of the operator's own rule.
         metas: shape, stride and dtype of each result.
-        args: the arguments of the call at hand; only a mask is read, one that all ranks have.
+        args: the arguments of this call; only a mask that all ranks have is read.
         kwargs: those given by name.
     """
     routes = routes_between(signature.specs, sharding.inputs)
@@ -102,7 +107,7 @@ def attending(
 
 
 def _is_readable(signature: Signature) -> bool:
-    """Whether there is a mask that all ranks have, so that they decide alike."""
+    """Whether there is a mask that all ranks have, so that they make the same decision."""
     if KERNELS[signature.info.op][0].by_position:
         return fabric_of(signature.mesh).has_values
     spec = signature.arguments.get("attn_mask")
@@ -116,7 +121,7 @@ def _reach(
     kwargs: Mapping[str, Any],
     reaches: Reaches,
 ) -> Reach | None:
-    """The keys that queries see by the mask of a call; None: all, or unknown."""
+    """The keys that the mask of a call lets queries see; None: all, or unknown."""
     if is_tracing():
         return None
     given = signature.info.bind(args, kwargs)
@@ -160,7 +165,7 @@ def _returning(signature: Signature, choice: AttentionChoice, run: Executor) -> 
 
 
 class _Plan:
-    """The facts that are computed once for a call that runs block by block."""
+    """Facts computed once for a call that runs block by block."""
 
     def __init__(self, signature: Signature, choice: AttentionChoice, pairs: Pairs) -> None:
         self.mesh, self.pairs = signature.mesh, pairs
@@ -177,7 +182,7 @@ class _Plan:
         return self.pairs.tiles(coordinate, block)
 
     def block_at(self, coordinate: Coordinate, turn: int) -> int:
-        """The block of keys that a rank has after so many turns."""
+        """The block of keys that a rank has in this turn."""
         return (self.pairs.position(coordinate) - turn) % self.pairs.count
 
     def unpacked(self, flat: torch.Tensor, coordinate: Coordinate, block: int) -> list[torch.Tensor]:
@@ -193,11 +198,21 @@ class _Plan:
         return found
 
 
+def _keep_learned(kernel: Kernel, query: DTensorSpec, states: Sequence[tuple[Coordinate, BackwardBlocks]]) -> None:
+    """Pass each rank's gradients of tensors that functions capture to the operator's caller."""
+    if not kernel.by_position or not states:
+        return
+    used = flex_functions.values()[-1]
+    for i in range(sum(used.learned)):
+        by_rank = {coordinate: state.learned[i] for coordinate, state in states}
+        used.gradients.append((fabric_of(query.mesh).build(query.mesh, by_rank.__getitem__), query))
+
+
 Beside = Callable[[Coordinate, torch.Tensor], dict[str, Any]]
 
 
 def _beside(kernel: Kernel, query: DTensorSpec) -> Beside:
-    """What kernels read beside the arguments of the operator, by the coordinate of a rank and its queries."""
+    """Additional inputs of kernels, by the coordinate of a rank and its queries."""
     if not kernel.by_position:
         return lambda coordinate, local: {}
     used, has_values = flex_functions.values()[-1], fabric_of(query.mesh).has_values
@@ -224,7 +239,7 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> Executor:
-    """Each rank computes its queries with one block of keys after the other."""
+    """Each rank attends its queries to one block of keys after the other."""
     info, mesh = signature.info, signature.mesh
     inputs, outputs = choice.sharding.inputs, choice.sharding.outputs
     routes = routes_between(signature.specs, inputs)
@@ -252,13 +267,12 @@ def _by_blocks(signature: Signature, choice: AttentionChoice, pairs: Pairs) -> E
 
 
 def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
-    """Each rank computes its queries with the keys near them, which it has received."""
+    """Each rank attends its queries to the keys near them, which it has received."""
     info, mesh, fabric = signature.info, signature.mesh, fabric_of(signature.mesh)
     inputs, outputs = choice.sharding.inputs, choice.sharding.outputs
     kernel, is_backward = KERNELS[info.op]
     names = [slot.name for slot in signature.slots]
     specs = dict(zip(names, inputs, strict=True))
-    length, left = specs["key"].shape[SEQUENCE], choice.band[0]
     routes = routes_between(signature.specs, inputs)
     move_operands, exchanges = operand_mover(signature, routes), [bound_rows(step) for step in choice.halo]
     moving = [route.route for route in routes if route is not None and route.communicates]
@@ -266,51 +280,69 @@ def _by_halos(signature: Signature, choice: AttentionChoice) -> Executor:
     wraps = [signature.wrapping.wrapper(spec) for spec in outputs]
     at = [names.index(name) for name in ("key", "value")]
 
-    def near(coordinate: Coordinate) -> list[ScoreTile]:
-        ((start, rows),) = specs["query"].runs(SEQUENCE, coordinate)
-        return band_tiles(start, rows, start - left, length, choice.band)
-
-    def compute(coordinate: Coordinate, given: Mapping[str, Any]) -> list[Any]:
-        key, value = given["key"], given["value"]
-        if is_backward:
-            state = kernel.backward(given)
-            grads = state.add(key, value, near(coordinate))
-            return [state.grad_query.to(given["query"].dtype), *grads]
-        blocks = kernel.forward(given)
-        blocks.add(key, value, near(coordinate))
-        return [*blocks.results(value.shape[-1]), *blocks.others]
-
     def attend_by_halos(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if moving:
             modes.check_strict(info.op, moving)
         plain, beside = info.bind(args, kwargs), _beside(kernel, specs["query"])
         moved = zip(move_operands(args, kwargs), specs.items(), strict=True)
         locals_ = [_stored(local, spec, name) for local, (name, spec) in moved]
-        for i, local in zip(at, exchanges[0][1]([locals_[i] for i in at], 0), strict=True):
-            locals_[i] = local
-        by_rank: dict[Coordinate, list[Any]] = {}
-        for row in zip(*(fabric.parts(mesh, local) for local in locals_), strict=True):
-            named = {name: part for name, (_, part) in zip(names, row, strict=True)}
-            given = {**plain, **named, **beside(row[0][0], named["query"])}
-            by_rank[row[0][0]] = compute(row[0][0], given)
-        results: list[Any] = []
-        for i, first in enumerate(next(iter(by_rank.values()))):
-            kept = {coordinate: made[i] for coordinate, made in by_rank.items()}
-            results.append(fabric.build(mesh, kept.__getitem__) if isinstance(first, torch.Tensor) else first)
+        received = exchanges[0][1]([locals_[i] for i in at], 0)
+        ranks: list[tuple[Coordinate, Mapping[str, Any]]] = []
+        results: list[list[Any]] = []
+        states: list[tuple[Coordinate, BackwardBlocks]] = []
+        for row in zip(*(fabric.parts(mesh, local) for local in (*locals_, *received)), strict=True):
+            coordinate, parts = row[0][0], [part for _, part in row]
+            named = dict(zip(names, parts, strict=False))
+            ranks.append((coordinate, {**plain, **named, **beside(coordinate, named["query"])}))
+            tiles_of = _near_and_far_tiles(choice, specs["query"], specs["key"], coordinate)
+            blocks = list(zip(parts[len(names) :: 2], parts[len(names) + 1 :: 2], tiles_of, strict=True))
+            if is_backward:
+                states.append((coordinate, kernel.backward(ranks[-1][1])))
+                results.append(_gradients_of(states[-1][1], named["query"].dtype, blocks))
+            else:
+                results.append(_attended(kernel.forward(ranks[-1][1]), blocks))
+        _keep_learned(kernel, specs["query"], states)
+        made = _locals_of_ranks(mesh, ranks, results)
         if is_backward:
-            results[1:] = exchanges[1][1](results[1:], 0)
-        return _wrapped(info, results, iter(zip(wraps, outputs, strict=True)))
+            made[1:] = exchanges[1][1](made[1:], 0)
+        return _wrapped(info, made, iter(zip(wraps, outputs, strict=True)))
 
     return attend_by_halos
 
 
+def _near_and_far_tiles(
+    choice: AttentionChoice, query: DTensorSpec, key: DTensorSpec, coordinate: Coordinate
+) -> list[list[ScoreTile]]:
+    """The scores of a rank's queries with near keys, and with far ones."""
+    ((start, rows),) = query.runs(SEQUENCE, coordinate)
+    length = key.shape[SEQUENCE]
+    found = [band_tiles(start, rows, start - choice.band[0], length, choice.band)]
+    if choice.far:
+        far = choice.far[position_along(query.mesh, key.dim_axes[SEQUENCE], coordinate)]
+        found.append(far_tiles(start, rows, far, length, choice.band))
+    return found
+
+
+def _attended(state: ForwardBlocks, blocks: Sequence[KeyBlock]) -> list[Any]:
+    """The results of one rank: its queries with near and far keys and values."""
+    for key, value, found in blocks:
+        state.add(key, value, found)
+    return [*state.results(blocks[0][1].shape[-1]), *state.others]
+
+
+def _gradients_of(state: BackwardBlocks, dtype: torch.dtype, blocks: Sequence[KeyBlock]) -> list[Any]:
+    """The gradients of one rank's queries, and of near and far keys and values."""
+    grads = [grad for key, value, found in blocks for grad in state.add(key, value, found)]
+    return [state.grad_query.to(dtype), *grads]
+
+
 def _stored(local: torch.Tensor, spec: DTensorSpec, name: str) -> torch.Tensor:
-    """A local that kernels can read; of a broadcast one not each element has memory of its own. Masks may be such."""
+    """A local that kernels can read: copied if it has broadcast dims. Masks may have them."""
     return local.contiguous() if spec.broadcast and name not in MASKS else local
 
 
 def _wrapped(info: OpInfo, results: Sequence[Any], fresh: Any) -> tuple[Any, ...]:
-    """The results of an operator, of which the last may be a gradient that was not asked for."""
+    """The wrapped results of an operator; the last may be a gradient that was not requested."""
 
     def wrapped(result: Any) -> Any:
         if not isinstance(result, torch.Tensor):
@@ -323,11 +355,8 @@ def _wrapped(info: OpInfo, results: Sequence[Any], fresh: Any) -> tuple[Any, ...
     return (*(wrapped(result) for result in results), *(None,) * missing)
 
 
-Ranks = Sequence[tuple[Coordinate, Mapping[str, Any]]]
-
-
 def _circulate(plan: _Plan, ranks: Ranks, see: Callable[[int, list[list[torch.Tensor]]], None]) -> list[torch.Tensor]:
-    """Call `see` with each turn and the keys and values that the ranks here have in it; None where they need none.
+    """Call `see` with each turn and the keys and values of this process's ranks in it; None if they need none.
 
     Returns blocks that arrived on this rank and were not needed, which a compiler would remove.
     """
@@ -371,7 +400,7 @@ def _forward(plan: _Plan, ranks: Ranks) -> list[Any]:
     unused = _circulate(plan, ranks, see)
     pairs = [state.results(given["value"].shape[-1]) for state, (_, given) in zip(states, ranks, strict=True)]
     results = [[_tied(out, unused), lse, *state.others] for (out, lse), state in zip(pairs, states, strict=True)]
-    return _together(plan, ranks, results)
+    return _locals_of_ranks(plan.mesh, ranks, results)
 
 
 def _backward(plan: _Plan, ranks: Ranks) -> list[Any]:
@@ -416,18 +445,20 @@ def _backward(plan: _Plan, ranks: Ranks) -> list[Any]:
 
     unused += _circulate(plan, ranks, see)
     add_up()
+    of_ranks = [(coordinate, state) for (coordinate, _), state in zip(ranks, states, strict=True)]
+    _keep_learned(plan.kernel, plan.inputs["query"], of_ranks)
     results = []
     for state, total, (_, given) in zip(states, sums, ranks, strict=True):
         names = ("query", "key", "value")
         made = zip(names, (state.grad_query, *total), strict=True)
         results.append([_tied(grad.to(given[name].dtype), unused) for name, grad in made])
-    return _together(plan, ranks, results)
+    return _locals_of_ranks(plan.mesh, ranks, results)
 
 
 def _tied(result: torch.Tensor, unused: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A result that depends on blocks that were not needed: a compiler removes values without uses.
+    """A result that depends on unneeded blocks, because a compiler removes unused values.
 
-    Other ranks would wait for the collectives that this one left out.
+    Other ranks would wait for the collectives that this one omitted.
     """
     if not unused or not is_recorded(result):
         return result
@@ -436,7 +467,7 @@ def _tied(result: torch.Tensor, unused: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([result, *nothing], SEQUENCE)
 
 
-def _together(plan: _Plan, ranks: Ranks, results: Sequence[Sequence[Any]]) -> list[Any]:
+def _locals_of_ranks(mesh: DeviceMesh, ranks: Ranks, results: Sequence[Sequence[Any]]) -> list[Any]:
     """The results of the ranks here, each as a local."""
     found = []
     for column in zip(*results, strict=True):
@@ -444,5 +475,5 @@ def _together(plan: _Plan, ranks: Ranks, results: Sequence[Sequence[Any]]) -> li
             found.append(column[0])
             continue
         by_rank = {coordinate: item for (coordinate, _), item in zip(ranks, column, strict=True)}
-        found.append(plan.fabric.build(plan.mesh, by_rank.__getitem__))
+        found.append(fabric_of(mesh).build(mesh, by_rank.__getitem__))
     return found

@@ -1,6 +1,6 @@
 """Operators that change the indices of a sharded dim and keep it sharded: ranks exchange the rows that they lack.
 
-The exchange takes the place of the operator. Along other dims the operator runs on the locals before. An operator whose
+The exchange replaces the operator. Along other dims the operator runs on the locals before it. An operator whose
 windows slide over a sharded dim runs on locals with halos.
 """
 
@@ -65,7 +65,7 @@ def exchanging_rows(signature: Signature, sharding: OutputSharding, exchange: Ro
 def exchanging_halos(
     signature: Signature, sharding: OutputSharding, exchange: HaloExchange, local_op: Callable[..., Any]
 ) -> Executor:
-    """The executor of a call whose windows slide over sharded dims: halos, the operator on locals, windows added up."""
+    """The executor of a call whose windows slide over sharded dims: halos, the operator on locals, sums of windows."""
     info, mesh, halo = signature.info, signature.mesh, exchange.halo
     routes = routes_between(signature.specs, sharding.inputs)
     move_operands, fabric = operand_mover(signature, routes), fabric_of(mesh)
@@ -104,7 +104,7 @@ def exchanging_halos(
 
 
 def _patches(sharding: OutputSharding, exchange: HaloExchange, mesh: DeviceMesh) -> dict[Coordinate, dict[str, Any]]:
-    """For each rank here the arguments that the rule replaces, whether it has rows, and its result without rows."""
+    """For each rank here: the arguments that the rule replaces, whether it has rows, and its empty result."""
     localize, mask = sharding.rule.localize, sharding.call.get("output_mask")
     found: dict[Coordinate, dict[str, Any]] = {}
     for coordinate in coordinates_here(mesh):
@@ -118,7 +118,7 @@ def _patches(sharding: OutputSharding, exchange: HaloExchange, mesh: DeviceMesh)
 
 
 def _sparing_no_rows(info: OpInfo, local_op: Callable[..., Any], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    """`local_op` on all arguments in order. A rank that has no rows to work on does not call it, and gives zeros."""
+    """`local_op` on all arguments in order. A rank without rows does not call it, and returns zeros."""
     dtypes = [spec.tensor_meta.dtype for spec in outputs]
 
     def skip_empty_windows(

@@ -16,8 +16,8 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.rank_tensor import part_at
 from shardwise.fabric.routes import BoundRoute, bound_route
-from shardwise.fabric.virtual import part_at
 from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
 from shardwise.schema import UNREAD, OpInfo, Reader, Slot, infos, op_info
@@ -50,7 +50,7 @@ CONSTANTS = {type(None), bool, int, torch.dtype, torch.device, torch.layout, tor
 
 
 def key_of(tensor_class: type, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
-    """The signature of a call: specs of DTensors; type and value of the rest, the type of what no rule reads."""
+    """The key of a call: specs of DTensors; type and value of other arguments, only the type of those no rule reads."""
     parts: list[Any] = [id(func)]  # OpOverload hashes in Python, and operators live for ever
     info = infos.get(id(func)) or op_info(func)
     reads = info.reads
@@ -86,7 +86,7 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
     if isinstance(value, torch.Tensor):
         return _plain_key(value)
     if looked_at is not None:
-        # a number that shapes nothing: its type, and the part that the rule reads, if any
+        # a number that affects no shape: its type, and the part that the rule reads, if any
         return kind if looked_at is UNREAD else (kind, looked_at(value))
     # 1 == 1.0 == True to a dictionary, but not to an operator
     return (kind, value)
@@ -98,7 +98,7 @@ def _plain_key(tensor: torch.Tensor) -> Key:
 
 
 def is_symbolic(key: Key) -> bool:
-    """Whether sizes in a call are those of a compiler: then the call is traced, and not met again."""
+    """Whether a call has symbolic sizes: then it is traced and does not recur."""
     for part in key:
         kind = part.__class__
         if kind is DTensorSpec:
@@ -120,7 +120,7 @@ class GradientHooks(NamedTuple):
 
 
 class Wrapping:
-    """The way between a tensor class that has `_local_tensor` and `_spec`, and its locals."""
+    """Converts between a tensor class that has `_local_tensor` and `_spec`, and its locals."""
 
     def __init__(
         self, tensor_class: type[torch.Tensor], wrapper: Callable[[DTensorSpec], Wrap], gradient_hooks: GradientHooks
@@ -130,7 +130,7 @@ class Wrapping:
         self.wrapper = wrapper  # the function that makes a DTensor of a local with a spec
 
     def spec_of(self, tensor: Any, mesh: DeviceMesh) -> DTensorSpec:
-        """The spec of an operand; a plain tensor is every rank's."""
+        """The spec of an operand; a plain tensor is the same on every rank."""
         if isinstance(tensor, self.tensor_class):
             return tensor._spec
         spec = replicated_spec(mesh, TensorMeta.of(tensor))
@@ -139,13 +139,13 @@ class Wrapping:
         return DTensorSpec(mesh, spec.placements, spec.tensor_meta, broadcast=repeated) if repeated else spec
 
     def local_of(self, tensor: Any, mesh: DeviceMesh) -> torch.Tensor:
-        """The local of an operand; a plain tensor is every rank's."""
+        """The local of an operand; a plain tensor is the same on every rank."""
         if isinstance(tensor, self.tensor_class):
             return tensor._local_tensor
         return fabric_of(mesh).spread(mesh, tensor)
 
     def wrap_plain(self, results: Any, mesh: DeviceMesh) -> Any:
-        """Results of a decomposition, of which the plain ones were made on the way, alike on every rank."""
+        """Wrapped results of a decomposition. Plain ones were created inside it, equal on every rank."""
         if isinstance(results, tuple | list):
             return like(results, (self.wrap_plain(result, mesh) for result in results))
         if isinstance(results, torch.Tensor) and not isinstance(results, self.tensor_class):
@@ -154,7 +154,7 @@ class Wrapping:
         return results
 
     def in_memory_order(self, results: Any, metas: Sequence[TensorMeta]) -> Any:
-        """Results of a decomposition with the strides that the operator itself gives."""
+        """Results of a decomposition with the strides of the operator's own results."""
         if not isinstance(results, tuple | list):
             return self.in_memory_order((results,), metas)[0]
         left = iter(metas)
@@ -183,7 +183,7 @@ class Wrapping:
 
 
 def tensor_slots(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Slot, Any]]:
-    """Every tensor of a call with its place, in the order of the schema."""
+    """Every tensor of a call with its position, in the order of the schema."""
     found: list[tuple[Slot, Any]] = []
     for i, name in enumerate(info.names):
         if i < len(args):
@@ -244,7 +244,7 @@ class Signature:
 
 
 def fixed_sizes(wrapping: Wrapping, func: OpOverload) -> Executor:
-    """Runs an operator with the sizes of a compiler fixed to their current values; other sizes are traced again."""
+    """Runs an operator with symbolic sizes specialized to their current values; other sizes are traced again."""
 
     def fixed(value: Any) -> Any:
         if isinstance(value, wrapping.tensor_class):
@@ -261,19 +261,19 @@ def fixed_sizes(wrapping: Wrapping, func: OpOverload) -> Executor:
 
 def gathered_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """A local gathered on every rank."""
-    whole = replicated(spec)
-    return local if whole is spec else bound_route(spec, whole).run(local)
+    target = replicated(spec)
+    return local if target is spec else bound_route(spec, target).run(local)
 
 
 def routes_between(have: tuple[DTensorSpec, ...], want: tuple[DTensorSpec, ...]) -> tuple[BoundRoute | None, ...]:
-    """For each operand the route that it must take, None where it stays."""
+    """The route of each operand; None if it stays."""
     if have == want:
         return (None,) * len(have)
     return tuple(None if a is b else bound_route(a, b) for a, b in zip(have, want, strict=True))
 
 
 def sparse_result(info: OpInfo) -> UnsupportedError:
-    """The word about a result that no DTensor can be."""
+    """The error for a sparse result, which cannot be a DTensor."""
     return UnsupportedError(
         f"{info.op} gives a sparse tensor, and a DTensor is dense",
         hint="use to_local() or full_tensor() and make that sparse",

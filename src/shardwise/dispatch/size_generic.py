@@ -1,7 +1,7 @@
-"""Calls that differ from a known one in their sizes alone: its decisions are valid for them.
+"""Calls that differ from a known one only in sizes reuse its decisions.
 
-Of pointwise operators, on contiguous operands of one shape, without dims of size one, which would broadcast. Then
-neither the layouts that are chosen nor the dtype of the result depend on the sizes.
+Only for pointwise operators on contiguous operands of one shape, without dims of size one, which would broadcast. Then
+neither the chosen layouts nor the dtype of the result depend on the sizes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class KnownCall(NamedTuple):
 
 
 class KnownCalls:
-    """How calls of known layouts are run, whatever their sizes."""
+    """How calls of known layouts are executed, for any sizes."""
 
     def __init__(self) -> None:
         self._known: BoundedCache[Key, KnownCall] = BoundedCache(MAX_CALLS)
 
     def find(self, key: Key) -> Executor | None:
-        """The executor of a call, if one of other sizes has been worked out."""
+        """The executor of a call, if a similar call of other sizes is known."""
         shape, pattern = _pattern(key)
         known = self._known.get(pattern)
         return known.make(known.spec(key, shape)) if shape and known is not None else None
 
     def keep(self, key: Key, result: DTensorSpec, make: Make) -> None:
-        """Remember how a call with this result was run."""
+        """Cache how a call with this result was executed."""
         shape, pattern = _pattern(key)
         if shape and shape == result.shape and result.tensor_meta.is_contiguous:
             like = next((i for i, part in enumerate(key) if part is result), None)
@@ -58,7 +58,7 @@ class KnownCalls:
 
 
 def _pattern(key: Key) -> tuple[tuple[int, ...] | None, Key]:
-    """The one shape of a call's operands, None where they differ, and the key without it."""
+    """The common shape of a call's operands (None if they differ), and the key without it."""
     shape: Any = None
     parts: list[Any] = []
     for part in key:

@@ -27,10 +27,10 @@ def fill_in_graph(
     spec: DTensorSpec, op: OpOverload, numbers: tuple[Any, ...], generator: torch.Generator | None
 ) -> torch.Tensor:
     """The local of a new tensor of this spec that the in-place operator `op` fills."""
-    whole = _global_tensor(spec, spec.tensor_meta.dtype)
+    full = _global_tensor(spec, spec.tensor_meta.dtype)
     if op is _FROM and generator is None:
-        return _part(spec, torch.ops.aten.randint_like.low_dtype(whole, *numbers))
-    return _part(spec, op(whole, *numbers, generator=generator))
+        return _part(spec, torch.ops.aten.randint_like.low_dtype(full, *numbers))
+    return _part(spec, op(full, *numbers, generator=generator))
 
 
 def mask_in_graph(spec: DTensorSpec, p: float) -> torch.Tensor:
@@ -47,6 +47,6 @@ def _global_tensor(spec: DTensorSpec, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=spec.mesh.device_type)
 
 
-def _part(spec: DTensorSpec, whole: torch.Tensor) -> torch.Tensor:
+def _part(spec: DTensorSpec, full: torch.Tensor) -> torch.Tensor:
     mesh, before = spec.mesh, replicated(spec)
-    return fabric_of(mesh).build(mesh, lambda c: slicer(before.block(c), spec.block(c))(whole))
+    return fabric_of(mesh).build(mesh, lambda c: slicer(before.block(c), spec.block(c))(full))

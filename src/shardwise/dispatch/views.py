@@ -1,7 +1,7 @@
-"""Views that share no memory with their base, because something had to be moved; and how writes get across.
+"""Copied views: they share no memory with their base, because data had to be moved; and how writes are propagated.
 
-A copied view remembers how it came about. A write to it is repeated on the base; after a write to the base it is made
-again at its next use.
+A copied view stores how it was computed. A write to it is repeated on the base; after a write to the base it is
+recomputed at its next use.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import has_symbols, is_tracing
+from shardwise.core.symbolic import has_symbols
+from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping, gathered_local
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.rank_tensor import part_at, parts_of
 from shardwise.fabric.routes import bound_route
-from shardwise.fabric.virtual import part_at, parts_of
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated
 from shardwise.schema import OpInfo
@@ -37,7 +38,7 @@ __all__ = [
     "materialize",
     "push_back",
     "replace_local",
-    "watched",
+    "with_copied_views",
     "write",
 ]
 
@@ -59,7 +60,7 @@ COPYING_VIEWS = {*PHYSICAL, torch.ops.aten.as_strided.default}
 
 @dataclass(eq=False, slots=True)
 class CopiedView:
-    """How a view came about that shares no memory with its base: the operator, its arguments, which of its results.
+    """How a copied view was computed: the operator, its arguments, and the index of the result.
 
     `version` is that of the base when the view was made: a later one means that the base has been written to since.
     """
@@ -85,7 +86,7 @@ class CopiedView:
 
 
 class _Outside:
-    """How an input of a compiled program came about that is a copied view: its base is not known inside."""
+    """Marks an input of a compiled program that is a copied view: its base is not known inside."""
 
     is_stale = False
 
@@ -99,7 +100,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
-    """Mark views that had to be copied, so that a write to them is not lost, nor one to their base."""
+    """Mark views that had to be copied, so that writes to them or to their base are not lost."""
     version = version_of(args[0])
     if isinstance(views, tuple | list):
         for item, view in enumerate(views):
@@ -120,7 +121,7 @@ def copied_view(info: OpInfo, run: Executor) -> Executor:
 
 
 def counted_as_base(run: Executor) -> Executor:
-    """`run`, whose views are inference tensors only where the base is one: torch counts writes to both together."""
+    """`run`, whose views are inference tensors only if the base is: torch counts writes to both with one counter."""
 
     def view(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_inference_mode_enabled() and not args[0].is_inference():
@@ -131,13 +132,13 @@ def counted_as_base(run: Executor) -> Executor:
     return view
 
 
-def watched(wrapping: Wrapping, info: OpInfo, run: Executor) -> Executor:
-    """`run`, with views of copied views marked, and writes to such carried over to their bases."""
+def with_copied_views(wrapping: Wrapping, info: OpInfo, run: Executor) -> Executor:
+    """`run`, with views of copied views marked, and writes to them propagated to their bases."""
     return _views_marked(run, info) if info.is_view else _pushed_back(wrapping, run, info) if info.writes else run
 
 
 def _views_marked(run: Executor, info: OpInfo) -> Executor:
-    """A view of a copied view is one too."""
+    """Mark a view of a copied view as a copied view."""
 
     def run_and_mark(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         views = run(args, kwargs)
@@ -149,7 +150,7 @@ def _views_marked(run: Executor, info: OpInfo) -> Executor:
 
 
 def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
-    """A write to a view that had to be copied is carried over to the tensor it is a view of."""
+    """Propagate a write to a copied view to its base."""
 
     def run_and_push(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = run(args, kwargs)
@@ -191,7 +192,7 @@ def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
         refreshed = above not in (None, OUTSIDE) and above.op in OVERLAPPING
         if made.op in PUTTING_ROWS and not refreshed and not _overlaps(parts_of(base._held)[0]):
             written = PUTTING_ROWS[made.op](base, written, *made.args[1:], **made.kwargs)
-            if base._spec.is_lazy and above is None:  # it is stored once along other dims, and stays so
+            if base._spec.is_lazy and above is None:  # it is stored once along other dims, and remains so
                 replace_local(base, written)
             else:
                 write(wrapping, info, base, written)
@@ -222,7 +223,7 @@ def _written_copy(made: CopiedView, base: Any, written: Any) -> torch.Tensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several indices mean one element, dims of stride zero aside."""
+    """Whether several indices refer to one element, apart from dims of stride zero."""
     if has_symbols(tensor.shape) or has_symbols(tensor.stride()):
         return False
     reach = 0
@@ -264,7 +265,7 @@ def is_norm(spec: DTensorSpec) -> bool:
 
 
 def materialize(tensor: Any) -> None:
-    """Give every element of a tensor with broadcast dims memory of its own, in the layout that it has."""
+    """Store every element of a tensor with broadcast dims, in its current layout."""
     spec = tensor._spec.materialized()
     local = bound_route(tensor._spec, spec).run(tensor._local_tensor)
     tensor._local_tensor, tensor._spec = local, spec
@@ -274,7 +275,7 @@ def replace_local(target: Any, value: Any) -> None:
     """Give a tensor the value and the layout of another of its shape, which has no other references."""
     if value.shape != target.shape:
         raise LayoutError(
-            f"a tensor of shape {tuple(target.shape)} cannot be given values of shape {tuple(value.shape)}",
+            f"a tensor of shape {tuple(target.shape)} cannot take values of shape {tuple(value.shape)}",
             hint="an operator that writes does not change the shape of its target",
         )
     meta = target._spec.tensor_meta
@@ -297,7 +298,7 @@ def replace_local(target: Any, value: Any) -> None:
 def write(wrapping: Wrapping, info: OpInfo, target: Any, value: Any, changed: bool = False) -> None:
     """Copy a DTensor's value into another, keeping the other's layout; into a plain tensor, the full tensor.
 
-    `changed`: the value is old but for some elements, which alone matter where the target shows elements several times.
+    `changed`: only some elements are new. Only these are written if the target shows an element several times.
     """
     if not isinstance(target, wrapping.tensor_class):
         target.copy_(

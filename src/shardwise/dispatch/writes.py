@@ -1,4 +1,4 @@
-"""Operators that write to their arguments where no rule lets them do it in place: by a new tensor, or by copies."""
+"""Operators that write to their arguments and have no in-place rule: by a new tensor, or by copies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 
 from shardwise import modes
 from shardwise.dispatch.executors import general_executor, with_written
-from shardwise.dispatch.signature import Executor, Signature
+from shardwise.dispatch.signature import Executor, Signature, Wrapping
 from shardwise.dispatch.views import materialize, replace_local, write
+from shardwise.errors import UnsupportedError
 from shardwise.fabric.routes import bound_route
 from shardwise.local import any_complex, seeing_conjugates
 from shardwise.schema import functional_of
 from shardwise.torch_private import DisableTorchDispatch, OpOverload
 
-__all__ = ["replacing_locals", "reshaping_in_place", "through_copies", "through_functional"]
+__all__ = ["replacing_locals", "reshaping_in_place", "sharing_memory", "through_copies", "through_functional"]
 
 
 def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor:
@@ -24,7 +25,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
     wrapper, op = signature.wrapping.wrapper, signature.info.op
 
     def reshape_in_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # takes the place of the tensor, which may itself be a copied view
+        # replaces the tensor, which may itself be a copied view
         before: Any = wrapper(args[0]._spec)(args[0]._local_tensor)
         before._mark_copied(args[0]._copied_view)
         view = functional(before, *args[1:], **kwargs)
@@ -37,8 +38,28 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
     return reshape_in_place
 
 
+def sharing_memory(wrapping: Wrapping, op: OpOverload) -> Executor:
+    """`x.set_(y)`: x becomes what y is, with its memory and layout."""
+
+    def share_memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        target, source = args
+        if not (isinstance(target, wrapping.tensor_class) and isinstance(source, wrapping.tensor_class)):
+            raise UnsupportedError(
+                "set_() of a DTensor and a plain tensor: they cannot share memory",
+                hint="copy_() copies values; distribute_tensor(tensor, mesh, placements) makes a DTensor",
+            )
+        with DisableTorchDispatch():  # the wrapper's own sizes and strides
+            op(target, source)
+        vars(target).pop("_flight", None)
+        target._reduction, target._local_tensor, target._spec = None, source._local_tensor, source._spec
+        target._mark_copied(source._copied_view)
+        return target
+
+    return share_memory
+
+
 def replacing_locals(signature: Signature) -> Executor:
-    """Write to tensors with broadcast dims that one device would have stored: they get new locals.
+    """Write to tensors with broadcast dims that would be dense on one device: they get new locals.
 
     The result of the operator without the underscore becomes the tensor, in its own layout: a replicated gradient
     to which a sharded one is added is sharded. If there is no such operator, the tensors are materialized first.
@@ -67,24 +88,24 @@ def replacing_locals(signature: Signature) -> Executor:
 def through_copies(signature: Signature) -> Executor:
     """Write to gathered copies on every rank, then redistribute them to the layouts of the tensors."""
     info, slots, specs, wrapping = signature.info, signature.slots, signature.specs, signature.wrapping
-    mesh, pinned, wholes = signature.mesh, signature.pinned, signature.replicated_operands()
+    mesh, pinned, gathered = signature.mesh, signature.pinned, signature.replicated_operands()
     local_op = seeing_conjugates(info.op) if any_complex(specs, ()) else None
     run = general_executor(signature, (None,) * len(slots), None, local_op=local_op, draws=signature.info.draws)
-    wraps = [wrapping.wrapper(spec) for spec in wholes]
+    wraps = [wrapping.wrapper(spec) for spec in gathered]
 
     def run_on_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         new_args, new_kwargs = list(args), dict(kwargs)
         given, copies = [], []
-        for slot, spec, whole, wrap in zip(slots, specs, wholes, wraps, strict=True):
+        for slot, spec, goal, wrap in zip(slots, specs, gathered, wraps, strict=True):
             tensor = slot.get(args, kwargs)
             local = wrapping.local_of(tensor, mesh)
-            copy = wrap(local if spec is whole else bound_route(spec, whole).run(local))
+            copy = wrap(local if spec is goal else bound_route(spec, goal).run(local))
             slot.put(new_args, new_kwargs, copy)
             given.append(tensor)
             copies.append(copy)
         results = run(tuple(new_args), new_kwargs)
         for i in pinned:
-            if specs[i] is not wholes[i]:
+            if specs[i] is not gathered[i]:
                 write(wrapping, info, given[i], copies[i])
         back = {id(copy): tensor for copy, tensor in zip(copies, given, strict=True)}
         if isinstance(results, tuple):

@@ -16,7 +16,7 @@ def batch_indices(
 ) -> torch.Tensor:
     """The indices of the global batch of a step, in order.
 
-    Each epoch goes through the data once, in an order of its own; a batch may begin in one epoch and end in the next.
+    Each epoch visits the data once, in a different order; a batch may begin in one epoch and end in the next.
     The result depends on the arguments alone, so a job that continues from a checkpoint on other ranks needs no state
     of a sampler. `distribute_tensor` of a batch gives each rank its rows.
 

@@ -1,1 +1,1 @@
-"""Who carries out a step: the only place that communicates."""
+"""Fabrics execute steps; this is the only layer that communicates."""

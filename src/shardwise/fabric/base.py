@@ -1,8 +1,8 @@
-"""The protocol of a fabric: bind a step to a callable on locals, and give each rank its own values.
+"""The fabric protocol: binds steps to callables on locals and computes per-rank values.
 
-A local is a rank's part of a DTensor: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Code outside
-a fabric may not depend on "my rank": it asks for the `coordinates` of this process, and for
-per-rank values by `build` and `map`.
+A local is a rank's part of a DTensor: a tensor on c10d and dry, a `RankTensor` of N tensors on virtual. Code outside a
+fabric may not depend on "my rank": it uses the `coordinates` of this process, and computes per-rank values with `build`
+and `map`.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ __all__ = [
 ]
 
 BoundStep = Callable[[torch.Tensor], torch.Tensor]
-# The locals of the operands of a row exchange and the fill value, to the locals of its results.
+# Maps the locals of a row exchange's operands and the fill value to the locals of its results.
 BoundRows = Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]]
-# The program by which a rank takes part in an exchange by owner, from its coordinate and its locals.
+# Returns a rank's program in an exchange by owner, given its coordinate and its locals.
 StartExchange = Callable[[Coordinate, list[torch.Tensor]], Exchanging]
-# The locals of all tensors, their new locals, a function that gets the bytes of each finished bucket, and whether to
-# return at once; returns a function that waits.
+# Arguments: the locals of all tensors, their new locals, a function that receives the bytes of each finished bucket,
+# and whether to return at once. Returns a function that waits.
 RunTransfer = Callable[
     [Sequence[torch.Tensor], Sequence[torch.Tensor], Callable[[int], object], bool], Callable[[], None]
 ]
-# The operator, the arguments of a call, and the locals in the places of its DTensors, to the results as locals.
+# Maps the operator, the arguments of a call, and the locals that replace its DTensors to the results as locals.
 OperatorRunner = Callable[[Any, tuple[Any, ...], Mapping[str, Any], list[torch.Tensor]], Any]
 
 
 @runtime_checkable
 class LocalOperator(Protocol):
-    """An operator and the places of locals in its arguments, as a fabric runs it on each rank here."""
+    """An operator and the positions of locals in its arguments, as a fabric runs it on each rank of this process."""
 
     op: Any
     own: Sequence[Mapping[str, Any]]  # for each rank here the plain arguments that it replaces
@@ -72,12 +72,12 @@ class LocalOperator(Protocol):
     def arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call on one rank: its tensors in their places, and those that it replaces."""
+        """The arguments of a call on one rank: its local tensors inserted, and its replaced plain arguments."""
         ...
 
 
 class Fabric(ABC):
-    """Runs the ranks of a mesh: one of them (c10d), all of them (virtual), or none (dry)."""
+    """Runs the ranks of a mesh: one (c10d), all (virtual), or none (dry)."""
 
     name: str
     asynchronous: bool = False  # whether a collective can be left in flight
@@ -90,7 +90,7 @@ class Fabric(ABC):
         """The rank of this process."""
 
     def held_by(self) -> int | None:
-        """The rank whose locals are in this process; None where all are here, or none."""
+        """The rank whose locals are in this process; None if it has the locals of all ranks or of none."""
         return None
 
     def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
@@ -117,7 +117,7 @@ class Fabric(ABC):
         """The local made of `make(coordinate)` for each rank here; an empty one on ranks outside the mesh."""
 
     def spread(self, mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor that every rank has, as a local of the mesh. Shares its memory where it has values."""
+        """A plain tensor that every rank has, as a local of the mesh. If it has values, it shares their memory."""
         return self.build(mesh, lambda coordinate: tensor)
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Fabric(ABC):
         return self.map(mesh, lambda _, tensor: fn(tensor), local)
 
     def is_local(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a local as it is: a plain one is not where a local holds the tensors of many ranks."""
+        """Whether a tensor can be used as a local. A plain tensor cannot if locals hold the tensors of many ranks."""
         return True
 
     def on_each(self, op: Callable[..., Any], operands: int) -> Callable[..., Any] | None:
@@ -153,22 +153,22 @@ class Fabric(ABC):
 
     @abstractmethod
     def bind(self, step: Step) -> BoundStep:
-        """The callable that carries `step` out on a local."""
+        """A callable that executes `step` on a local."""
 
     @abstractmethod
     def bind_transfer(self, transfer: StateTransfer, route: Route) -> tuple[RunTransfer, int]:
-        """The callable that carries a transfer out, and the bytes that it will report. `route`: what is recorded.
+        """A callable that executes a transfer, and the bytes that it will report. `route` is what gets recorded.
 
         Transfers between the same ranks run one after the other, in the order in which they are started.
         """
 
     @abstractmethod
     def bind_rows(self, step: RowExchange, communicates: bool) -> BoundRows:
-        """The callable that carries a row exchange out; where no rank lacks anything, it does not communicate."""
+        """A callable that executes a row exchange. It does not communicate if no rank lacks rows."""
 
     @abstractmethod
     def start_rotation(self, step: Rotate) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-        """The callable that sends a flat buffer of blocks; its result waits for the buffer that arrives.
+        """A callable that sends a flat buffer of blocks and returns a function that waits for the received buffer.
 
         The received buffer is only read. On ranks that need nothing it is empty.
         """
@@ -177,27 +177,27 @@ class Fabric(ABC):
     def exchange_by_owner(
         self, step: OwnerExchange, start: StartExchange, locals_: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run the program that `start` gives for each rank here, of its coordinate and its locals; its results."""
+        """Run the program `start(coordinate, locals)` of each rank in this process; returns the results."""
 
     @abstractmethod
     def scatter(
         self, mesh: DeviceMesh, blocks: Callable[[Coordinate], torch.Tensor], source: int | None
     ) -> torch.Tensor:
-        """The local of each rank's block; `source` (a rank of the group) sends, None means each makes its own."""
+        """Each rank's block as a local. The rank `source` sends the blocks; if None, each rank makes its own."""
 
     @abstractmethod
     def agree(self, mesh: DeviceMesh, facts: Any, tensor: torch.Tensor) -> list[Any]:
-        """The facts of each rank of the mesh, in the order of the grid; the same list on every rank."""
+        """The facts of each rank of the mesh, in grid order; the same list on every rank."""
 
     def stage_link(self, meshes: Sequence[DeviceMesh]) -> StageLink | None:
         """The connections between the ranks of these meshes; None where all of them are in this process."""
         return None
 
     def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:  # noqa: B027  # most compare nothing
-        """Something that must be the same on all ranks of a mesh, for the check of ranks, if that is on."""
+        """Note a text that must be the same on all ranks of a mesh, if ranks are being checked."""
 
     def record(self, route: Route) -> None:  # noqa: B027  # most record nothing
-        """Record the steps of a route that is carried out step by step."""
+        """Record the steps of a route that is executed step by step."""
 
     def plain_check(self, mesh: DeviceMesh) -> Callable[[str, Sequence[tuple[str, torch.Tensor]]], None] | None:
         """A check of the plain tensors that an operator takes as replicated on the mesh: `check(operator, operands)`.
@@ -255,14 +255,14 @@ class Fabric(ABC):
 
 
 def check_counts(step: OwnerExchange, counts: Sequence[int]) -> None:
-    """Refuse, on every rank that exchanges, items that one of them cannot send: some index is not in the dim."""
+    """Raise on every rank of the exchange if one rank has an index that is out of range."""
     if any(count < 0 for count in counts):
         size = step.before.shape[step.dim]
         raise IndexError(f"an index is out of range for dim {step.dim} of size {size} of {step.before}")
 
 
 def advance(program: Exchanging, arrived: Items | None) -> tuple[Items | None, list[torch.Tensor]]:
-    """The next items that a program sends, given those that have arrived; at its end None and the results."""
+    """The next items that a program sends, given the received ones; at its end None and the results."""
     try:
         return (next(program) if arrived is None else program.send(arrived)), []
     except StopIteration as end:
@@ -275,11 +275,12 @@ def check_source(mesh: DeviceMesh, source: int | None) -> None:
         raise MeshError(f"src_data_rank={source} is not in {mesh}", hint=f"it has the ranks 0 to {mesh.size() - 1}")
 
 
-# Called if this process has joined another world: forget everything that depends on the ranks of the former one.
+# Called when this process has joined another world: they drop everything that depends on the ranks of the previous one.
 on_new_world: list[Callable[[], object]] = []
 
-# State of modules that depends on the rank of this process. If ranks are threads of one process, it is exchanged
-# as they take turns: `exchange(state)` sets that of one rank, None for a new one, and returns that of the former.
+# Module state that depends on the rank of this process. If ranks are threads of one process, it is exchanged when they
+# take turns: `exchange(state)` sets the state of one rank (None for a new rank) and returns the state of the previous
+# one.
 rank_state: list[Callable[[Any], Any]] = []
 
 Container = TypeVar("Container", bound="dict[Any, Any] | list[Any] | set[Any]")
@@ -320,8 +321,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-# Errors that a thread of a fabric has found beside the program. `raise_found` raises them; caches that would pass over
-# it are emptied by `report_found`.
+# Errors found by a background thread of a fabric. `raise_found` raises them; `report_found` empties the caches that
+# would skip it.
 found_errors: list[ShardwiseError] = of_one_rank([])
 on_found: list[Callable[[], object]] = []
 _raised: list[bool] = of_one_rank([])
@@ -354,7 +355,7 @@ fabrics: dict[str, Fabric] = {}
 
 
 def register(fabric: AnyFabric) -> AnyFabric:
-    """Make a fabric known by its name."""
+    """Register a fabric under its name."""
     fabrics[fabric.name] = fabric
     mesh_module.hosts[fabric.name] = fabric
     return fabric

@@ -1,4 +1,4 @@
-"""Local surgery on blocks: which box of one block is which box of another, cutting it out, putting it in.
+"""Copies between blocks on one rank: matching boxes of two blocks, cutting a box out, inserting it.
 
 Pure functions on plain tensors and specs, shared by the fabrics. Communicates nothing.
 """
@@ -19,12 +19,22 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import norm_order
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import known_value, unrecorded
-from shardwise.plan.step import AllReduce, Compact, Expand, ReduceScatter, Slice, Step, Unreduce, Windowed, average_over
+from shardwise.plan.step import (
+    AllReduce,
+    Compact,
+    Expand,
+    ReduceScatter,
+    Rows,
+    Slice,
+    Step,
+    Unreduce,
+    average_over,
+)
 from shardwise.torch_private import dispatch_mode_count
 
 __all__ = [
     "BoxPair", "ReceivedBoxes",
-    "box_of", "choose_sender", "chunk_rows", "chunk_views", "local_step", "overlap", "pieces_for",
+    "box_of", "choose_sender", "chunk_rows", "chunk_views", "local_step", "overlap", "received_boxes",
 ]  # fmt: skip
 
 Local = Callable[[torch.Tensor], torch.Tensor]
@@ -39,12 +49,12 @@ class BoxPair(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 class ReceivedBoxes(NamedTuple):
-    """The boxes that a rank gets from another, and the other's grid position (or rank)."""
+    """The boxes that a rank receives from another, and the other's grid position (or rank)."""
 
     sender: int
     boxes: tuple[BoxPair, ...]
@@ -70,10 +80,10 @@ def box_of(chosen: Sequence[tuple[int, int, int]]) -> BoxPair:
     return BoxPair(source, target, tuple([n for _, _, n in chosen]))
 
 
-def pieces_for(target: Block, receiver: int, holders: Sequence[tuple[Block, Sequence[int]]]) -> list[ReceivedBoxes]:
-    """Where each part of `target` comes from, given the distinct blocks and who holds each.
+def received_boxes(target: Block, receiver: int, holders: Sequence[tuple[Block, Sequence[int]]]) -> list[ReceivedBoxes]:
+    """The source of each part of `target`, given the distinct blocks and their holders.
 
-    A part that the receiver holds itself comes from itself; of several other holders the receivers take turns.
+    A receiver copies the parts that it holds itself; other parts come from their holders in turn.
     """
     pieces = []
     for block, who in holders:
@@ -84,7 +94,7 @@ def pieces_for(target: Block, receiver: int, holders: Sequence[tuple[Block, Sequ
 
 
 def choose_sender(receiver: int, holders: Sequence[int]) -> int:
-    """Which of the holders of a block sends it to `receiver`: itself if it can, else they take turns."""
+    """The holder of a block that sends it to `receiver`: the receiver itself if it is one, else the holders in turn."""
     return receiver if receiver in holders else holders[receiver % len(holders)]
 
 
@@ -103,7 +113,7 @@ def distinct_blocks(spec: DTensorSpec, members: Sequence[int]) -> list[tuple[Blo
 
 
 def fill_from(out: torch.Tensor, source: torch.Tensor, boxes: Sequence[BoxPair]) -> None:
-    """Copy the boxes of `source` to where they belong in `out`."""
+    """Copy the boxes of `source` to their positions in `out`."""
     for box in boxes:
         out[box.target].copy_(source[box.source])
 
@@ -119,7 +129,7 @@ def chunk_views(tensor: torch.Tensor, dim: int, chunks: EqualChunks) -> torch.Te
 
 
 def chunk_rows(grid: torch.Tensor, offset: int, shape: Sequence[int], chunks: EqualChunks) -> torch.Tensor:
-    """The places of equal chunks in a buffer that has a row for each rank: from `offset` of the row on, as `shape`.
+    """Views of equal chunks in a buffer that has a row for each rank: from `offset` of the row on, as `shape`.
 
     Args:
         grid: the buffer, with a dim for each cut and one for the row.
@@ -132,15 +142,15 @@ def chunk_rows(grid: torch.Tensor, offset: int, shape: Sequence[int], chunks: Eq
     return grid.narrow(-1, offset, math.prod(shape[len(chunks.levels) :])).view(tuple(shape))
 
 
-def empty_block(spec: DTensorSpec | Windowed, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:
+def empty_block(spec: Rows, coordinate: Coordinate, like: torch.Tensor) -> torch.Tensor:
     """An uninitialised block of `spec`, its dims in memory as those of the global tensor."""
     shape, stride = spec.local_shape(coordinate), spec.local_stride(coordinate)
     return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
 
 
 # ---------------------------------------------------------------- steps without communication
-# Each gives a block of its own: a view would keep all of the old block alive, and a write to one would change the other
-# behind autograd's back.
+# Each returns a copy: a view would keep the old block alive, and a write to one would change the other without autograd
+# noticing.
 
 
 def local_step(step: Step, coordinate: Coordinate) -> Local | None:
@@ -184,7 +194,7 @@ def slicer(before: Block, after: Block) -> Local:
 
 def compacted(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """One index of each of the broadcast `dims` of a local: a view."""
-    if local.__class__ is torch.Tensor and not dispatch_mode_count():  # one view in place of one for each dim
+    if local.__class__ is torch.Tensor and not dispatch_mode_count():  # one view for all dims, not one for each
         shape = [*local.shape]
         for dim in dims:
             shape[dim] = min(shape[dim], 1)
@@ -211,7 +221,7 @@ def _expander(step: Expand, coordinate: Coordinate) -> Local:
 def _narrowed(local: torch.Tensor, dim: int, at: Any, n: Any) -> torch.Tensor:
     if at.__class__ is int and n.__class__ is int:
         return local.narrow(dim, at, n)
-    with unrecorded():  # narrow adds the two, which a tracer must not see: it has only symbols for the sum
+    with unrecorded():  # narrow adds the two; a tracer that has only a symbol for the sum must not see that
         end = known_value(at + n)
     return torch.ops.aten.slice.Tensor(local, dim, at, end)
 
@@ -222,7 +232,7 @@ def _unreducer(step: Unreduce, coordinate: Coordinate) -> Local:
 
 
 def neutral_element(step: Unreduce, coordinate: Coordinate) -> float | None:
-    """The local in place of the value; None for the rank that keeps it."""
+    """The local that replaces the value; None for the rank that keeps the value."""
     neutral = None
     for axis in step.new_axes:
         op = step.after.placements[axis].reduce_op  # pyright: ignore[reportAttributeAccessIssue]
@@ -232,7 +242,7 @@ def neutral_element(step: Unreduce, coordinate: Coordinate) -> float | None:
 
 
 def _adds_nothing(op: str) -> float | None:
-    """The local of the other ranks if one has the value; None if every rank may have it."""
+    """The neutral local of the other ranks if one rank holds the value; None if every rank may hold it."""
     order = norm_order(op)
     if order is not None:
         return 0 if order > 0 else math.inf
@@ -264,12 +274,12 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def powers_of(norm: torch.Tensor, order: float) -> torch.Tensor:
-    """The terms whose sum is reduced for norms, in the precision of a norm on one device."""
+    """The powers whose sum is reduced for a norm, in the precision of a norm on one device."""
     return (norm.float() if norm.dtype.itemsize < 4 else norm).pow(order)
 
 
 def norm_from_powers(total: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    """The norm that a sum of powers is of."""
+    """The norm, from its sum of powers."""
     return (total.sqrt() if order == 2 else total.pow(1 / order)).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""The fabric of real machines: one rank a process, on torch.distributed (gloo, NCCL, MPI, and torch's fake backend).
+"""The fabric of real processes: one rank each, on torch.distributed (gloo, NCCL, MPI, and torch's fake backend).
 
 Calls the process group's own methods with preallocated outputs.
 """
@@ -6,43 +6,30 @@ Calls the process group's own methods with preallocated outputs.
 from __future__ import annotations
 
 import atexit
-import ctypes
-import datetime
 import functools
-import hashlib
-import itertools
 import os
-import sys
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
-from shardwise.core.symbolic import is_tracing, unrecorded
-from shardwise.errors import AgreementError, MeshError, UnsupportedError
+from shardwise.core.symbolic import unrecorded
+from shardwise.core.tracing import is_tracing
+from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import (
     BoundRows,
     BoundStep,
-    Fabric,
     RunTransfer,
     StartExchange,
     advance,
     check_source,
-    fabrics,
-    on_new_world,
-    raise_found,
     rank_state,
     register,
-    report_found,
-    was_raised,
 )
 from shardwise.fabric.block_copies import empty_block, local_step
 from shardwise.fabric.collectives import (
@@ -58,16 +45,16 @@ from shardwise.fabric.collectives import (
     reduce_scatter,
     rotate,
 )
-from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.encoding import as_carried
 from shardwise.fabric.exchange_plan import traffic
 from shardwise.fabric.line_packing import line_parcels
-from shardwise.fabric.lost_ranks import lost_rank_error, named_failures
-from shardwise.fabric.packing import Line, Parcels, parcels
-from shardwise.fabric.rank_agreement import CheckedGroup, RankCheck, exit_with
+from shardwise.fabric.lost_ranks import lost_rank_error
+from shardwise.fabric.packing import Parcels, parcels
+from shardwise.fabric.piece_pipeline import run_in_pieces
+from shardwise.fabric.process_groups import ProcessGroups
+from shardwise.fabric.rank_agreement import CheckedGroup
 from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.row_packing import row_parcels
-from shardwise.fabric.stage_link import StageLink
 from shardwise.fabric.state_messages import rank_transfer
 from shardwise.fabric.traced_collectives import (
     is_recorded,
@@ -79,6 +66,7 @@ from shardwise.fabric.traced_collectives import (
 )
 from shardwise.fabric.transfer_lane import TransferLane
 from shardwise.plan.route import Route
+from shardwise.plan.route_pieces import Pieces, piece_of
 from shardwise.plan.state_transfer import StateTransfer
 from shardwise.plan.step import (
     AllGather,
@@ -95,304 +83,29 @@ from shardwise.plan.step import (
 )
 from shardwise.torch_private import dispatch_mode_count
 
-__all__ = ["C10dFabric", "c10d", "new_group", "take_meshes_as_groups"]
+__all__ = ["C10dFabric", "c10d"]
 
 T = TypeVar("T")
 _Tensor = torch.Tensor
 
 
-class C10dFabric(Fabric):
-    """One rank in this process; the others are reached through process groups, made on first use."""
+class C10dFabric(ProcessGroups):
+    """One rank in this process; the others are reached through process groups."""
 
-    name = "c10d"
     asynchronous = True
     one_rank = True
 
     def __init__(self) -> None:
-        self._world: Any = None
-        self._rank = 0
-        self._parents: Any = None  # the world of the process that this one was forked from
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._used: weakref.WeakSet[Any] = weakref.WeakSet()  # the groups of this world and of former ones
-        self._kept: list[Any] = []  # those of the parent of a forked process
-        self._lines: dict[tuple[DeviceMesh, tuple[int, ...]], Line] = {}
+        super().__init__()
         self._owners: dict[tuple[DeviceMesh, tuple[int, ...]], Any] = {}  # the groups of exchanges by owner
         self._lanes: dict[tuple[int, ...], TransferLane] = {}
-        self._coordinates: dict[DeviceMesh, Coordinate | None] = {}
-        self._interval = float(os.environ.get("SHARDWISE_CHECK_INTERVAL", "1"))
-        self._checks = self._always_checks = os.environ.get("SHARDWISE_CHECK", "0") not in ("", "0")
-        self._check: RankCheck | None = None
-        self._checked = 0  # how often it was begun, on every rank alike
-        self._worlds = 0
-        self._plain: PlainCheck | None = None
-        self._comparisons = Counter[tuple[int, ...]]()
-        self._made: Counter[tuple[int, ...]] = Counter()  # how many groups of these ranks
-
-    def exchange(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Take the state of another rank thread, None: of a new one. Returns the former state.
-
-        Each has a name of its own, so that its meshes, and all that is kept for them, are not those of another rank.
-        """
-        former = vars(self)
-        if state is None:
-            state = vars(C10dFabric())
-            name = state["name"] = f"{C10dFabric.name}/{next(_numbers)}"
-            fabrics[name] = mesh_module.hosts[name] = self
-        object.__setattr__(self, "__dict__", state)
-        return former
-
-    # ---------------------------------------------------------------- who am I
-
-    def rank(self) -> int:
-        if self._world is not None and self._world is distributed_c10d._world.default_pg:
-            return self._rank
-        if not dist.is_initialized():
-            raise MeshError(
-                "no process group is up, so this process has no rank",
-                hint="start the program with torchrun, or call torch.distributed.init_process_group first",
-            )
-        if dist.group.WORLD is self._parents:
-            raise MeshError(
-                "this process was forked from a rank (by a DataLoader with workers?) and is none itself: the "
-                "connections of its process groups belong to its parent",
-                hint="take plain tensors into it: full_tensor() or to_local() before it is forked",
-            )
-        former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
-        self._worlds += 1
-        if self._plain is not None:
-            self._plain.close(wait=False)
-            self._plain = None
-        self._comparisons.clear()
-        if former is not None:
-            self._forget()
-        self._restart_check()
-        return self._rank
-
-    def held_by(self) -> int | None:
-        return self.rank() if dist.is_initialized() and dist.group.WORLD is not self._parents else None
-
-    def after_fork(self) -> None:
-        """Forget the state of the parent of this process, which is not a rank until it joins a process group.
-
-        Its groups are kept: a group waits for its threads when it is freed, and a forked process has none of them.
-        """
-        self._kept += self._used
-        if dist.is_initialized():
-            self._parents, self._world, self._check, self._plain = dist.group.WORLD, None, None, None
-            self._forget()
 
     def _forget(self) -> None:
-        for forget in (
-            self._groups.clear, self._lines.clear, self._owners.clear, self._lanes.clear, self._coordinates.clear,
-            *on_new_world,
-        ):  # fmt: skip
-            forget()
-
-    def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
-        """This rank's coordinate, None outside the mesh."""
-        if self._world is None or self._world is not distributed_c10d._world.default_pg:
-            self.rank()  # forgets the coordinates of a former world
-        try:
-            return self._coordinates[mesh]
-        except KeyError:
-            found = self._coordinates[mesh] = mesh.coordinate_of(self.rank())
-            return found
-
-    def make_groups(self, mesh: DeviceMesh) -> None:
-        """Make the group of each axis now, on all ranks at once: a rank that ends later leaves none half made.
-
-        Groups over several axes are made on first use.
-        """
-        if self.coordinate(mesh) is None or rank_threads() is not None or dist.get_backend() == "fake":
-            return
-        for axis, size in enumerate(mesh.shape):
-            if size > 1:
-                self.group_of(self._line(mesh, (axis,)).ranks, f"axis {mesh.axis_name(axis)!r} of {mesh}")
-
-    def group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
-        return self.group_of(self._line(mesh, axes).ranks)
-
-    def names_in_graphs(self, mesh: DeviceMesh) -> tuple[Any, ...]:
-        names = []
-        if self.coordinate(mesh) is not None:
-            wide = [axis for axis, size in enumerate(mesh.shape) if size > 1]
-            sets = itertools.chain.from_iterable(itertools.combinations(wide, n + 1) for n in range(len(wide)))
-            names = [self.group(mesh, axes).group_name for axes in sets]
-        return self.rank(), dist.get_world_size(), *names
-
-    def _line(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Line:
-        position = mesh.position_of(self.rank())
-        if position is None:
-            raise MeshError(f"rank {self.rank()} is not in {mesh}")
-        found = self._lines.get((mesh, axes))
-        if found is None:
-            members = mesh.group_through(axes, position)
-            ranks = [mesh.grid_ranks[i] for i in members]
-            coordinates = mesh.coordinates[members]
-            by_rank = np.argsort(ranks)
-            order = np.argsort(by_rank)  # the rank of each in the group, which numbers them in the order of the world
-            in_order = bool((order[:-1] < order[1:]).all())
-            found = Line(ranks, coordinates, order.tolist(), in_order, sorted(ranks), coordinates[by_rank])
-            self._lines[mesh, axes] = found
-        return found
-
-    def group_of(self, ranks: Sequence[int], use: str = "a program's own use") -> Any:
-        """The process group of these ranks; made on first use, by its members alone."""
-        self.rank()  # forgets the groups of a former world
-        key = tuple(sorted(ranks))
-        found = self._groups.get(key)
-        if found is None:
-            if key == tuple(range(dist.get_world_size())):
-                found = dist.group.WORLD
-            else:
-                found = self._run_checked(key, f"a group is made for {use}", lambda: new_group(key))
-            self._groups[key] = found
-            self._used.add(found)
-        return found
-
-    def check_ranks_while(self, intervals: Sequence[float]) -> bool:
-        """Compare while there are intervals, or if the environment requests it. Returns whether that has changed."""
-        wanted = bool(intervals) or self._always_checks
-        if wanted == self._checks:
-            return False
-        self._checks, self._interval = wanted, intervals[0] if intervals else self._interval
-        self._restart_check()
-        return True
-
-    def _restart_check(self) -> None:
-        """Compare the collectives that ranks issue, or no longer. Routes that are bound stay as they are."""
-        if self._check is not None:
-            self._check.close()
-            self._check = None
-        # rank threads are compared by their groups
-        if self._checks and dist.is_initialized() and dist.get_backend() != "fake" and rank_threads() is None:
-            self._checked += 1
-            store = _own_store(f"shardwise_check_{self._checked}")
-            _settle_before_destroying(self)
-            self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), self._interval, self._leave_groups)
-
-    # ---------------------------------------------------------------- plain tensors
-
-    def plain_check(self, mesh: DeviceMesh) -> Callable[[str, Sequence[tuple[str, torch.Tensor]]], None] | None:
-        if self.coordinate(mesh) is None or mesh.size() == 1 or dist.get_backend() == "fake":
-            return None
-        ranks = tuple(self._line(mesh, tuple(range(mesh.ndim))).group_ranks)
-
-        def check(op: str, operands: Sequence[tuple[str, torch.Tensor]]) -> None:
-            if self._plain is None:
-                store = _own_store(f"shardwise_plain_{self._worlds}")
-                threads = rank_threads()
-                self._plain = PlainCheck(store, self._rank, _PlainReport(), threads and threads.let_others_run)
-            self._plain.use(ranks, op, operands)
-
-        return check
-
-    def settle_checks(self, ranks: Sequence[int] | None = None) -> None:
-        """Finish the asynchronous comparisons. Raises the errors that they have found.
-
-        Args:
-            ranks: those that call it; all of the job by default.
-        """
-        among = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        self._comparisons[among] += 1  # also on a rank that compares nothing yet: all count alike
-        if self._plain is not None:
-            self._plain.compare_posted(among, self._comparisons[among])
-            raise_found()
-
-    def end(self) -> None:
-        """The process ends: compare once more. An error that was not raised is printed, and changes the exit status.
-
-        A rank thread raises it.
-        """
-        if self._plain is None:
-            return
-        failing = getattr(sys, "last_value", None) is not None  # an exception ends the program
-        # others must hear of a disagreement before this rank goes, maybe with the store
-        self._plain.close(wait=bool(self._plain.verdict) or not failing)
-        if self._plain.verdict and rank_threads() is None:
-            exit_with(1)
-        elif self._plain.verdict and not was_raised():
-            raise_found()
-
-    def _leave_groups(self, *others: Any) -> None:
-        """Let the process end although collectives are in flight: groups wait for these when they are taken down."""
-        for group in (dist.group.WORLD, *self._groups.values(), *others):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # so they are never taken down
-
-    def _carrier(self, ranks: Sequence[int], step: Step) -> Any:
-        """Executes a step among these ranks: their group, which logs its collectives if ranks are checked."""
-        if self._check is None:
-            return self.group_of(ranks)
-        text = f"{step.describe()} of {step.before}"
-        return CheckedGroup(self._check, self.group_of(ranks, text), tuple(sorted(ranks)), text)
-
-    def _run_checked(self, ranks: Sequence[int], text: str, function: Callable[[], T]) -> T:
-        """Communication outside of steps."""
-        if self._check is None:
-            return named_failures(function, lambda: (text, ranks))()
-        return self._check.run(function, tuple(sorted(ranks)), text)
-
-    def checked(self, group: Any, text: str, function: Callable[[], T], compare: bool = True) -> T:
-        """Communication of the ranks of a process group. If ranks are checked, they are compared first.
-
-        Args:
-            group: their process group. One that meshes do not use has a sequence of its own: it may be used by
-                another thread, and nothing is compared before.
-            text: a description, the same on all ranks.
-            function: does it.
-            compare: whether to compare before; otherwise they are compared at the next look.
-        """
-        if self._check is None:
-            return named_failures(function, lambda: (text, dist.get_process_group_ranks(group)))()
-        known = group is dist.group.WORLD or any(group is one for one in self._groups.values())
-        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-        if known and compare:
-            self._check.meet(ranks, text)
-        return self._check.run(function, ranks, text, "" if known else "another group")
-
-    def settle_check(self, text: str) -> None:
-        """Compare for the last time the collectives of the ranks, if they are checked. Raises on all of them."""
-        if self._check is not None:
-            self._check.compare_all(text)
-
-    def end_check(self) -> None:
-        """Check no longer in this world; compare for the last time, unless the program is failing."""
-        check, self._check = self._check, None
-        if check is None:
-            return
-        error = sys.exc_info()[1]
-        if error is not None:
-            check.fail(error)
-        try:
-            check.compare_all("the end of the process groups")
-        finally:
-            check.close()
-
-    def stage_link(self, meshes: Sequence[DeviceMesh]) -> StageLink | None:
-        ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.grid_ranks}))
-        number = self._made[ranks]
-        group = _own_group(ranks, "a pipeline") if len(ranks) > 1 and self.rank() in ranks else None
-        store = _own_store(f"shardwise_pipeline_{self._worlds}_{'_'.join(map(str, ranks))}_{number}")
-        stages = {rank: [n for n, mesh in enumerate(meshes) if rank in mesh.grid_ranks] for rank in ranks}
-        return StageLink(group, store, functools.partial(self._leave_groups, group), stages)
-
-    def note(self, mesh: DeviceMesh, text: Callable[[], str]) -> None:
-        if self._check is not None and self.coordinate(mesh) is not None:
-            self._check.enter(tuple(sorted(self._line(mesh, tuple(range(mesh.ndim))).ranks)), text())
-
-    def adopt(self, group: Any) -> None:
-        """Use an existing process group for its ranks instead of making one."""
-        self.rank()  # forgets the groups of a former world
-        self._groups.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+        self._owners.clear()
+        self._lanes.clear()
+        super()._forget()
 
     # ---------------------------------------------------------------- values of this rank
-
-    def coordinates(self, mesh: DeviceMesh) -> list[Coordinate]:
-        coordinate = self.coordinate(mesh)
-        return [] if coordinate is None else [coordinate]
-
-    def is_outside(self, mesh: DeviceMesh) -> bool:
-        return self.coordinate(mesh) is None
 
     def build(self, mesh: DeviceMesh, make: Callable[[Coordinate], torch.Tensor]) -> torch.Tensor:
         coordinate = self.coordinate(mesh)
@@ -457,11 +170,33 @@ class C10dFabric(Fabric):
         bind = super().bind_route
         if route.source.tensor_meta.is_symbolic:
             return self._recorded_route(route)
-        return _of_this_world(lambda: bind(route), lambda: self._recorded_route(route), route)
+        make = functools.partial(self._in_pieces, route, route.pieces) if route.pieces else lambda: bind(route)
+        return _of_this_world(make, lambda: self._recorded_route(route), route)
 
     def start_route(self, route: Route) -> Start:
         bind = super().start_route
         return _of_this_world(lambda: bind(route), None, route)
+
+    def _in_pieces(self, route: Route, pieces: Pieces) -> BoundStep:
+        if self.coordinate(route.source.mesh) is None:
+            return lambda local: local
+        steps = [
+            replace(step, before=piece_of(step.before, pieces), after=piece_of(step.after, pieces))
+            for step in route.steps
+        ]
+        return run_in_pieces([self._start_any(step) for step in steps], pieces)
+
+    def _start_any(self, step: Step) -> Start:
+        """A callable that starts a step; a local step is done at once."""
+        if step.collective is not None:
+            return self.start(step)
+        run = self.bind(step)
+
+        def start(local: torch.Tensor) -> Callable[[], torch.Tensor]:
+            result = run(local)
+            return lambda: result
+
+        return start
 
     def raise_named(self, error: RuntimeError, step: Step) -> None:
         named = lost_rank_error(error, f"{step.describe()} of {step.before}", self._ranks_of(step))
@@ -473,7 +208,7 @@ class C10dFabric(Fabric):
         return mesh.grid_ranks if self.coordinate(mesh) is None else self._line(mesh, step.axes).ranks
 
     def _recorded_route(self, route: Route) -> BoundStep:
-        with unrecorded():  # of sizes that are computed with, only those that operators get belong to the graph
+        with unrecorded():  # of the computed sizes, only those passed to operators belong to the graph
             steps = [self._bind_recorded(step) for step in route.steps]
         return lambda local: reduce(lambda given, step: step(given), steps, local)
 
@@ -492,6 +227,13 @@ class C10dFabric(Fabric):
         line = self._line(mesh, step.axes)
         made = recorded_step(step, line, self.group_of(line.ranks), coordinate)
         return made or self._exchange_recorded(Exchange(step.before, step.after, step.axes))
+
+    def _carrier(self, ranks: Sequence[int], step: Step) -> Any:
+        """Executes a step among these ranks: their group, which logs its collectives if ranks are checked."""
+        if self._check is None:
+            return self.group_of(ranks)
+        text = f"{step.describe()} of {step.before}"
+        return CheckedGroup(self._check, self.group_of(ranks, text), tuple(sorted(ranks)), text)
 
     def bind(self, step: Step) -> BoundStep:
         coordinate = self.coordinate(step.before.mesh)
@@ -533,8 +275,8 @@ class C10dFabric(Fabric):
             return lambda *_: lambda: None, 0
         own = rank_transfer(transfer, self.rank())
         lane = self._lanes.get(ranks)
-        if lane is None:  # one order of messages between two ranks: a group of its own, and one transfer at a time
-            lane = self._lanes[ranks] = TransferLane(_own_group(ranks, "a transfer") if len(ranks) > 1 else None)
+        if lane is None:  # a separate group and one transfer at a time keep messages between two ranks in order
+            lane = self._lanes[ranks] = TransferLane(self.own_group(ranks, "a transfer") if len(ranks) > 1 else None)
         # CUDA has streams for it; rank threads take turns
         can_wait = rank_threads() is None and all(mesh.device_type == "cpu" for mesh in transfer.meshes)
 
@@ -544,11 +286,11 @@ class C10dFabric(Fabric):
             report: Callable[[int], object],
             in_background: bool,
         ) -> Callable[[], None]:
-            def run() -> None:
+            def transfer_state() -> None:
                 move = functools.partial(lane.move, own, locals_, results, report)
                 self.checked(lane.group, route.steps[0].describe(), move) if lane.group is not None else move()
 
-            return lane.start(run, in_background and can_wait)
+            return lane.start(transfer_state, in_background and can_wait)
 
         return start_transfer, own.sent + own.received
 
@@ -617,7 +359,7 @@ class C10dFabric(Fabric):
         return results
 
     def _nothing_to_send(self, step: Step) -> Start:
-        """A tensor without elements: all ranks know that, so there is no communication."""
+        """A tensor without elements. All ranks know this, so there is no communication."""
         coordinate = self.coordinate(step.after.mesh)
         if coordinate is None:
             return lambda local: lambda: local
@@ -664,36 +406,6 @@ class C10dFabric(Fabric):
         return ranks, have, parcels(step, len(ranks), me, moved, want)
 
 
-def _own_store(prefix: str) -> Any:
-    """The store of the world, on a connection of its own: the program's may be waiting."""
-    shared: Any = distributed_c10d._get_default_store()
-    return dist.PrefixStore(prefix, shared.clone())
-
-
-class _PlainReport:
-    """Where the thread of a check reports a disagreement."""
-
-    def __init__(self) -> None:
-        self._error: AgreementError | None = None
-
-    def found(self, text: str) -> None:
-        """Let the program raise it."""
-        self._error = AgreementError(
-            text,
-            hint="make it the same on every rank, by one seed or a broadcast; DTensor.from_local(tensor, mesh, "
-            "placements) if each rank holds a part of a tensor; plain_tensors('replicate') if they may differ",
-        )
-        report_found(self._error)
-
-    def was_raised(self) -> bool:
-        return was_raised()
-
-    def show(self) -> None:
-        """Print it, for a program that waits in a collective and cannot raise."""
-        sys.stderr.write(f"{type(self._error).__module__}.{type(self._error).__name__}: {self._error}\n")
-        sys.stderr.flush()
-
-
 def _finish(operations: list[dist.P2POp]) -> None:
     """Send and receive."""
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -704,61 +416,14 @@ def _is_product(step: AllReduce | ReduceScatter) -> bool:
     return reduction(step) == "product"
 
 
-def _settle_before_destroying(fabric: C10dFabric) -> None:
-    """While ranks are checked, compare them before process groups are destroyed: the store goes with them."""
-    original = distributed_c10d.destroy_process_group
-    if hasattr(original, "_compares_ranks"):
-        return
-
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
-        if group is None or group is dist.group.WORLD:
-            fabric.end_check()
-        original(group)
-
-    setattr(destroy_process_group, "_compares_ranks", True)  # noqa: B010  # pyright knows no attributes of functions
-    dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group
-
-
-def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
-    """A process group made by its members alone, whatever groups each of them has made before.
-
-    torch names such a group after its ranks and the number of groups in this process. If members have made
-    different numbers of groups they would wait for each other under different names (pytorch/pytorch#173608). So it
-    is named here, after its ranks and how many groups of just these have been made, which is the same on all of them.
-    """
-    name = "shardwise_" + hashlib.sha1(repr((ranks, c10d._made[ranks])).encode()).hexdigest()
-    c10d._made[ranks] += 1
-    original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda *_: name
-    try:
-        with unrecorded():
-            return dist.new_group(list(ranks), _timeout(), backend=backend, use_local_synchronization=True)
-    finally:
-        distributed_c10d._hash_ranks_to_str = original
-
-
-def _own_group(ranks: tuple[int, ...], use: str) -> Any:
-    """A group beside those of meshes."""
-    return named_failures(lambda: new_group(ranks), lambda: (f"making a group for {use}", ranks))()
-
-
-def _timeout() -> datetime.timedelta | None:
-    """The timeout of the world, which new groups do not take over; None if it is not known."""
-    world: Any = dist.group.WORLD
-    backends = {str(device): world._get_backend(device) for device in world._device_types}
-    options = getattr(backends.get("cpu", next(iter(backends.values()), None)), "options", None)
-    return getattr(options, "_timeout", None)
-
-
 def _of_this_world(
     make: Callable[[], Callable[[torch.Tensor], T]],
     record: Callable[[], Callable[[torch.Tensor], T]] | None = None,
     route: Route | None = None,
 ) -> Callable[[torch.Tensor], T]:
-    """The result of `make`, made again in another world: ranks and groups belong to a world.
+    """The result of `make`, computed again in each new world, because ranks and groups belong to a world.
 
-    Traced calls use the result of `record`, if it is given. Failures are named after the collective of `route`.
+    Traced calls use the result of `record`, if given. Failures are named after the collective of `route`.
     """
     world, made = dist.group.WORLD, make()
 
@@ -779,30 +444,6 @@ def _of_this_world(
     return check_world_first
 
 
-def take_meshes_as_groups(functional_collectives: Any) -> None:
-    """Let torch's functional collectives take a DeviceMesh, or a mesh and an axis, in place of a process group.
-
-    Args:
-        functional_collectives: the module `torch.distributed._functional_collectives`.
-    """
-    for name in ("_resolve_group", "_resolve_group_name"):
-        if (original := getattr(functional_collectives, name, None)) is not None:
-            setattr(functional_collectives, name, _with_meshes(original))
-
-
-def _with_meshes(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(resolve)
-    def resolve_group(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(group, DeviceMesh):
-            group = group.get_group()
-        elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-            group = group[0].get_group(group[1])
-        return resolve(group, *args, **kwargs)
-
-    return resolve_group
-
-
-_numbers = itertools.count()
 c10d = register(C10dFabric())
 rank_state.append(c10d.exchange)
 os.register_at_fork(after_in_child=c10d.after_fork)

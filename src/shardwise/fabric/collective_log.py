@@ -1,4 +1,4 @@
-"""The sequence of collectives that a rank has issued in each group, and where those of two ranks part.
+"""The sequence of collectives that a rank has issued in each group, and where the sequences of two ranks diverge.
 
 Pure data, without communication.
 """
@@ -44,7 +44,7 @@ class GroupLog:
         self._digest = b""
 
     def add(self, text: str, line: str) -> None:
-        """One more collective."""
+        """Append a collective."""
         self._digest = hashlib.blake2b(self._digest + text.encode(), digest_size=8).digest()
         self.entries.append(LogEntry(text, line, self._digest.hex()))
         self.count += 1
@@ -71,7 +71,7 @@ class GroupLog:
         return 0 <= at < len(entries) and entries[at].digest != summary["digest"]
 
     def evidence(self) -> dict[str, Any]:
-        """All that is kept."""
+        """All entries that are still stored."""
         return {"count": self.count, "entries": [list(entry) for entry in list(self.entries)]}
 
 
@@ -114,7 +114,7 @@ def ranks_name(ranks: Sequence[int]) -> str:
 
 
 def argument_name(name: str | int, tensor: torch.Tensor) -> str:
-    """An argument of an operator as errors call it: with the name of the parameter, if it is one.
+    """An operator's argument as shown in errors: with the parameter's name, if it is a parameter.
 
     Example:
         >>> argument_name("weight", torch.ones(2))
@@ -124,7 +124,7 @@ def argument_name(name: str | int, tensor: torch.Tensor) -> str:
 
 
 def parameter_note(tensor: torch.Tensor) -> str:
-    """The name of a parameter, in parentheses, for errors; nothing for other tensors.
+    """The name of a parameter, in parentheses, for errors; empty for other tensors.
 
     The name is that in the outermost module whose forward is running.
 

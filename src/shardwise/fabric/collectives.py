@@ -1,7 +1,7 @@
-"""One step as a collective on a process group: how one rank packs, calls and unpacks.
+"""Steps as collectives on a process group: one rank's packing, call and unpacking.
 
-Each function gets the ranks that take part and binds the step to them; its result starts the collective and
-returns the function that waits for it.
+Each function binds a step to the participating ranks. Its result starts the collective and returns the function that
+waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.core.mesh import Coordinate
 from shardwise.fabric.base import BoundRows, check_counts
 from shardwise.fabric.block_copies import average_divider, reduce_tensors, slicer
-from shardwise.fabric.encoding import as_carried, as_reducible, from_reducible
+from shardwise.fabric.encoding import CARRIED, as_carried, as_reducible, from_reducible
 from shardwise.fabric.line_packing import LineParcels
 from shardwise.fabric.packing import Line, Parcels, gathering, pack, scattering, split_in_front, swapping
 from shardwise.fabric.row_packing import RowParcels
@@ -51,7 +51,7 @@ _REDUCE_OPS: dict[str, Any] = {
 
 
 def all_gather(step: AllGather, line: Line, group: Any, coordinate: Coordinate) -> Start:
-    """The blocks of all, padded where they are uneven, put together along the dim."""
+    """The blocks of all ranks, padded if uneven, concatenated along the dim."""
     n = len(line.ranks)
     part, pad, assemble, as_it_comes, shape = gathering(step, line, coordinate)
 
@@ -97,7 +97,7 @@ def all_reduce(step: AllReduce, group: Any) -> Start:
 
 
 def reduce_by_gathering(step: AllReduce | ReduceScatter, group: Any, coordinate: Coordinate) -> Start:
-    """A reduction that process groups lack: each rank gets all parts and reduces them itself."""
+    """A reduction that process groups lack: each rank gathers all addends and reduces them itself."""
     cut = slicer(step.before.block(coordinate), step.after.block(coordinate))
 
     def start(local: torch.Tensor) -> Wait:
@@ -115,7 +115,7 @@ def reduce_by_gathering(step: AllReduce | ReduceScatter, group: Any, coordinate:
 
 
 def reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coordinate) -> Start:
-    """The reduction, of which each rank gets its part, padded where parts are uneven."""
+    """The reduction, of which each rank receives its part, padded if parts are uneven."""
     part, pack, own = scattering(step, line, coordinate)
     options = dist.ReduceScatterOptions()
     op = reduction(step)
@@ -137,7 +137,7 @@ def reduce_scatter(step: ReduceScatter, line: Line, group: Any, coordinate: Coor
 
 
 def all_to_all(step: AllToAll, line: Line, group: Any, coordinate: Coordinate) -> Start | None:
-    """Where all parts are of one size, in order and row-major; None where the general exchange must do it."""
+    """All-to-all for parts of one size, in order and row-major; None if a general exchange is needed."""
     n, source_dim, target_dim = len(line.ranks), step.source_dim, step.target_dim
     goal = swapping(step, line, coordinate)
     if goal is None:
@@ -163,7 +163,7 @@ def exchange(step: Exchange, group: Any, have: Coordinate | None, parcels: Parce
     splits: list[list[int]] = []  # received and sent, in elements that the group carries
 
     def start(local: torch.Tensor) -> Wait:
-        if have is None:  # a rank outside held nothing, of no dtype in particular
+        if have is None:  # a rank outside the mesh has an empty local of an arbitrary dtype
             local = local.new_empty(0, dtype=step.before.tensor_meta.dtype)
         packed, buffer = parcels.buffer(local), local.new_empty(got)
         carried = as_carried(buffer)
@@ -195,7 +195,7 @@ def exchange_rows(group: Any, parcels: RowParcels) -> BoundRows:
 
 
 class Rotation(NamedTuple):
-    """A rotation on one rank: numbers of elements, to and from which ranks of the group."""
+    """One rank's part in a rotation: numbers of elements, and the ranks that it sends to and receives from."""
 
     ranks: int
     me: int
@@ -225,9 +225,9 @@ def rotate(group: Any, rotation: Rotation) -> Start:
 
 
 def exchange_items(step: OwnerExchange, group: Any, line: Line, items: Items) -> Items:
-    """The items that arrive at their owner. Sizes are sent first, unless they are known: the host waits for them.
+    """The items received by their owner. Unless sizes are known, they are sent first, and the host waits for them.
 
-    Items are in the order of the coordinates; the group may number its ranks in another.
+    Items are in the order of the coordinates; the group may number its ranks differently.
     """
     sizes, arriving, tensors = items.counts, items.arriving, items.tensors
     if arriving is None:
@@ -258,12 +258,15 @@ def _by_coordinate(line: Line, sizes: Sequence[int]) -> list[int]:
 def _exchanged_rows(
     group: Any, line: Line, tensor: torch.Tensor, sent: Sequence[int], got: Sequence[int]
 ) -> torch.Tensor:
-    """One all-to-all of rows: so many to each, so many from each, by coordinate."""
+    """One all-to-all of rows, with the numbers of rows sent to and received from each rank, by coordinate."""
     if not line.in_order:
         parts, positions = tensor.split(list(sent)), _by_rank(line)
         tensor = torch.cat([parts[position] for position in positions])
         sent, got = [sent[position] for position in positions], [got[position] for position in positions]
     buffer = tensor.new_empty((sum(got), *tensor.shape[1:]))
+    if tensor.dtype in CARRIED and line.in_order and tensor.dim() <= 2 and 0 not in tensor.shape[1:]:
+        group.alltoall_base(buffer, tensor.contiguous(), list(got), list(sent)).wait()  # splits are numbers of rows
+        return buffer
     carried = as_carried(buffer.view(-1))
     scale = math.prod(tensor.shape[1:]) * (tensor.element_size() // carried.element_size())
     packed = as_carried(tensor.contiguous().view(-1))

@@ -1,7 +1,7 @@
-"""Plain tensors that are taken as replicated: ranks compare digests of them through the store, beside the groups.
+"""Checks plain tensors that are assumed replicated: ranks compare digests through the store.
 
 A rank posts the digest of a tensor at the uses 1, 2, 4, ... of a call site, and compares it with the digest that one
-neighbour posted for the same use of the same site. A thread does this on a connection of its own, so that no operator
+neighbour posted for the same use of the same site. A thread does this on a separate connection, so that no operator
 waits. A disagreement becomes an error on every rank.
 """
 
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
+from shardwise.errors import LostRankError
 from shardwise.events import user_frame
 from shardwise.fabric.collective_log import Ranks, argument_name, ranks_name
 from shardwise.torch_private import DisableTorchDispatch
@@ -28,10 +29,10 @@ from shardwise.torch_private import DisableTorchDispatch
 __all__ = ["PlainCheck", "digest_of", "is_sampled"]
 
 EVERY = 1024  # a site is checked at the uses 1, 2, 4, ..., and from here on at each multiple of this
-BUSY, IDLE = 0.05, 1.0  # seconds between looks while something waits to be compared, and at most
+BUSY, IDLE = 0.05, 1.0  # seconds between polls: while digests wait to be compared, and the maximum
 KEPT = 4096  # digests that wait for those of a neighbour
 SITES = 1 << 16  # call sites that are counted
-GRACE = 10.0  # seconds to wait at the end for a rank that has posted nothing so far
+GRACE = 10.0  # seconds to wait at the end for a rank that has not posted
 LEAVING = 2.0  # seconds that a program which fails gives others to hear of a disagreement
 WAITING = 5.0  # seconds in which a program that is not waiting for others comes to its next operator
 PATIENCE = 30.0  # seconds to wait at the end for ranks that take part
@@ -133,7 +134,7 @@ class Reporter(Protocol):
         ...
 
     def was_raised(self) -> bool:
-        """Whether the program has."""
+        """Whether the program raised it."""
         ...
 
     def show(self) -> None:
@@ -142,20 +143,27 @@ class Reporter(Protocol):
 
 
 class PlainCheck:
-    """This rank's part in the comparison.
+    """One rank's side of the comparison.
 
     Args:
         store: where ranks post; used by the thread of this object alone.
         rank: of this process.
         report: called with a disagreement, by the thread of this object.
-        let_others_run: where ranks are threads that take turns, gives the others theirs. Then this object has no
-            thread: it compares where a tensor is used.
+        let_others_run: if ranks are threads that take turns, gives the other ranks their turn. Then this object has no
+            thread, and compares when a tensor is used.
+        patience: seconds to wait for other ranks, at most.
     """
 
     def __init__(
-        self, store: Any, rank: int, report: Reporter, let_others_run: Callable[[], object] | None = None
+        self,
+        store: Any,
+        rank: int,
+        report: Reporter,
+        let_others_run: Callable[[], object] | None = None,
+        patience: float = PATIENCE,
     ) -> None:
         self.rank, self.verdict = rank, ""
+        self._patience = min(patience, PATIENCE)
         self._store, self._report, self._process = store, report, os.getpid()
         self._counts: dict[tuple[Any, ...], itertools.count[int]] = {}
         self._posted: deque[Use] = deque()
@@ -204,21 +212,20 @@ class PlainCheck:
             self._wake.set()
 
     def _thread_name(self) -> str:
-        """The thread as all ranks call it. Those of autograd have no name of their own."""
+        """The thread's name, the same on all ranks. Autograd's threads have no names."""
         if threading.get_ident() == self._main:
             return ""
         name = threading.current_thread().name
         return "backward" if name.startswith("Dummy") else name
 
-    def compare_posted(self, ranks: Ranks, number: int, patience: float = PATIENCE) -> None:
-        """Compare everything posted so far: waits until the neighbours among `ranks` have posted as much.
+    def compare_posted(self, ranks: Ranks, number: int) -> None:
+        """Compare everything posted so far. Waits until the neighbours among `ranks` have posted as much.
 
         Args:
             ranks: those that call it, this one among them.
             number: how many times they have.
-            patience: seconds to wait.
         """
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + self._patience
         if self._thread is None:
             self._asked[ranks] = number
             while self._compared.get(ranks, 0) < number and not self.verdict and time.monotonic() < deadline:
@@ -234,7 +241,7 @@ class PlainCheck:
                 self._turn.wait(0.1)
 
     def close(self, wait: bool) -> None:
-        """The program ends. `wait` for the last comparisons, and that every rank has heard of a disagreement."""
+        """End the check. With `wait`, finish the last comparisons and wait until every rank knows of a disagreement."""
         if self._thread is None:
             if wait and not self.verdict:
                 self._finish()
@@ -243,7 +250,7 @@ class PlainCheck:
             return
         self._ended = True
         self._wake.set()
-        self._thread.join(2 * PATIENCE if wait else LEAVING)
+        self._thread.join(2 * self._patience if wait else LEAVING)
 
     # ---------------------------------------------------------------- the thread
 
@@ -267,7 +274,7 @@ class PlainCheck:
                 busy = self._look() or bool(self._to_settle())
                 pause = BUSY if busy else min(2 * pause, IDLE)
             self._finish()
-        except dist.DistError:  # the store is gone, and with it the other ranks
+        except (dist.DistError, LostRankError):  # the store is gone, and with it the other ranks
             pass
         finally:
             self._show_unless_raised()
@@ -331,10 +338,10 @@ class PlainCheck:
         if not self.verdict and self._store.check(["verdict"]):
             self.verdict = self._store.get("verdict").decode()
             self._report.found(self.verdict)
-            self._store.add("heard", 1)  # from now on the rank that holds the store may go
+            self._store.add("heard", 1)  # from now on the rank that holds the store may end
 
     def _show_unless_raised(self) -> None:
-        """A program that ends, or waits for others, raises nothing: then the error is printed."""
+        """Print an error that the program cannot raise because it is ending or waiting for other ranks."""
         deadline = time.monotonic() + WAITING
         while self.verdict and not self._report.was_raised():
             if self._ended or time.monotonic() > deadline:
@@ -347,7 +354,7 @@ class PlainCheck:
         self._send()
         self._store.set(f"mark{self.rank}", str(ENDED))
         start = time.monotonic()
-        while not self.verdict and time.monotonic() < start + PATIENCE:
+        while not self.verdict and time.monotonic() < start + self._patience:
             marks = [self._number(f"mark{stream.before}", -1) for stream in self._streams.values()]
             self._receive()
             self._hear()
@@ -356,13 +363,13 @@ class PlainCheck:
                 break
             self._pause()
         self._store.add("done", 1)
-        while not self.verdict and time.monotonic() < start + PATIENCE:
+        while not self.verdict and time.monotonic() < start + self._patience:
             every = self._counted("done") >= self._counted("begun")
             self._hear()
             if every:
                 break
             self._pause()
-        while self.verdict and time.monotonic() < start + PATIENCE:  # one of us holds the store
+        while self.verdict and time.monotonic() < start + self._patience:  # one of us holds the store
             if self._counted("heard") >= self._counted("begun"):
                 break
             self._pause()
@@ -379,7 +386,7 @@ def _name_of(ranks: Ranks) -> str:
 class _Stream:
     """The posts of this rank and of the one before it in a group, and their differences.
 
-    A rank's posts are numbered keys of the store. The rank after it alone reads them, and deletes them.
+    A rank's posts are numbered keys of the store. Only the next rank reads and deletes them.
     """
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
@@ -413,7 +420,7 @@ class _Stream:
         if other is None:
             mine = self._waiting[side]
             mine[site, number] = (line, said)
-            while len(mine) > KEPT:  # of ranks that take different ways through the program
+            while len(mine) > KEPT:  # of ranks that take different paths through the program
                 mine.popitem(last=False)
         elif other[1] != said and not self.difference:
             mine, theirs = ((line, said), other) if side == 0 else (other, (line, said))

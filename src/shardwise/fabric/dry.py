@@ -1,4 +1,4 @@
-"""The fabric of planning: shapes and costs only, for any number of ranks.
+"""The dry-run fabric: shapes and costs only, for any number of ranks.
 
 A local is a meta tensor of the largest block. Each step is recorded with its bytes and modelled seconds. The bytes of
 locals, and of tensors computed from them by plain operators, are tracked, with the kernels of the target device
@@ -103,7 +103,7 @@ class DryRun:
 
     @property
     def collectives(self) -> Counter[str]:
-        """How many of each collective."""
+        """The number of collectives of each kind."""
         return Counter(record.step.collective for record in self.steps if record.step.collective is not None)
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class DryRun:
         return tensor.untyped_storage()._cdata in self._storages
 
     def hold_workspace(self, which: Any) -> None:
-        """Count a workspace that a library takes at its first use, and keeps."""
+        """Count a workspace that a library allocates at its first use and does not free."""
         if which is not None and which not in self._workspaces and self.device_type == "cuda":
             self._workspaces.add(which)
             self._grow(WORKSPACE)
@@ -142,8 +142,8 @@ class DryRun:
 class Following(TorchDispatchMode):
     """Counts the memory of tensors that operators on plain meta tensors compute from counted memory.
 
-    A plain meta tensor that no counted one went into is not counted: a model that is initialised on the meta device
-    takes no memory for real either.
+    Plain meta tensors that do not depend on counted ones are not counted: a model initialised on the meta device takes
+    no real memory either.
     """
 
     def __init__(self, run: DryRun) -> None:
@@ -305,7 +305,7 @@ class DryFabric(Fabric):
     def exchange_by_owner(
         self, step: OwnerExchange, start: StartExchange, locals_: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """As if every rank sent equally much to each: as many items arrive as are sent."""
+        """Assumes that every rank sends equally many items to each rank: as many are received as sent."""
         mesh = step.before.mesh
         members = math.prod(mesh.shape[axis] for axis in step.over)
         program = start((0,) * mesh.ndim, list(locals_))
@@ -324,7 +324,7 @@ class DryFabric(Fabric):
         return [self.track(result) for result in results]
 
     def track(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a local in every dry run that is on here."""
+        """Count a local in every active dry run."""
         for run in self.runs.values():
             run.hold(tensor)
         return tensor
@@ -346,18 +346,18 @@ dry = register(DryFabric())
 
 @contextlib.contextmanager
 def _torch_mode(mode: Any, stack: Any) -> Iterator[None]:
-    """Inside, `mode` is on torch's stack of its kind; left out of order, it alone is taken off.
+    """Inside, `mode` is on torch's stack for such modes. If contexts end out of order, only this mode is removed.
 
     Args:
         mode: the mode.
-        stack: torch's functions for the stack: how many modes, push one, pop one.
+        stack: torch's functions for the stack: its length, push, pop.
     """
     size, push, pop = stack
     push(mode)
     try:
         yield
     finally:
-        mode.live = False  # wherever it stays behind: a context may be left on another thread
+        mode.live = False  # on whichever stack it remains: a context may be left on another thread
         above = []
         while size():
             top = pop()

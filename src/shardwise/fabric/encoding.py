@@ -10,15 +10,15 @@ import torch
 from shardwise.core.placement import norm_order
 from shardwise.fabric.block_copies import norm_from_powers, powers_of
 
-__all__ = ["as_carried", "as_reducible", "from_reducible"]
+__all__ = ["CARRIED", "as_carried", "as_reducible", "from_reducible"]
 
 # Dtypes that process groups carry. Others are sent as bytes (copies) or widened (reductions).
-_CARRIED = {
+CARRIED = {
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 }  # fmt: skip
 _WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32}
 # Process groups lose a NaN in a minimum or maximum, depending on which rank has it; torch never does. So extrema of
-# floats travel as integers in the same order, with NaN at the end that wins.
+# floats travel as integers in the same order, with NaN as the extreme value.
 EXTREMA = ("min", "max")
 _ORDERED = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
 
@@ -40,7 +40,7 @@ def as_reducible(local: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def from_reducible(total: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Tensor:
-    """The reduced value in the dtype that it came in."""
+    """The reduced value, decoded to the original dtype."""
     order = norm_order(op)
     if order is not None:
         return norm_from_powers(total, order, dtype)
@@ -53,4 +53,4 @@ def from_reducible(total: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Te
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as process groups can carry it: itself, or its bytes."""
-    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in CARRIED else tensor.view(-1).view(torch.uint8)

@@ -20,15 +20,15 @@ __all__ = ["Boxes", "Traffic", "traffic"]
 
 
 class Boxes(NamedTuple):
-    """Boxes of elements that our block shares with the blocks of other ranks, in the order of the ranks; a row each."""
+    """Boxes of elements that this rank's block shares with the blocks of other ranks, one row each, in rank order."""
 
-    which: np.ndarray  # the other rank, as its position among those that take part
+    which: np.ndarray  # the other rank, as its position among the participants
     ours: np.ndarray  # where the box begins in our block
     shape: np.ndarray
 
     @property
     def sizes(self) -> np.ndarray:
-        """How many elements each has."""
+        """The number of elements of each box."""
         return self.shape.prod(axis=1)
 
     def of(self, rank: int) -> Boxes:
@@ -67,13 +67,13 @@ def traffic(
     """The boxes that the rank `ranks[me]` sends and receives when the layout `before` becomes `after`.
 
     Args:
-        before: the layout now.
-        after: the layout to come.
-        ranks: who takes part.
+        before: the current layout.
+        after: the new layout.
+        ranks: the participants.
         me: the index of this rank.
         having: the coordinate of each on the mesh of `before`, a row each; -1 outside the mesh.
         wanting: the same on the mesh of `after`.
-        turn: with which of several replicas receivers begin to go round.
+        turn: the replica at which receivers begin their round over several replicas.
         window: only these indices are moved.
         distances: between the ranks that take part; None where all are equally far.
     """
@@ -100,7 +100,7 @@ def traffic(
 
 
 def _nearest_in_turn(numbers: np.ndarray, replicas: np.ndarray, distances: Distances | None) -> np.ndarray:
-    """For each rank which of the replicas sends to it: of the nearest ones, they take turns."""
+    """For each rank the replica that sends to it: the nearest ones in turn."""
     if distances is None:
         return numbers % len(replicas)
     far = distances.between(np.arange(len(numbers)), replicas)
@@ -117,7 +117,7 @@ def _are_nearest(far: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def _places(group: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each rank its place among the near ones of its group, and how many these are."""
+    """Each rank's position among the near ranks of its group, and the number of these."""
     order = np.argsort(group, kind="stable")
     before = np.cumsum(near[order]) - near[order]
     first = np.searchsorted(group[order], group[order])
@@ -128,9 +128,10 @@ def _places(group: np.ndarray, near: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _replica_groups(spec: DTensorSpec, coordinates: np.ndarray, inside: np.ndarray) -> np.ndarray:
-    """The number of the group of ranks that hold the same block; those outside the mesh are one more group.
+    """For each rank the number of its group, whose ranks hold the same block; ranks outside the mesh form one more
+    group.
 
-    A block that several hold is sent by the rank that needs it itself, else by its holders in turn.
+    A block with several holders is sent by the receiver itself if it is one of them, else by the holders in turn.
     """
     key = np.full(len(coordinates), -1)
     key[inside] = 0
@@ -157,7 +158,7 @@ def _shared(
     *,
     ours_first: bool,
 ) -> Boxes:
-    """The boxes inside the window that our block shares with what each of the ranks holds of `theirs`."""
+    """The boxes inside the window that this rank's block shares with the block of each rank in `theirs`."""
     if theirs.is_strided or any(len(runs) > 1 for runs in ours.runs):
         return _shared_strided(ours, theirs, ranks, coordinates, window, ours_first)
     at, shape = [np.zeros((len(ranks), 0), dtype=np.int64)] * 2
@@ -194,7 +195,7 @@ def _shared_strided(
 def _boxes(
     ours: Block, theirs: DTensorSpec, coordinate: tuple[int, ...], window: IndexRange | None, ours_first: bool
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Of each shared box, dim by dim: where it begins in our block, and its length."""
+    """For each shared box and dim: its start in this rank's block, and its length."""
     columns = []
     for dim, runs in enumerate(ours.runs):
         other = theirs.runs(dim, coordinate)
@@ -205,7 +206,7 @@ def _boxes(
 
 
 def _clipped(shared: Sequence[tuple[int, int]], runs: Sequence[Run], window: IndexRange) -> list[tuple[int, int]]:
-    """What is inside the window of stretches of a block, each inside one of its runs."""
+    """Intervals of a block, each inside one of its runs, clipped to the window."""
     starts = list(itertools.accumulate((run.length for run in runs), initial=0))
     found = []
     for at, length in shared:

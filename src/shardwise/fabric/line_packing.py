@@ -1,7 +1,7 @@
-"""Packing for an exchange in which one axis splits one dim otherwise: runs stay in the order of the ranks.
+"""Packing for an exchange that changes how one axis splits one dim, with runs in rank order.
 
-What a rank sends is its local as it is, cut by the runs of the receivers, and what it gets is its result. So few
-operations are needed, whatever the number of ranks, and the sizes may be new each time. Communicates nothing.
+A rank sends its unmodified local, cut at the receivers' runs, and the received buffer is the result. So the number of
+operations does not depend on the number of ranks, and sizes may change with each call. Communicates nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class LineParcels(NamedTuple):
     sent_sizes: list[int]
     got_sizes: list[int]
     dim: int
-    copies: int  # how often the local is sent: once, or to every rank
-    tag: tuple[int, int]  # where an element that nobody wants is in what is sent and got; -1: there is none
+    copies: int  # how many times the local is sent: once, or to every rank
+    tag: tuple[int, int]  # the position of an unused element in the sent and received buffers; -1: there is none
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def splits(self, scale: int) -> tuple[list[int], list[int]]:
-        """What comes from each rank and what goes to each, where an element is carried as `scale`."""
+        """Received and sent elements by rank, if an element is carried as `scale`."""
         return [n * scale for n in self.got_sizes], [n * scale for n in self.sent_sizes]
 
     def buffer(self, local: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class LineParcels(NamedTuple):
         return torch.cat([flat[:at], flat.new_zeros(1), flat[at:]])
 
     def unpack(self, local: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """The result, of what this rank got."""
+        """The result, from the received buffer."""
         at, dim, shape = self.tag[1], self.dim, self.shape
         if at >= 0:
             buffer = torch.cat([buffer[:at], buffer[at + 1 :]])
@@ -59,7 +59,7 @@ class LineParcels(NamedTuple):
 
 
 def line_parcels(step: Exchange, change: LineChange, coordinate: Coordinate) -> LineParcels:
-    """What the rank at `coordinate` sends and gets; the group has its ranks in the order of the axis."""
+    """The parcels of the rank at `coordinate`; the group numbers its ranks in the order of the axis."""
     me, dim, after = coordinate[change.axis], change.dim, step.after
     shape = list(step.before.local_shape(coordinate))
     inner = math.prod([n for at, n in enumerate(shape) if at != dim])

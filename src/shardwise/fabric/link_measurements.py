@@ -20,10 +20,10 @@ from shardwise.plan.cost import Link, all_gather_bytes, all_reduce_bytes, all_to
 
 __all__ = [
     "RankHosts",
+    "destroy_when_all_done",
     "find_hosts",
     "fit_link",
     "host_mesh",
-    "leave_together",
     "measure_machine",
     "slowest_seconds",
     "timed_collective",
@@ -45,7 +45,7 @@ class RankHosts(NamedTuple):
 
     @property
     def ranks_per_host(self) -> int | None:
-        """How many ranks each host has; None if ranks are not numbered host by host with equal counts."""
+        """The number of ranks of each host; None if ranks are not numbered host by host with equal counts."""
         count = len(self.names) // len(self.hosts)
         regular = [host for host in self.hosts for _ in range(count)]
         return count if tuple(regular) == self.names else None
@@ -58,8 +58,8 @@ def find_hosts() -> RankHosts:
     return RankHosts(tuple(names))
 
 
-def leave_together() -> None:
-    """End the process groups when every process is done: one that exits earlier breaks the connections of others."""
+def destroy_when_all_done() -> None:
+    """Destroy the process groups when every process is done: an earlier exit would break the connections of others."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -117,7 +117,7 @@ def measure_machine(
     Args:
         device_type: "cpu" or "cuda".
         sizes: bytes of the tensors.
-        say: is told what is measured next.
+        say: called with a description of the next measurement.
     """
     found = find_hosts()
     ranks_per_host = found.ranks_per_host

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from shardwise.errors import LostRankError, ShardwiseError
 from shardwise.events import user_line
 
-__all__ = ["lost_rank_error", "named_failures"]
+__all__ = ["is_timeout", "lost_rank_error", "named_failures", "reporting_rank"]
 
 T = TypeVar("T")
 SHOWN = 8  # ranks
@@ -31,7 +33,7 @@ _ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
 
 
 def lost_rank_error(error: BaseException, operation: str, ranks: Sequence[int]) -> LostRankError | None:
-    """The error that says what a failure of a process group means; None if it is of another kind.
+    """The error that explains a failure of a process group; None if the failure is not one of communication.
 
     Args:
         error: what the process group raised.
@@ -41,22 +43,44 @@ def lost_rank_error(error: BaseException, operation: str, ranks: Sequence[int]) 
     text = str(error)
     if isinstance(error, ShardwiseError) or not isinstance(error, RuntimeError) or not _LOST.search(text):
         return None
-    me = dist.get_rank() if dist.is_initialized() else None
+    me = _rank()
     others = [rank for rank in ranks if rank != me]
     named = ", ".join(map(str, others[:SHOWN])) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
     found = _ADDRESS.search(text)
     peer = f"the peer at {found[1]}" if found else "one of them"
-    happened = f"{peer} did not answer in time" if _TIMEOUT.search(text) else f"{peer} has ended or cannot be reached"
+    happened = f"{peer} did not answer in time" if is_timeout(error) else f"{peer} has ended or cannot be reached"
     return LostRankError(
-        f"{operation} failed on rank {me} of {socket.gethostname()}, at {user_line()}: it communicates with ranks "
-        f"{named}, and {happened}\n  the process group says: {text.splitlines()[0][:300]}",
-        hint="look at the output of the other ranks for the first error; shardwise.check_ranks() names the rank that "
-        "ended; the timeout is that of init_process_group",
+        f"{operation} failed on {reporting_rank()}: it communicates with ranks {named}, and {happened}\n"
+        f"  the process group says: {text.splitlines()[0][:300]}",
+        hint="look at the output of the other ranks for the first error; shardwise.debug.check_ranks() names the "
+        "rank that ended; the timeout is that of init_process_group",
     )
 
 
+def is_timeout(error: BaseException | None) -> bool:
+    """Whether a failure of a process group is a timeout."""
+    return _TIMEOUT.search(str(error)) is not None
+
+
+def reporting_rank() -> str:
+    """This rank, its host and the user's line, for errors.
+
+    Threads of the library and of autograd run no user code: their line is that of the main thread.
+    """
+    thread, line = threading.current_thread(), user_line()
+    main = threading.main_thread()
+    if thread is not main and (line == "backward" or thread.name.startswith("shardwise")):
+        what = "backward" if line == "backward" else f"thread {thread.name!r}"
+        line = f"{user_line(sys._current_frames().get(main.ident or 0))} (in {what})"
+    return f"rank {_rank()} of {socket.gethostname()}, at {line}"
+
+
+def _rank() -> int | None:
+    return dist.get_rank() if dist.is_initialized() else None
+
+
 def named_failures(function: Callable[..., T], operation: Callable[[], tuple[str, Sequence[int]]]) -> Callable[..., T]:
-    """The function, with failures of communication in the user's terms.
+    """`function`, with failures of communication raised in the user's terms.
 
     Args:
         function: what communicates.

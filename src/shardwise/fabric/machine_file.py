@@ -99,7 +99,7 @@ def parse_machine(data: bytes, name: str = "the file") -> Machine:
     """The machine of a JSON text; raises where something is missing, unknown or out of range."""
     reader = _Reader(name)
     try:
-        found = json.loads(data)
+        found = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise MachineFileError(
             f"{name} is no machine file: {error}", hint="make one with shardwise calibrate"
@@ -130,7 +130,7 @@ class _Reader:
             raise MachineFileError(f"{self.name} is no machine file: {what} {text}", hint=HINT)
 
     def number(self, value: Any, what: str, least: float = 0.0) -> float:
-        holds = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        holds = (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
         self.check(holds and value >= least, f"{what} must be a number of at least", least)
         return float(value)
 

@@ -1,7 +1,7 @@
-"""Operators that give other bits on the same operands: virtual ranks with equal operands share one result.
+"""Nondeterministic operators: virtual ranks with equal operands share one result.
 
-Replicas are one value. If kernels add in no fixed order, or read uninitialized memory, every rank would have
-a value of its own. Ranks whose operands differ compute their own results.
+Replicas must be equal. If a kernel adds in no fixed order, or reads uninitialized memory, ranks with equal operands
+would get different results. Ranks whose operands differ compute their own results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _shares = True
 
 @contextlib.contextmanager
 def own_results() -> Iterator[None]:
-    """Inside, every rank computes its own result: which ranks have equal operands is not looked at."""
+    """Inside, every rank computes its own result, and operands are not compared."""
     global _shares
     previous, _shares = _shares, False
     try:
@@ -57,7 +57,7 @@ _BY_SHAPE = frozenset(name for name in _NAMES if name.endswith("_backward") and 
 
 
 def shape_only(op: Any) -> int | None:
-    """The position among the tensors of an operand of which no value is read.
+    """The position among the tensors of an operand whose values are not read.
 
     Example:
         >>> shape_only(torch.ops.aten.avg_pool3d_backward.default), shape_only(torch.ops.aten.index_add.default)
@@ -67,7 +67,7 @@ def shape_only(op: Any) -> int | None:
 
 
 def is_nondeterministic(op: Any) -> bool:
-    """Whether an operator may give other bits each time that it is called.
+    """Whether an operator may return different bits for equal operands.
 
     Example:
         >>> is_nondeterministic(torch.ops.aten.index_add_.default), is_nondeterministic(torch.ops.aten.add.Tensor)
@@ -87,8 +87,8 @@ def share_results(
     Args:
         rows: each rank's tensors and other values.
         call: runs the operator on a row.
-        written: where in a row the tensors are that it writes to, and the names of their arguments.
-        unread: where in a row a tensor is of which only the shape counts.
+        written: the positions in a row of the tensors that it writes to, and the names of their arguments.
+        unread: the position in a row of a tensor of which only the shape is read.
     """
     if not _shares or any(is_traced(value) for value in rows[0] if isinstance(value, torch.Tensor)):
         return [call(row) for row in rows]

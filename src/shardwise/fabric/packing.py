@@ -1,7 +1,7 @@
 """Packing and unpacking around a collective on process groups.
 
 Pure functions on plain tensors and specs: the same whether the collective is issued now or recorded in a graph. Sizes
-may be symbolic where ranks hold equally much. Communicates nothing.
+may be symbolic if all ranks have equal shards. Communicates nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Line(NamedTuple):
-    """The ranks that differ from this one along some axes of a mesh alone, by coordinate, the first axis major."""
+    """The ranks that differ from this one only along some mesh axes, by coordinate, the first axis major."""
 
     ranks: list[int]
     coordinates: np.ndarray  # a row each
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """How the parts of an all-gather are put together: each is `part` large, those that are shorter are padded."""
+    """How the parts of an all-gather are concatenated: each has the size `part`, shorter ones are padded."""
 
     part: list[int]
     pad: Callable[[torch.Tensor], torch.Tensor]
@@ -53,7 +53,7 @@ class Gathering(NamedTuple):
 
 
 def gathering(step: AllGather, line: Line, coordinate: Coordinate) -> Gathering:
-    """How `step` goes for the rank at `coordinate`."""
+    """The packing of `step` for the rank at `coordinate`."""
     dim, goal = step.dim, step.after.block(coordinate)
     if line.in_order and _divides(step.before, dim):
         return Gathering(
@@ -83,7 +83,7 @@ def gathering(step: AllGather, line: Line, coordinate: Coordinate) -> Gathering:
 
 
 class Scattering(NamedTuple):
-    """How a local is packed for a reduce-scatter, each rank's part `part` large, and one's own is taken out of it."""
+    """How a local is packed for a reduce-scatter into parts of the size `part`, and how the own part is unpacked."""
 
     part: list[int]
     pack: Callable[[torch.Tensor], torch.Tensor]
@@ -91,7 +91,7 @@ class Scattering(NamedTuple):
 
 
 def scattering(step: ReduceScatter, line: Line, coordinate: Coordinate) -> Scattering:
-    """How `step` goes for the rank at `coordinate`."""
+    """The packing of `step` for the rank at `coordinate`."""
     dim, n = step.dim, len(line.ranks)
     source, mine = step.before.block(coordinate), step.after.local_shape(coordinate)
     if line.in_order and _divides(step.after, dim):
@@ -119,7 +119,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class PaddedRows(NamedTuple):
-    """A row for each rank of a line, as long as the largest block, with its block of a tensor in front."""
+    """A row for each rank of a line, as long as the largest block, with the rank's block of a tensor at its start."""
 
     size: int
     pairs: Callable[[torch.Tensor, torch.Tensor], Pairs]  # of a buffer and the tensor: views of equal elements
@@ -165,7 +165,7 @@ def _rows_of_blocks(spec: DTensorSpec, line: Line, gathered: Block) -> PaddedRow
 
 
 def swapping(step: AllToAll, line: Line, coordinate: Coordinate) -> list[int] | None:
-    """The shape of the result where all parts are of one size, in order and row-major; None where they are not."""
+    """The shape of the result if all parts are of one size, in order and row-major; else None."""
     n, source_dim, target_dim = len(line.ranks), step.source_dim, step.target_dim
     alike = _divides(step.before, source_dim) and _divides(step.after, target_dim)
     row_major = step.after.tensor_meta.stride == dense_strides(step.after.shape)
@@ -177,7 +177,7 @@ def swapping(step: AllToAll, line: Line, coordinate: Coordinate) -> list[int] | 
 
 
 class Strip(NamedTuple):
-    """Boxes of one shape that follow each other in a block, and are dense one after the other in a flat buffer."""
+    """Adjacent boxes of one shape in a block, stored densely one after the other in a flat buffer."""
 
     offset: int  # of the first in the buffer
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count is not used
@@ -242,10 +242,10 @@ def pack(parts: Sequence[tuple[int, torch.Tensor]], buffer: torch.Tensor) -> tor
 def pack_traced(
     parts: Sequence[tuple[int, torch.Tensor]], local: torch.Tensor, size: int, tag: int = 0
 ) -> torch.Tensor:
-    """The same as one cat, with `tag` in elements that are not used.
+    """The same as one `cat`, with `tag` in unused elements.
 
-    The buffer that a rank sends must depend on its local even if it sends nothing of it: a compiler splits a graph
-    into forward and backward by dependencies, and the split must be the same on all ranks.
+    The sent buffer must depend on the local even if the rank sends none of it: a compiler splits a graph into forward
+    and backward by dependencies, and the split must be the same on all ranks.
     """
     found, filled = [local.reshape(-1)[:0]], 0
     for offset, part in (*parts, (size, None)):
@@ -259,7 +259,7 @@ def pack_traced(
 
 
 class Parcels(NamedTuple):
-    """One all-to-all with uneven splits: how many elements go to each rank and come from each, and as which boxes."""
+    """One all-to-all with uneven splits: elements sent to and received from each rank, and their boxes."""
 
     sent_sizes: list[int]
     got_sizes: list[int]
@@ -284,7 +284,8 @@ class Parcels(NamedTuple):
     def unpack(self, local: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """The result, from the boxes that this rank keeps and those it received.
 
-        It is made of the buffer even where nothing was got, so that a compiler sees that it comes from this collective.
+        It depends on the buffer even if nothing was received, so that a compiler sees that it comes from this
+        collective.
         """
         if self.shape is None or self.stride is None:
             return buffer.new_empty(0)
@@ -302,8 +303,8 @@ def parcels(step: Exchange, ranks: int, me: int, moved: Traffic, want: Coordinat
     """The sent and received boxes of the `me`-th of the `ranks` that take part."""
     sent_sizes, got_sizes = (sizes_by_rank([boxes], ranks) for boxes in (moved.sends, moved.receives))
     if got_sizes.any() != sent_sizes.any():
-        # torch's fake backend takes no empty input, and its compiler leaves a call out on a rank where the result is
-        # empty, for which the others would wait; so one element goes from this rank to itself
+        # torch's fake backend rejects empty inputs, and its compiler removes a call whose result is empty on this rank,
+        # while the others would wait for it; so this rank sends one element to itself
         sent_sizes[me] = got_sizes[me] = 1
     alone = [strips_alone(boxes) for boxes in (moved.kept_from, moved.kept_to)]
     return Parcels(
@@ -318,7 +319,7 @@ def parcels(step: Exchange, ranks: int, me: int, moved: Traffic, want: Coordinat
 
 
 def sizes_by_rank(several: Sequence[Boxes], ranks: int) -> np.ndarray:
-    """How many elements the boxes of each rank have."""
+    """The number of elements in the boxes of each rank."""
     sizes = np.zeros(ranks, dtype=np.int64)
     for boxes in several:
         np.add.at(sizes, boxes.which, boxes.sizes)
@@ -326,7 +327,7 @@ def sizes_by_rank(several: Sequence[Boxes], ranks: int) -> np.ndarray:
 
 
 def offsets_of(which: np.ndarray, box_sizes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Where each box begins in a buffer in which the ranks have places of `sizes`; boxes are in the order of ranks."""
+    """The offset of each box in a buffer whose parts have `sizes`, one for each rank; boxes are in rank order."""
     before = np.cumsum(box_sizes) - box_sizes  # of all boxes before it, those of its own rank included
     first = np.searchsorted(which, which)  # the first box of the same rank
     return (np.cumsum(sizes) - sizes)[which] + before - before[first]

@@ -1,9 +1,9 @@
 """Rank agreement: ranks exchange the list of collectives they issue, beside the process groups.
 
-A thread in each rank publishes the rank's state in the store and reads those of others: a rank whose sequence parts
-from another's, that waits for one that has ended, or in a circle, is an error on all ranks instead of a hang.
-Collectives are waited for by looking whether they are done, so that the error can be raised in the middle of one. Where
-a program ends, ranks meet and compare once more, and a difference becomes the exit status.
+A thread in each rank publishes the rank's state in the store and reads those of others: diverging sequences, a wait for
+a rank that has ended, and circular waits become an error on all ranks instead of a hang. Collectives are polled, so
+that the error can be raised in the middle of one. At the end of a program ranks meet and compare once more, and a
+difference becomes the exit status.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
+import socket
 import sys
 import threading
 import time
@@ -32,8 +33,9 @@ __all__ = ["CheckedGroup", "RankCheck", "exit_with"]
 T = TypeVar("T")
 # seconds of silence after which a rank is considered dead; one that holds Python's lock for long is silent, too
 SILENCE = float(os.environ.get("SHARDWISE_CHECK_SILENCE", "20"))
-SIGHTINGS = 3  # times that ranks must be found waiting for the same before a circle is reported
-SIGHTINGS_THREADS = 10  # the same where several threads issue collectives: another may be about to
+FAILED_SILENCE = min(SILENCE, 6.0)  # the same after a collective has failed, which must have a reason on some rank
+SIGHTINGS = 3  # how many times ranks must be found waiting for the same collectives before a circle is reported
+SIGHTINGS_THREADS = 10  # the same if several threads issue collectives: another thread may be about to issue one
 HINT = "every rank must issue the same collectives in the same order"
 ENDED = "has ended its program"
 
@@ -41,7 +43,7 @@ _exit_status: list[int] = []
 
 
 def exit_with(status: int) -> None:
-    """Let the process, which is ending, exit with this status."""
+    """Let the ending process exit with this status."""
     _exit_status[:] = [status]
 
 
@@ -58,14 +60,14 @@ atexit.register(_end_with_status)  # registered early, so it runs after the prog
 
 
 class RankCheck:
-    """This rank's part in the agreement.
+    """One rank's side of the agreement.
 
     Args:
         store: where ranks publish; used by this object alone.
         rank: of this process.
         world: how many there are.
         interval: seconds between looks.
-        give_up: lets the process end although collectives are in flight; called where ranks have parted.
+        give_up: lets the process end although collectives are in flight; called when ranks have diverged.
     """
 
     def __init__(
@@ -99,19 +101,20 @@ class RankCheck:
     # ---------------------------------------------------------------- the program's side
 
     def enter(self, ranks: Ranks, text: str, channel: str = "") -> str:
-        """A collective is about to be issued. Raises if the ranks have parted. Returns the name of its sequence.
+        """Log a collective that is about to be issued. Raises if the ranks have diverged. Returns the name of its
+        sequence.
 
         Args:
             ranks: those that issue it.
             text: a description, the same on all of them.
-            channel: the name of another sequence of these ranks, for a group of their own in another thread.
+            channel: the name of another sequence of these ranks, for a separate group in another thread.
         """
         self._raise_if_parted()
         key = _key(ranks, channel)
         line, thread = user_line(), threading.current_thread()
         self._threads.add(thread.ident or 0)
         if thread.ident == self._main:
-            line = "exit" if line == "backward" else line  # no line of the user's is running
+            line = "exit" if line == "backward" else line  # no user code is running
         elif line == "backward":
             self._backward.add(thread.ident or 0)
         else:
@@ -125,7 +128,7 @@ class RankCheck:
         return key
 
     def until(self, done: Callable[[], bool], key: str) -> None:
-        """Wait for something that the ranks do together. Raises if they have parted."""
+        """Wait for a joint operation of the ranks. Raises if they have diverged."""
         pause, thread = 1e-5, threading.get_ident()
         self._waits[thread] = (key, self._logs[key].count)
         try:
@@ -137,7 +140,7 @@ class RankCheck:
             self._waits.pop(thread, None)
 
     def run(self, function: Callable[[], T], ranks: Ranks, text: str, channel: str = "") -> T:
-        """Run a blocking call where nothing can be raised, in another thread, and wait for it here."""
+        """Run a blocking call in another thread, because nothing can be raised inside it, and wait for it here."""
         key = self.enter(ranks, text, channel)
         result: list[Any] = []
         device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
@@ -160,19 +163,19 @@ class RankCheck:
         return value
 
     def start_thread(self, function: Callable[[], object]) -> threading.Thread:
-        """A thread that may wait for ever: where it does, the process ends without it."""
+        """Start a thread that may wait for ever; it does not keep the process alive."""
         thread = threading.Thread(target=function, name="shardwise-collective", daemon=True)
         self._helpers = [*(helper for helper in self._helpers if helper.is_alive()), thread]
         thread.start()
         return thread
 
     def meet(self, ranks: Ranks, text: str, final: bool = False) -> None:
-        """Wait for all of these ranks to come here, and compare now. Raises on all of them if they have parted.
+        """Wait until all of these ranks call this, and compare now. Raises on all of them if they have diverged.
 
         Args:
             ranks: those that must come.
             text: the reason of the meeting.
-            final: whether nothing comes after it, so that sequences must be equal in length, too.
+            final: whether nothing follows, so that sequences must also be equal in length.
         """
         key = self.enter(ranks, text)
         place = f"{key} {self._logs[key].count}"
@@ -186,7 +189,7 @@ class RankCheck:
             self._gather(f"{place} parted", wanted + 1, key)  # no rank joins; the verdict is raised
 
     def _gather(self, place: str, wanted: int, key: str) -> None:
-        """Wait until as many ranks have come to a place; look meanwhile, and more often than otherwise."""
+        """Wait until this many ranks have arrived; poll meanwhile, at shorter intervals."""
         self._store.add(place, 1)
         now = time.monotonic()
         next_poll, next_look = now, now + min(self.interval, 0.2)
@@ -205,8 +208,8 @@ class RankCheck:
         self.until(arrived, key)
 
     def explain_failure(self, key: str) -> None:
-        """A collective has failed, as it does when another rank's process ends: raise the reason, if known."""
-        deadline = time.monotonic() + SILENCE + 5 * self.interval
+        """Raise the reason of a failed collective, if known, for example that another rank's process ended."""
+        deadline = time.monotonic() + FAILED_SILENCE + 5 * self.interval
         self._failures.append(key)
         try:
             self.until(lambda: time.monotonic() > deadline, key)
@@ -224,11 +227,13 @@ class RankCheck:
         while not self._stop.wait(self.interval):
             try:
                 self._look()
-            except Exception as error:  # the store is gone, and with it the rank that held it
+            except Exception as error:  # the store does not answer
                 if self._stop.is_set() or self.verdict is not None:
                     return
                 if self._waits:
-                    self.verdict = f"the ranks' store cannot be reached, so the rank that holds it has ended: {error}"
+                    self.verdict = (
+                        f"rank {self.rank} of {socket.gethostname()} cannot reach the store: {error.__cause__ or error}"
+                    )
                     return
 
     def _look(self) -> None:
@@ -248,9 +253,10 @@ class RankCheck:
     def _publish(self) -> None:
         self._beat += 1
         alive, waiting = self._threads & set(sys._current_frames()), set(self._waits)
-        stuck = len(alive - waiting) <= len(self._backward & waiting)  # else a thread that runs may go on to issue
+        stuck = len(alive - waiting) <= len(self._backward & waiting)  # otherwise a running thread may still issue one
         state = {
             "beat": self._beat,
+            "host": socket.gethostname(),
             "status": self._status,
             "waits": list(self._waits.values()) if stuck else [],
             "threads": len(alive - self._backward),
@@ -260,7 +266,7 @@ class RankCheck:
         self._store.set(f"rank{self.rank}", json.dumps(state))
 
     def _where(self) -> str:
-        """The line at which the program is, or that of the collective it waits in."""
+        """The program's current line, or that of the collective it waits in."""
         for key, _ in list(self._waits.values()):
             if self._logs[key].entries:
                 last = self._logs[key].entries[-1]
@@ -279,7 +285,7 @@ class RankCheck:
         return state
 
     def _compare(self, key: str, final: bool = False) -> None:
-        """My sequence in a group against that of the rank before me, so that each pair of neighbours is compared."""
+        """Compare this rank's sequence in a group with the previous rank's. All ranks do, so all pairs are compared."""
         ranks, log = self._members[key], self._logs[key]
         other = ranks[ranks.index(self.rank) - 1]
         state = self._state(other) if other != self.rank else None
@@ -289,7 +295,7 @@ class RankCheck:
             self._store.compare_set("suspects", "", suspects)
 
     def _testify(self, key: str, suspects: list[int]) -> None:
-        """The two ranks whose sequences differ send all they know; the first of them informs everyone."""
+        """The two ranks whose sequences differ publish their logs; the first of them informs all ranks."""
         if self.rank in suspects:
             self._store.set(f"evidence{self.rank}", json.dumps(self._logs.get(key, GroupLog()).evidence()))
         if self.rank == suspects[0]:
@@ -300,10 +306,10 @@ class RankCheck:
     # ---------------------------------------------------------------- waiting for nothing
 
     def _look_at_waits(self) -> None:
-        """Whether this wait cannot end: the other rank has ended, or waits for me."""
-        for key in list(self._failures):  # a rank that ended inside the collective had come to it
+        """Detect a wait that cannot end: the other rank has ended, or waits for this one."""
+        for key in list(self._failures):  # a rank that ended inside the collective had reached it
             for rank in _ranks(key):
-                if rank != self.rank and (gone := self._gone(rank, self._state(rank))):
+                if rank != self.rank and (gone := self._gone(rank, self._state(rank), FAILED_SILENCE)):
                     self._tell(f"{gone}, but {self._text_of(self.rank)}")
                     return
         for key, number in list(self._waits.values()):
@@ -339,15 +345,16 @@ class RankCheck:
                     return found
         return None
 
-    def _gone(self, rank: int, state: Mapping[str, Any] | None) -> str | None:
-        """How a rank ended, if it did; one without any message has not begun."""
+    def _gone(self, rank: int, state: Mapping[str, Any] | None, silence: float = SILENCE) -> str | None:
+        """How a rank ended, if it did; a rank without any message has not started."""
         if state is None:
             return None
         if state["status"] != "running":
             return f"rank {rank} {state['status']}"
         silent = time.monotonic() - self._heard[rank][1]
-        if silent > max(SILENCE, 5 * self.interval):
-            return f"rank {rank} has not been heard of for {silent:.0f} s (it was last at {state['at']})"
+        if silent > max(silence, 5 * self.interval):
+            who = f"rank {rank} of {state['host']}"
+            return f"{who} has not been heard of for {silent:.0f} s (it was last at {state['at']})"
         return None
 
     def _text_of(self, rank: int) -> str:
@@ -370,23 +377,23 @@ class RankCheck:
     # ---------------------------------------------------------------- the end
 
     def _failed(self, kind: Any, error: Any, trace: Any) -> None:
-        """An uncaught exception: the others are informed."""
+        """Inform the others of an uncaught exception."""
         self.fail(error)
         self._hook(kind, error, trace)
 
     def fail(self, error: BaseException) -> None:
-        """The program ends with this error: the others are informed. Nothing is compared then; sys.exit(0) is none."""
+        """Inform the others that the program ends with this error; nothing is compared. sys.exit(0) is no error."""
         if not isinstance(error, AgreementError) and not (isinstance(error, SystemExit) and not error.code):
             said = str(error).partition("\n")[0]
             self._status = f"ended with {type(error).__name__}{': ' if said else ''}{said}"
 
     def compare_all(self, text: str) -> None:
-        """Nothing more is issued: compare all sequences with the other ranks'. Raises if they differ."""
+        """Called when nothing more is issued: compare all sequences with the other ranks'. Raises if they differ."""
         if self._status == "running" and not self.raised:
             self.meet(tuple(range(self.world)), text, final=True)
 
     def close(self) -> None:
-        """The program ends: the others are informed, and the owner of the store stays until they have read it."""
+        """End the check: inform the others. The owner of the store stays until they have read it."""
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._failed:
             sys.excepthook = self._hook
@@ -415,7 +422,7 @@ class RankCheck:
                 print(f"shardwise: rank {self.rank}: {AgreementError(self.verdict, hint=HINT)}", file=sys.stderr)
                 exit_with(1)
             self._give_up()  # a collective that will never end must not keep the process
-            if any(helper.is_alive() for helper in self._helpers):  # torch aborts where the interpreter ends before it
+            if any(helper.is_alive() for helper in self._helpers):  # torch aborts if the interpreter ends first
                 _exit_status[:] = [1]
 
     def _at_exit_of_child(self) -> None:
@@ -431,7 +438,7 @@ class RankCheck:
 
 
 class _CheckedWork:
-    """A collective in flight that is waited for by looking."""
+    """A collective in flight that is polled."""
 
     def __init__(self, check: RankCheck, work: Any, key: str, silent: bool) -> None:
         self._check, self._work, self._key, self._silent = check, work, key, silent
@@ -445,7 +452,7 @@ class _CheckedWork:
             raise
 
     def _is_done(self) -> Callable[[], bool]:
-        """Whether it is done. gloo's reduce-scatters report that only to waiters: a thread waits."""
+        """Whether it is done. gloo's reduce-scatters report this only to waiters, so a thread waits."""
         if not self._silent:
             return self._work.is_completed
 
@@ -464,7 +471,7 @@ class CheckedGroup:
         self._check, self._group, self._ranks, self._text = check, group, ranks, text
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return self._group.size()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -25,13 +25,13 @@ SMALL, LARGE = 1 << 10, 1 << 20  # bytes: latency, bandwidth
 
 
 class RankFacts(NamedTuple):
-    """What one rank says about itself."""
+    """The facts of one rank."""
 
     rank: int
     host: str
     device: str
     versions: str
-    seconds: float  # that its work took
+    seconds: float  # time of its matrix products
     clock: float  # seconds that its clock is ahead of the first rank's
 
 
@@ -59,7 +59,7 @@ def gather_facts(device_type: str) -> list[RankFacts]:
 
 
 def _seconds_of_work(device_type: str) -> float:
-    """The least time of some matrix products, so that a busy moment does not count."""
+    """The minimum time of some matrix products, so that other load for a moment does not count."""
     x = torch.ones(WORK, WORK, device=device_type)
     spent = []
     for _ in range(7):
@@ -73,7 +73,7 @@ def _seconds_of_work(device_type: str) -> float:
 
 
 def slow_ranks(facts: list[RankFacts]) -> list[int]:
-    """The ranks whose work took much longer than that of most.
+    """The ranks whose work took much longer than the median.
 
     Example:
         >>> times = (1.0, 1.1, 5.0)

@@ -1,7 +1,7 @@
-"""Random states of virtual ranks: each rank draws as a process with a generator of its own would.
+"""Random states of virtual ranks: each rank draws as a process with its own generator would.
 
-Processes that were seeded alike draw the same numbers. So every virtual rank begins at the state that the one plain
-generator has, and all must leave it in the same state: one generator cannot hold states that differ.
+Processes with equal seeds draw the same numbers. So every virtual rank begins at the state of the one plain generator,
+and all ranks must leave it in the same state: one generator cannot hold several states.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class StateListener(Protocol):
     """A listener for saving and restoring random states: a recorder that repeats it later."""
 
     def kept(self, generators: Sequence[torch.Generator]) -> None:
-        """Their states are kept."""
+        """Random states were saved."""
         ...
 
     def put_back(self) -> None:
-        """They are put back into the states that were kept last."""
+        """The states saved last were restored."""
         ...
 
     def same(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
@@ -52,7 +52,7 @@ def listen_to_states(listener: StateListener) -> Iterator[None]:
 
 
 def draws(op: Any) -> bool:
-    """Whether an operator may take numbers from a generator.
+    """Whether an operator may draw numbers from a generator.
 
     Example:
         >>> draws(torch.ops.aten.native_dropout.default), draws(torch.ops.aten.add.Tensor)
@@ -66,7 +66,7 @@ def draws_alike(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[S
 
     Args:
         op: the operator.
-        rows: the arguments of each rank: the generators among them are drawn from, or else those of the devices.
+        rows: the arguments of each rank. Numbers come from the generators among them, else from those of the devices.
         call: runs the operator on a row.
     """
     if any(is_traced(leaf) for leaf in rows[0] if isinstance(leaf, torch.Tensor)):
@@ -90,8 +90,8 @@ def draws_alike(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[S
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
             raise AgreementError(
-                f"{op} draws more random numbers on virtual rank {rank} than on rank 0, or fewer: one generator is in "
-                "place of every rank's own, and cannot hold states that differ",
+                f"{op} draws more random numbers on virtual rank {rank} than on rank 0, or fewer: one generator "
+                "replaces every rank's own, and cannot hold different states",
                 hint="draw as many numbers on every rank: from tensors of the same shape, or on the DTensor itself, "
                 "which draws the numbers of one device",
             )
@@ -103,7 +103,7 @@ def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 
 def _drawn_in_graph(op: OpOverload, rows: Sequence[Sequence[Any]], call: Callable[[Sequence[Any]], Any]) -> list[Any]:
-    """The results of a compiled program, which has no states: the numbers of the first rank are given to all."""
+    """The results in a compiled program, which has no random states: all ranks get the numbers of the first one."""
     arguments = dict(zip([argument.name for argument in op._schema.arguments], rows[0], strict=False))
     if arguments.get("train") is False or arguments.get("dropout_p") == 0:  # nothing is drawn
         return [call(row) for row in rows]

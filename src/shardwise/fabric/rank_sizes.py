@@ -1,7 +1,7 @@
 """Numbers that differ between virtual ranks: the sizes of uneven locals, and numbers computed from them.
 
-They are torch's symbolic integers with a node of ours, so that autograd's formulas compute with every rank's own. One
-that is needed as a plain number is that of all ranks, or an error.
+They are torch's symbolic integers with our node class, so that autograd's formulas compute with every rank's own
+number. Where a plain number is needed, all ranks must agree, or it is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["RankNumber", "count_of", "of_rank", "rank_sizes", "traced_sizes"]
 
 
 class RankNumber:
-    """The node of a symbolic number: one plain number for each virtual rank. Has the methods that torch calls."""
+    """The node of a symbolic number: one plain number for each virtual rank, with the methods that torch calls."""
 
     __slots__ = ("general", "is_stride", "values")
 
@@ -33,12 +33,12 @@ class RankNumber:
         self.general = general  # the answer for torch's own code if ranks differ: a size is not 0 or 1
 
     def agreed(self) -> Any:
-        """The number, where it is one plain number for all ranks."""
+        """The number, if it is the same on all ranks; otherwise an error."""
         first = self.values[0]
         if any(value != first for value in self.values[1:]):
             what = "a condition on the sizes" if self.is_bool() else "a size"
             raise AgreementError(
-                f"{what} of uneven locals is {self} on the virtual ranks: one plain value cannot be that of every rank",
+                f"{what} of uneven locals is {self} on the virtual ranks: one plain value cannot hold it",
                 hint="pad the locals to one shape, compute on the DTensor, or take one rank's with local.tensors[rank]",
             )
         return first
@@ -130,9 +130,9 @@ class RankNumber:
     def _general(self, compute: Callable[[Any, Any], Any], other: Any, others: Sequence[Any]) -> bool | None:
         """The answer for torch's own code to a comparison, or a combination of them, if the ranks differ.
 
-        It tests whether a size is 1 to broadcast, whether it is 0 to save work, and compares strides to choose an order
-        of memory. A number that differs is taken as any other, as torch does with sizes that it does not know. Not so
-        in a user's program: that is `bool_`.
+        torch's code tests whether a size is 1 to broadcast, whether it is 0 to save work, and compares strides to
+        choose a memory order. A number that differs between ranks is treated as neither 0 nor 1, as torch treats
+        unknown sizes. User programs get an error instead, from `bool_`.
         """
         if compute in (operator.eq, operator.ne):
             strides = self.is_stride or (isinstance(other, RankNumber) and other.is_stride)
@@ -216,7 +216,7 @@ for _name, _compute in _UNARY.items():
 
 
 def rank_sizes(sizes: Sequence[Sequence[int]], strides: bool = False) -> list[Any]:
-    """The sizes or strides of all ranks as one: plain where they agree, symbolic where each rank has its own.
+    """The sizes or strides of all ranks as one list: plain where they agree, symbolic where they differ.
 
     Example:
         >>> rank_sizes([(2, 3), (1, 3)])
@@ -226,7 +226,7 @@ def rank_sizes(sizes: Sequence[Sequence[int]], strides: bool = False) -> list[An
 
 
 def traced_sizes(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """The sizes and strides of tensors that a compiler traces. If ranks differ in a size, all its symbols are fixed.
+    """The sizes and strides of traced tensors. If ranks differ in a size, all its symbols are specialized.
 
     Example:
         >>> traced_sizes([torch.empty(2, 3), torch.empty(1, 3)])
@@ -251,7 +251,7 @@ def of_rank(value: Any, rank: int) -> Any:
 
 
 def count_of(numbers: Sequence[Any]) -> int | None:
-    """How many ranks numbers are of; None where all of them are plain.
+    """The number of ranks of rank-dependent numbers; None if all numbers are plain.
 
     Example:
         >>> count_of(rank_sizes([(2, 3), (1, 3)])), count_of((2, 3))

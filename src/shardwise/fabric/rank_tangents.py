@@ -1,7 +1,7 @@
-"""Forward mode on uneven locals of virtual ranks: tangents that torch makes have each rank's own sizes.
+"""Forward mode on uneven locals of virtual ranks: tangents that torch creates get each rank's own sizes.
 
-Where an operand has no tangent, torch computes with zeros that have sizes but no memory, in code that takes plain
-numbers for sizes. The sizes of uneven locals are each rank's own. There zeros are tensors in memory, one for each rank.
+For an operand without a tangent torch computes with zeros that have sizes but no memory, in code that requires plain
+sizes. The sizes of uneven locals differ between ranks, so their zeros are tensors in memory, one for each rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def in_forward_mode() -> bool:
 
 
 class RankTangents(TorchDispatchMode):
-    """Makes new tangents of sizes that are each rank's own, and zero tangents with memory.
+    """Creates tangents with each rank's own sizes, and zero tangents with memory.
 
     Args:
         of_ranks: makes the local of all virtual ranks from each rank's tensor.

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, of which one runs at a time. They take turns where one waits for others.
+"""Ranks as threads of one process, one running at a time. A rank that waits for others gives up its turn.
 
 The state of a process that belongs to a rank (its environment, random states, modules of the program, torch's
 process groups) is exchanged with the turn, so a script written for N processes runs as it is. The order of turns is
@@ -31,18 +31,18 @@ from shardwise.fabric.base import rank_state
 
 __all__ = ["RankThreads", "rank_threads", "torchrun_environment"]
 
-# `exchange(state)` sets the state of one rank, None for a new one, and returns that of the former.
+# `exchange(state)` sets the state of one rank (None for a new one) and returns the state of the previous one.
 Exchange = Callable[[Any], Any]
 
 POLL = 1e-3  # seconds between two polls of a thread that is not a rank, or of ranks that all poll
 
 
 class _Stopped(BaseException):
-    """Raised where a rank waits after another one has failed."""
+    """Raised in a waiting rank after another one has failed."""
 
 
 class _Wait(NamedTuple):
-    """The wait of a rank: a description and the line."""
+    """A rank's wait: its description and the user's line."""
 
     ready: Callable[[], bool]
     text: str
@@ -53,8 +53,9 @@ class RankThreads:
     """The threads of some ranks. Rank 0 is the thread that calls `run`.
 
     Args:
-        size: how many ranks.
-        roots: directories of the program. Its modules are imported by each rank for itself; other modules are shared.
+        size: the number of ranks.
+        roots: directories of the program. Each rank imports its own copy of the program's modules; other modules are
+            shared.
         environment: variables of each rank in addition to `os.environ`.
     """
 
@@ -127,7 +128,7 @@ class RankThreads:
             self.failure = rank, error
 
     def _next(self, rank: int) -> int:
-        """Whose turn it is after this rank: the next that can go on."""
+        """The rank whose turn is next: the next one that can continue."""
         order = [(rank + 1 + i) % self.size for i in range(self.size)]
         left = [other for other in order if other not in self._ended]
         for other in left:
@@ -151,11 +152,11 @@ class RankThreads:
         self._turns[to].release()
 
     def _exchange(self, rank: int, state: list[Any]) -> None:
-        """Put the state of another rank in force, and keep that of this one."""
+        """Activate the state of another rank and save that of this one."""
         self._states[rank] = [exchange(own) for exchange, own in zip(self._exchanges, state, strict=True)]
 
     def _acquire(self, turn: threading.Semaphore) -> None:
-        """Wait for a turn. Ctrl-C reaches the first thread, whichever runs."""
+        """Wait for a turn. Ctrl-C always reaches the first thread."""
         try:
             turn.acquire()
         except KeyboardInterrupt as error:
@@ -170,10 +171,10 @@ class RankThreads:
     # ---------------------------------------------------------------- waiting
 
     def wait_until(self, ready: Callable[[], bool], text: str) -> None:
-        """Return when `ready()` holds; other ranks run meanwhile. Raises where it never can.
+        """Return when `ready()` holds; other ranks run meanwhile. Raises if no rank can continue.
 
         Args:
-            ready: whether to go on. Called by other ranks too.
+            ready: whether to continue. Called by other ranks too.
             text: the reason of the wait.
         """
         rank = self._ranks.get(threading.get_ident())
@@ -189,7 +190,7 @@ class RankThreads:
             self._let_others_run(rank)
 
     def let_others_run(self) -> None:
-        """Give every other rank that can go on a turn."""
+        """Give a turn to every other rank that can continue."""
         rank = self._ranks.get(threading.get_ident())
         self._raise_if_stopped()
         if rank is None or self._next(rank) == rank:
@@ -213,7 +214,7 @@ class RankThreads:
             raise _Stopped
 
     def _refuse_imports(self) -> None:
-        """A module that waits for others while it is imported would hold the lock that they need to import it."""
+        """Raise if a module communicates during its import: it would hold the lock that other ranks need for it."""
         frame = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -275,7 +276,7 @@ def torchrun_environment(size: int) -> list[dict[str, str]]:
 
 
 def _of_processes(modules: _RankModules) -> list[Exchange]:
-    """The exchanged state of Python and torch. A rank begins with the current one."""
+    """The exchanged state of Python and torch. A rank begins with the current state."""
     made = distributed_c10d
     fresh: dict[str, Callable[[], Any]] = {
         "_world": made._World,
@@ -344,7 +345,7 @@ def _logging_of(root: logging.Logger) -> Exchange:
 
 
 def _random_states(dtype: torch.dtype) -> Exchange:
-    """Generators of the CPU start with another seed in every process, torch's for CUDA with the same."""
+    """CPU generators start with a different seed in every process, torch's CUDA generators with the same seed."""
 
     def exchange(state: Any) -> Any:
         numpy: Any = sys.modules.get("numpy.random")
@@ -374,7 +375,7 @@ def _random_states(dtype: torch.dtype) -> Exchange:
 
 
 class _RankModules(importlib.abc.MetaPathFinder):
-    """The modules of the program, one copy for every rank: their top level may depend on the rank."""
+    """The modules of the program, one copy for every rank, because their top level may depend on the rank."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = [Path(root).resolve() for root in roots]

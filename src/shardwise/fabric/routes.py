@@ -1,6 +1,6 @@
-"""Planned routes bound to their fabric, once for each pair of specs; each is announced before it runs.
+"""Planned routes bound to their fabric, cached for each pair of specs; listeners are notified before a route runs.
 
-The one way by which a local goes from one layout to another.
+Every change of a local's layout goes through this module.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MAX_ROUTES = 8192
 
 @dataclass(eq=False, slots=True)
 class BoundRoute:
-    """A route and the callable that carries it out on a local."""
+    """A route and the callable that executes it on a local."""
 
     route: Route
     run: BoundStep
     communicates: bool
-    read: BoundStep  # the same for tensors that are only read: broadcast dims stay so
-    reorder: bool = False  # whether the local is to be put in the order of the global strides: it may be row-major
+    read: BoundStep  # the same for tensors that are only read: keeps broadcast dims
+    reorder: bool = False  # whether the local must be copied to the order of the global strides: it may be row-major
     _begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
     def start(self, local: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -92,13 +92,13 @@ def _bind(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model
 
 
 def _only_read(route: Route) -> Route:
-    """A route of a tensor with broadcast dims whose result is not written to."""
+    """A route of a tensor with broadcast dims whose result is only read."""
     last = route.steps[-1]
     return replace(route, steps=(*route.steps[:-1], replace(last, reads=True))) if isinstance(last, Expand) else route
 
 
 def _bind_symbolic(source: DTensorSpec, target: DTensorSpec, max_bytes: int | None, model: CostModel) -> BoundRoute:
-    """The route that is the cheapest for the sizes at hand; it is right for all sizes. Not kept: it is traced once."""
+    """The cheapest route for the hinted sizes; it is correct for all sizes. Not cached, because it is traced once."""
 
     meta = source.tensor_meta.hinted()
     known, goal = DTensorSpec.from_context(source.context, meta), DTensorSpec.from_context(target.context, meta)
@@ -117,7 +117,7 @@ def _bind_symbolic(source: DTensorSpec, target: DTensorSpec, max_bytes: int | No
 
 
 def bound_rows(step: RowExchange) -> tuple[Route, BoundRows]:
-    """A row exchange planned and bound. Kept by the caller: it belongs to one call of an operator."""
+    """A planned and bound row exchange. The caller caches it, since it belongs to one operator call."""
     route = row_exchange_route(step)
     run = fabric_of(step.before.mesh).bind_rows(step, bool(route.collectives))
     if not route.collectives:
@@ -135,7 +135,7 @@ Rotation = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def bound_rotations(route: Route) -> tuple[Callable[[], None], dict[int, Rotation]]:
-    """Rotations bound, by their distances, and the function that announces all before the first. Kept by the caller."""
+    """Bound rotations by distance, and the function that notifies listeners of all. The caller caches both."""
     fabric = fabric_of(route.source.mesh)
     steps = [step for step in route.steps if isinstance(step, Rotate)]
 
@@ -154,14 +154,14 @@ def announced(route: Route) -> None:
 
 
 def scatter(spec: DTensorSpec, blocks: Callable[[tuple[int, ...]], torch.Tensor], source: int | None) -> torch.Tensor:
-    """The local of each rank's block of a tensor of this spec; the rank `source` sends, None: each makes its own."""
+    """Each rank's block of a tensor of this spec as a local. The rank `source` sends; if None, each makes its own."""
     if scatter_started and source is not None and spec.mesh.size() > 1:
         scatter_started.notify(spec)
     return fabric_of(spec.mesh).scatter(spec.mesh, blocks, source)
 
 
 def forget_routes() -> None:
-    """Drop every bound route: fabrics bind otherwise from now on."""
+    """Drop all bound routes, because fabrics bind differently from now on."""
     _bound.clear()
 
 
@@ -169,5 +169,5 @@ on_found.append(forget_routes)
 
 
 def cached_routes() -> int:
-    """How many routes are kept bound."""
+    """The number of cached routes."""
     return len(_bound)

@@ -1,4 +1,4 @@
-"""What one rank packs, sends and unpacks in a row exchange: rows of its locals, by the segments of the step.
+"""One rank's packing, sending and unpacking in a row exchange: rows of its locals, by the segments of the step.
 
 Pure functions on plain tensors and specs. Communicates nothing.
 """
@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.exchange_plan import Boxes
 from shardwise.fabric.packing import Strip, offsets_of, sizes_by_rank, strips_of
 from shardwise.plan.row_exchange import Places, places_after, places_before
-from shardwise.plan.step import RowExchange, Windowed
+from shardwise.plan.step import RowExchange, Rows, Windowed
 
 __all__ = ["RowParcels", "row_parcels"]
 
@@ -24,7 +23,7 @@ Locals = Sequence[torch.Tensor]
 
 
 class RowView(NamedTuple):
-    """Some rows of a local: `count` of them from `row` on, `step` apart; of a negative step, in reverse order."""
+    """`count` rows of a local from `row` on, `step` apart; with a negative step in reverse order."""
 
     tensor: int  # which operand or result
     dim: int
@@ -47,17 +46,17 @@ class Sent(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """Rows of an operand that the same rank has as rows of a result."""
+    """Rows of an operand that stay on the rank as rows of a result."""
 
     source: RowView
     target: RowView
 
 
 class RowParcels(NamedTuple):
-    """One all-to-all with uneven splits. Sizes are kept for those ranks alone that something goes to or comes from.
+    """One all-to-all with uneven splits. Sizes are stored only for ranks with which something is exchanged.
 
-    A rank sends one element to itself. In a graph that is a tag: two different exchanges may be the same for one rank,
-    and a compiler that made them one on this rank alone would leave the others waiting.
+    A rank sends one element to itself. In a graph this is a tag: two different exchanges may look equal on one rank,
+    and if a compiler merged them on this rank alone, the others would wait.
     """
 
     ranks: int
@@ -67,8 +66,8 @@ class RowParcels(NamedTuple):
     receives: list[Sent]
     keeps: list[KeptRows]
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # shape and stride of each result
-    filled: list[bool]  # whether rows of a result come from nowhere
-    adds: bool  # whether rows that come from several ranks are added up
+    filled: list[bool]  # whether some rows of a result have no source
+    adds: bool  # whether rows received from several ranks are added
     dim: int
     tag: int  # of the step
 
@@ -106,9 +105,9 @@ class RowParcels(NamedTuple):
         return results
 
     def unpack_traced(self, locals_: Locals, buffer: torch.Tensor, fill: Any = 0) -> list[torch.Tensor]:
-        """The same, with each result depending on the buffer: a compiler removes values without uses.
+        """The same, with each result depending on the buffer, because a compiler removes unused values.
 
-        On a rank that gets nothing that would be the collective, for which the others wait.
+        On a rank that receives nothing it would remove the collective, for which the others wait.
         """
         results = self.unpack(locals_, buffer, fill)
         received = {view.tensor for view, _ in self.receives}
@@ -149,7 +148,7 @@ def row_parcels(step: RowExchange, me: int, coordinates: np.ndarray) -> RowParce
         _placed(receives, got),
         keeps,
         [(spec.local_shape(here), spec.local_stride(here)) for spec in step.results],
-        [step.adds or _lacks_rows(step, i, coordinates[me : me + 1]) for i in range(len(step.results))],
+        [step.adds or _has_rows_without_source(step, i, coordinates[me : me + 1]) for i in range(len(step.results))],
         step.adds,
         step.dim,
         zlib.crc32(repr((step.dim, step.segments, _described(step.operands), _described(step.results))).encode()),
@@ -161,13 +160,13 @@ def _view(tensor: int, dim: int, places: Places, me: int, step: int) -> RowView:
 
 
 def _part(view: RowView, first: int, low: int, high: int) -> RowView:
-    """The places `low` up to `high` of a view whose first place is `first`."""
+    """The positions `low` up to `high` of a view whose first position is `first`."""
     skipped = int(low - first) if view.step > 0 else int(first + view.count - high)
     return view._replace(row=view.row + skipped * abs(view.step), count=int(high - low))
 
 
 def _shared(mine: Places, theirs: Places, me: int, dim: int, block: Sequence[int]) -> Boxes:
-    """The parts of other ranks' segments that are mine: boxes of my view of the segment."""
+    """The parts of other ranks' segments that this rank holds: boxes of its view of the segment."""
     low, high = np.maximum(theirs.low, mine.low[me]), np.minimum(theirs.high, mine.high[me])
     shared = high > low
     shared[me] = False
@@ -178,7 +177,7 @@ def _shared(mine: Places, theirs: Places, me: int, dim: int, block: Sequence[int
 
 
 def _placed(found: Sequence[tuple[RowView, Boxes]], sizes: np.ndarray) -> list[Sent]:
-    """Each segment's boxes with their places in the buffer: rank by rank, and those of a rank segment by segment."""
+    """Each segment's boxes with their offsets in the buffer, ordered by rank, then by segment."""
     if not found:
         return []
     which = np.concatenate([boxes.which for _, boxes in found])
@@ -196,13 +195,13 @@ def _nonzero(sizes: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ranks.tolist(), sizes[ranks].tolist(), strict=True))
 
 
-def _described(specs: Sequence[DTensorSpec | Windowed]) -> list[Any]:
+def _described(specs: Sequence[Rows]) -> list[Any]:
     """A key that distinguishes tensors of exchanges: shapes and windows."""
     return [(spec.shape, [w[:2] for w in spec.windows] if isinstance(spec, Windowed) else ()) for spec in specs]
 
 
-def _lacks_rows(step: RowExchange, result: int, here: np.ndarray) -> bool:
-    """Whether segments leave some rows of a result out; of a result with halos, of its local rows."""
+def _has_rows_without_source(step: RowExchange, result: int, here: np.ndarray) -> bool:
+    """Whether segments do not cover all rows of a result (for a result with halos: all its local rows)."""
     spec, found = step.results[result], [segment for segment in step.segments if segment.result == result]
     if not isinstance(spec, Windowed):
         return sum(segment.length for segment in found) < spec.shape[step.dim]

@@ -1,7 +1,7 @@
-"""Writes to memory that virtual ranks share: a plain tensor in place of every rank's copy of it.
+"""Writes to memory that virtual ranks share: one plain tensor that stands for every rank's copy.
 
-Each rank's write is tried on a copy of its own. Where the copies agree, the memory gets the result once; where they
-differ, one memory cannot hold them: an error, and nothing is changed.
+Each rank's write is tried on a separate copy. If the copies agree, the result is written once; if they differ, an error
+is raised and nothing changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def written_arguments(op: OpOverload) -> tuple[str, ...]:
 
 
 def is_shared(column: Sequence[torch.Tensor]) -> bool:
-    """Whether some of the ranks' tensors are one memory."""
+    """Whether some of the ranks' tensors share memory."""
     first = column[0]
     if all(tensor is first for tensor in column):
         return len(column) > 1
@@ -63,7 +63,7 @@ TRACED = frozenset({FakeTensor, FunctionalTensor})
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a compiler's, without values."""
+    """Whether a tensor is a compiler's, which has no values."""
     return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
@@ -88,7 +88,7 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_agreement(tensors: Sequence[torch.Tensor], error: Callable[[int], ShardwiseError]) -> None:
-    """Raise where the tensors of virtual ranks differ, with the first rank that does; of traced ones, when they run.
+    """Raise for the first virtual rank whose tensor differs; for traced tensors, when the program runs.
 
     Args:
         tensors: one for each rank.
@@ -100,7 +100,7 @@ def check_agreement(tensors: Sequence[torch.Tensor], error: Callable[[int], Shar
             continue
         if is_traced(first) and tensor.shape == first.shape and tensor.dtype is first.dtype:
             same = ((tensor == first) | ((tensor != tensor) & (first != first))).all()
-            torch.ops.aten._assert_async.msg(same, error(rank).problem.replace('"', "'"))  # a line of generated C++
+            torch.ops.aten._assert_async.msg(same, error(rank).problem.replace('"', "'"))  # in generated C++
         elif not agree(first, tensor):
             raise error(rank)
 
@@ -112,7 +112,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SharedWrite:
-    """One call of an operator for each rank, of which some write to memory that ranks share.
+    """One operator call for each rank, some of which write to memory that ranks share.
 
     Args:
         op: the operator.
@@ -128,7 +128,7 @@ class SharedWrite:
         self.trials = [_on_copies(row, [position for position, _ in written]) for row in rows]
 
     def commit(self) -> None:
-        """Compare the ranks' writes to shared memory; then all of them take effect."""
+        """Compare the ranks' writes to shared memory, then apply all of them."""
         for position, name in self.written:
             if position in self.shared:
                 written = [trial[position] for trial in self.trials]
@@ -141,16 +141,17 @@ class SharedWrite:
 
     def _error(self, position: int, name: str, rank: int) -> ShardwiseError:
         return AgreementError(
-            f"{self.op} would write another value on virtual rank {rank} than on rank 0 into the argument {name!r}, a "
-            f"plain tensor of shape {tuple(self.rows[0][position].shape)}: it is one tensor in place of every rank's "
-            "own, and cannot hold values that differ",
+            f"{self.op} would write a different value on virtual rank {rank} than on rank 0 into the argument "
+            f"{name!r}, a "
+            f"plain tensor of shape {tuple(self.rows[0][position].shape)}: it is one tensor for all ranks, and cannot "
+            "hold different values",
             hint="write to a RankTensor, which holds one tensor for each rank: "
             f"RankTensor([tensor.clone() for _ in range({len(self.rows)})]); or reduce the values over the ranks "
             "first, as full_tensor() of a DTensor does",
         )
 
     def original(self, rank: int, result: Any) -> Any:
-        """A result of a rank's trial: the tensor that was written to in place of its copy."""
+        """A result of a rank's trial, with a written copy replaced by its original."""
         for position, _ in self.written:
             if result is self.trials[rank][position]:
                 return self.rows[rank][position]

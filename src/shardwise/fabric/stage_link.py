@@ -1,6 +1,6 @@
 """Messages between the stages of a pipeline on processes: point to point, and reports of failed stages.
 
-A wait is done by a thread, so that this one can look whether another rank has failed.
+A thread waits, so that the calling thread can check whether another rank has failed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import PipelineError
+from shardwise.fabric.lost_ranks import is_timeout, reporting_rank
 
 __all__ = ["StageLink"]
 
-LOOK = 0.5  # seconds between looks at whether another rank has failed
+LOOK = 0.5  # seconds between checks whether another rank has failed
 LOOKS = 8  # at a rank whose connection broke, before it counts as gone
-LAST_WORDS = 5.0  # seconds in which the others may hear of a failure before this process goes on
+LAST_WORDS = 5.0  # seconds for the others to learn of a failure before this process continues
 
 
 class StageLink:
@@ -29,7 +30,7 @@ class StageLink:
 
     Args:
         group: their process group, used by nothing else.
-        store: where they tell each other what is not a tensor.
+        store: where they publish values that are not tensors.
         on_failure: called before a failure of another rank is raised.
         stages: the stages of each rank.
     """
@@ -51,37 +52,37 @@ class StageLink:
         """Fill the buffers of these ranks and tags."""
         works = [self._begun(dist.irecv, rank, tag, buffer) for rank, tag, buffer in messages]
         for work, (rank, _, _) in zip(works, messages, strict=True):
-            self._watched(work.wait, rank)
+            self._wait_or_fail(work.wait, rank)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         for rank, work, _ in self._sent:
-            self._watched(work.wait, rank)
+            self._wait_or_fail(work.wait, rank)
         self._sent.clear()
 
     # ---------------------------------------------------------------- what is not a tensor
 
     def publish(self, key: str, value: Any) -> None:
-        """Tell the others a value."""
+        """Publish a value for the others."""
         self._store.set(key, pickle.dumps(value))
 
     def lookup(self, key: str) -> Any:
         """The value that another rank publishes."""
         while not self._asked(lambda: self._store.check([key])):
-            self._raise_failure(None)
+            self._raise_failure()
             time.sleep(0.002)
         return pickle.loads(self._store.get(key))
 
     def forget(self, key: str) -> None:
-        """Remove a value that nobody asks for any more."""
+        """Remove a value that is no longer needed."""
         self._store.delete_key(key)
 
     # ---------------------------------------------------------------- failures
 
     def fail(self, text: str) -> str:
-        """Tell the others that this rank has failed, and wait a while until they have heard.
+        """Inform the others that this rank has failed, and wait a while until they have read it.
 
-        Returns what failed first: this, or another rank, of whose failure this one may be a consequence.
+        Returns the first failure: this one, or that of another rank, which may have caused it.
         """
         try:
             first = self._store.compare_set("failed", "", text).decode()
@@ -92,14 +93,14 @@ class StageLink:
             return text
         return first
 
-    def _watched(self, wait: Callable[[], object], rank: int) -> None:
+    def _wait_or_fail(self, wait: Callable[[], object], rank: int) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shardwise pipeline", daemon=True)
             self._thread.start()
         job = _Job()
         self._jobs.put((wait, job))
         while not job.done.wait(LOOK):
-            self._raise_failure(None)
+            self._raise_failure(rank)
         if job.error is not None:
             self._raise_gone(rank, job.error)
 
@@ -110,14 +111,20 @@ class StageLink:
             self._raise_gone(rank, error)
 
     def _raise_gone(self, rank: int, error: BaseException) -> None:
-        """The connection to a rank broke. It may have said why, or the one that it has waited for."""
+        """Raise for a broken connection to a rank. It, or the rank it waited for, may have published the reason."""
         for _ in range(LOOKS):
-            self._raise_failure(error)
+            self._raise_failure(rank, error)
             time.sleep(LOOK)
-        stages = ", ".join(map(str, self._stages.get(rank, ())))
-        text = self.fail(f"rank {rank}, which has stage {stages}, is gone: {_first_line(error)}")
+        happened = "did not answer in time" if is_timeout(error) else "is gone"
+        own = f"{self._name(rank)} {happened}: {_first_line(error)}; says {reporting_rank()}"
+        text = self.fail(own)
         self._on_failure()
-        raise PipelineError(text, hint="look at the output of that rank") from error
+        raise PipelineError(
+            text if text == own else f"{text}\n  {own}", hint="look at the output of that rank"
+        ) from error
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}, which has stage {', '.join(map(str, self._stages.get(rank, ())))},"
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:
@@ -125,16 +132,18 @@ class StageLink:
         except RuntimeError as error:
             self._on_failure()
             raise PipelineError(
-                f"the store of the process group is gone, and with it the rank that has it: {error}",
-                hint="look at the output of rank 0",
+                f"the store of the process group does not answer, and the ranks cannot inform each other: {error}",
+                hint="look at the output of the other ranks, of rank 0 first",
             ) from error
 
-    def _raise_failure(self, cause: BaseException | None) -> None:
+    def _raise_failure(self, rank: int | None = None, cause: BaseException | None = None) -> None:
+        """Raise the failure of another rank, if there is one, with the rank that this one waits for."""
         if self._asked(lambda: self._store.check(["failed"])):
             text = self._store.get("failed").decode()
             self._store.add("heard", 1)
             self._on_failure()
-            raise PipelineError(text) from cause
+            waits = "for a message" if rank is None else f"for {self._name(rank).rstrip(',')}"
+            raise PipelineError(f"{text}\n  {reporting_rank()}, waited {waits}") from cause
 
     def _run(self) -> None:
         while True:
@@ -151,7 +160,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Job:
-    """A wait that was asked for."""
+    """A requested wait."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

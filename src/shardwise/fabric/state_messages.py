@@ -1,4 +1,4 @@
-"""A transfer of many tensors as one rank sees it: the messages of each bucket, packed and unpacked as bytes.
+"""One rank's part in a transfer of many tensors: the messages of each bucket, packed and unpacked as bytes.
 
 Pure functions on specs and plain tensors, shared by the fabrics. Communicates nothing.
 """
@@ -34,9 +34,9 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Bytes from one rank to others that get the same, or from another rank."""
+    """Bytes sent to ranks that all receive the same, or received from another rank."""
 
-    ranks: tuple[int, ...]  # to whom, or from whom
+    ranks: tuple[int, ...]  # receivers, or the sender
     parts: list[Part]
     nbytes: int
 
@@ -50,26 +50,26 @@ class Message(NamedTuple):
         return buffer
 
     def unpack(self, buffer: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-        """Put what has arrived into the new locals of all tensors."""
+        """Copy a received message into the new locals of all tensors."""
         for part in self.parts:
             flat, result = part.in_message(buffer), results[part.tensor]
             for strip in part.strips:
                 strip.in_block(result).copy_(strip.in_buffer(flat))
 
     def empty(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Where it arrives."""
+        """A buffer to receive it."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=results[self.parts[0].tensor].device)
 
 
 class BucketMessages(NamedTuple):
-    """What a rank sends and receives in one bucket, and what it keeps: boxes of the old and of the new local."""
+    """A rank's messages in one bucket, sent and received, and the boxes that it keeps, of the old and new local."""
 
     sends: list[Message]
     receives: list[Message]
     keeps: list[tuple[int, Strip, Strip]]
 
     def keep(self, locals_: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Copy what stays on this rank."""
+        """Copy the boxes that stay on this rank."""
         for tensor, old, new in self.keeps:
             new.in_block(results[tensor]).copy_(old.in_block(locals_[tensor]))
 
@@ -102,13 +102,13 @@ class RankTransfer(NamedTuple):
 
     @property
     def staged(self) -> int:
-        """The most bytes that two buckets, one after the other, pack and receive."""
+        """The maximum of the bytes that two successive buckets pack and receive."""
         sizes = [sum(m.nbytes for m in (*bucket.sends, *bucket.receives)) for bucket in self.buckets]
         return max([a + b for a, b in zip([0, *sizes], [*sizes, 0], strict=True)], default=0)
 
 
 def rank_transfer(transfer: StateTransfer, rank: int) -> RankTransfer:
-    """What a rank sends, receives and keeps. Nothing for a rank that is in none of the meshes."""
+    """What a rank sends, receives and keeps; empty for a rank outside all of the meshes."""
     ranks = transfer.ranks
     if rank not in ranks:
         return RankTransfer([])

@@ -1,6 +1,6 @@
 """The kernels that the target device of a dry run would choose, in place of those that torch chooses for meta tensors.
 
-For meta tensors torch takes the mathematical path of attention, which holds every score matrix, and composes norms of
+For meta tensors torch takes the mathematical path of attention, which stores every score matrix, and computes norms by
 several operators. Devices run fused kernels. Here their operators are called on the meta tensors, so that tensors saved
 for backward are those of the device.
 """
@@ -22,14 +22,14 @@ __all__ = ["ALLOCATION", "FUSED", "WORKSPACE", "workspace_of"]
 aten = torch.ops.aten
 
 ALLOCATION = 512  # bytes: CUDA's caching allocator rounds each allocation up to a multiple of it
-WORKSPACE = 33 * 2**20  # bytes that cuBLAS takes on Hopper for each of its handles, at their first product
+WORKSPACE = 33 * 2**20  # bytes that cuBLAS allocates on Hopper for each of its handles, at their first product
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256  # the widest head that flash attention takes
 _MATMULS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmm.default}
 
 
 def workspace_of(op: Any) -> tuple[str, bool] | None:
-    """Which workspace a matrix product uses: that of its library, and of the thread of backward or the program's."""
+    """The key of the workspace of a matrix product: its library, and the thread of backward or of the program."""
     if op not in _MATMULS:
         return None
     in_backward = current_graph_task() != -1  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,14 +112,14 @@ def _bias(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 
 
 def _added(mask: Any, query: torch.Tensor) -> Any:
-    """A mask as numbers that are added to scores."""
+    """A mask as values to add to scores."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """One kernel that saves its input and the reciprocal roots. For meta tensors torch would compose it."""
+    """One kernel that saves its input and the reciprocal roots. For meta tensors torch would use several operators."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -141,13 +141,13 @@ class FusedRMSNorm(torch.autograd.Function):
 def rms_norm(
     x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """`F.rms_norm` as one kernel; NotImplemented where torch composes it on a GPU too."""
+    """`F.rms_norm` as one kernel; NotImplemented if torch uses several operators on a GPU too."""
     if not hasattr(aten, "_fused_rms_norm") or (weight is not None and weight.dtype is not x.dtype):
         return NotImplemented
     return FusedRMSNorm.apply(x, list(normalized_shape), weight, eps)
 
 
-# By the type of the device, and the functions that programs call. NotImplemented: torch's own choice.
+# By device type: replacements of functions that programs call. NotImplemented means torch's own choice.
 FUSED: dict[str, dict[Any, Callable[..., Any]]] = {
     "cpu": {F.scaled_dot_product_attention: attention_on_cpu},
     "cuda": {

@@ -1,6 +1,6 @@
 """Process groups of ranks that are threads of one process: torch.distributed as scripts call it, without a network.
 
-The last rank that comes to a collective carries it out for all. Ranks that call different ones get an error with both
+The last rank that reaches a collective executes it for all. Ranks that call different ones get an error with both
 lines. A rank waits only where it would wait on processes, and other ranks run meanwhile.
 """
 
@@ -76,7 +76,7 @@ class _Work(_AnyWork):
 
     def is_completed(self) -> bool:
         if not self._is_done():
-            self._threads.let_others_run()  # a program that polls waits, too
+            self._threads.let_others_run()  # polling counts as waiting
         return self._is_done()
 
     def is_success(self) -> bool:
@@ -89,14 +89,14 @@ class _Work(_AnyWork):
         return self._result
 
     def get_future(self) -> Any:
-        self.wait()  # torch waits for futures where no other rank would run
+        self.wait()  # torch would wait for futures without letting other ranks run
         future: Any = torch.futures.Future()
         future.set_result(self._result)
         return future
 
 
 class ThreadGroup(_AnyGroup):
-    """A process group of rank threads, as one of them has it.
+    """One rank thread's process group.
 
     Args:
         threads: the ranks.
@@ -138,13 +138,13 @@ class ThreadGroup(_AnyGroup):
     def _meet(
         self, name: str, agree: Any, given: Any, carry_out: Callable[[list[Any]], None], result: Any = None
     ) -> _Work:
-        """This rank's call of the next collective; the last one to come carries it out.
+        """Join the next collective; the last rank to arrive executes it.
 
         Args:
             name: of the collective.
             agree: facts that must be the same on all ranks.
             given: the arguments of this rank, with tensors to read and to write.
-            carry_out: called with the arguments of each rank, in order.
+            carry_out: executes it; called with the arguments of each rank, in order.
             result: the result of the future of the work.
         """
         self._count += 1
@@ -310,11 +310,11 @@ class ThreadGroup(_AnyGroup):
         return self.alltoall(*parts)
 
     def barrier(self, opts: Any = None) -> _Work:
-        """Every rank is here."""
+        """Wait until every rank has arrived."""
         return self._meet("barrier", (), None, lambda given: None)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Every rank is here, and this one has waited for them."""
+        """The same, blocking."""
         self.barrier().wait()
 
     # names of other versions of torch
@@ -334,7 +334,7 @@ class ThreadGroup(_AnyGroup):
     # ---------------------------------------------------------------- between two ranks
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> _Work:
-        """Leave a copy for a rank."""
+        """Send a copy to a rank."""
         with _plainly():
             self._sent[self._me, dst, tag].append([tensor.data.clone() for tensor in tensors])
         return self._issued(_Work(self._threads, lambda: True, "send", tensors))
@@ -368,7 +368,7 @@ class ThreadGroup(_AnyGroup):
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Operators inside are the group's own: no mode of the rank that came last sees them."""
+    """Inside, operators bypass the modes of the calling rank: they belong to the group."""
     with torch.no_grad(), DisableTorchFunction(), DisableTorchDispatch():
         yield
 
@@ -395,7 +395,7 @@ def _reduce_op(opts: Any) -> Any:
     for op in _IN_PLACE:
         if wanted == op:
             return op
-    raise UnsupportedError(f"{wanted} is not carried out among rank threads", hint="use torchrun")
+    raise UnsupportedError(f"{wanted} is not supported among rank threads", hint="use torchrun")
 
 
 def _reduced(tensors: Tensors, op: Any) -> torch.Tensor:
@@ -423,7 +423,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class _Store(_AnyStore):
-    """torch's stores for threads: while a key is missing, other ranks run."""
+    """A torch store for threads: while a key is missing, other ranks run."""
 
     def __init__(self, threads: RankThreads) -> None:
         super().__init__()
@@ -470,7 +470,7 @@ class _Store(_AnyStore):
         return len(self._values)
 
     def set_timeout(self, timeout: Any) -> None:
-        """There is no timeout: a rank that would wait for ever gets an error at once."""
+        """Ignored: a rank that would wait for ever gets an error at once."""
 
     def has_extended_api(self) -> bool:
         return True
@@ -483,7 +483,7 @@ class _Store(_AnyStore):
 
 
 def _make_group(options: Any, _: Any) -> ThreadGroup:
-    """Called by torch for a group of ours: the n-th of its name, on every rank alike."""
+    """Called by torch to create one of our groups, numbered by its name in the same order on every rank."""
     threads = rank_threads()
     assert threads is not None
     ranks = options.global_ranks_in_group or range(options.group_size)
@@ -494,7 +494,7 @@ def _make_group(options: Any, _: Any) -> ThreadGroup:
 
 
 def forget_groups() -> None:
-    """The rank of this thread ends: its groups can no longer be looked up by name."""
+    """Remove the groups of this thread's rank, which is ending, from the look-up by name."""
     _cpp._unregister_all_process_groups()
 
 
@@ -529,7 +529,7 @@ def thread_groups() -> Iterator[None]:
                 f"a process group of {size} ranks in a world of {threads.size}, at {user_line()}",
                 hint=f"shardwise run -n {size} gives the script {size} ranks",
             )
-        # one for all, which is kept: C++ does not keep a reference to the Python object
+        # one for all, stored here: C++ does not keep a reference to the Python object
         yield threads.shared.get("store") or threads.shared.setdefault("store", _Store(threads)), rank, size
 
     isolate = _cpp._set_thread_isolation_mode

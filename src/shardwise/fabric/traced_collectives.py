@@ -16,20 +16,19 @@ import torch
 from torch.fx import traceback as fx_traceback
 
 from shardwise.core.mesh import Coordinate
+from shardwise.core.tracing import proxy_mode
 from shardwise.fabric.base import BoundRows, BoundStep
 from shardwise.fabric.block_copies import average_divider, neutral_element, reduce_tensors, slicer
 from shardwise.fabric.collectives import Rotation, Start, Wait
 from shardwise.fabric.encoding import as_carried, as_reducible, from_reducible
 from shardwise.fabric.packing import Line, Parcels, gathering, pack_traced, scattering, split_in_front, swapping
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.fabric.row_packing import RowParcels
-from shardwise.fabric.virtual import parts_of
 from shardwise.plan.step import AllGather, AllReduce, AllToAll, ReduceScatter, Step, Unreduce, reduction
 from shardwise.torch_private import (
-    DispatchModeKey,
     FakeTensor,
     FunctionalTensor,
     FunctionalTensorMode,
-    dispatch_mode_of,
 )
 
 __all__ = [
@@ -43,34 +42,33 @@ __all__ = [
     "recording",
 ]
 
-_PROXY = DispatchModeKey.PROXY
 _TAG = "partitioner_tag"  # of a node in a graph: whether it is of forward or of backward
 
 
 def is_recorded(local: torch.Tensor) -> bool:
     """Whether operators on this tensor are traced, so that a collective must be an operator of the graph."""
-    return isinstance(local, FakeTensor | FunctionalTensor) or dispatch_mode_of(_PROXY) is not None
+    return isinstance(local, FakeTensor | FunctionalTensor) or proxy_mode() is not None
 
 
 def recording(local: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, operators on this tensor go into its graph, also if its tracer has just left.
+    """Inside, operators on this tensor are recorded in its graph, even if its tracer has just ended.
 
-    The compiler flattens results after the program has run, and a view may have to be computed again then.
+    The compiler flattens results after the program has run, and may then have to recompute a view.
     """
     return FunctionalTensorMode() if isinstance(parts_of(local)[0], FunctionalTensor) else contextlib.nullcontext()
 
 
 @cache
 def functional_collectives() -> Any:
-    """torch's collectives as operators: declared, also under their older names, with their results on fake tensors."""
+    """torch's functional collectives, declared under their current and older names, with fake implementations."""
     importlib.import_module("torch.distributed._functional_collectives")
     return torch.ops._c10d_functional
 
 
 def _arrived(collective: str, *args: Any) -> torch.Tensor:
-    """The result of a collective. One that backward needs stays there.
+    """The result of a collective. A collective needed in backward stays in backward.
 
-    Compilers would move it into forward if it depends on no gradient, and leave in backward a copy without uses.
+    Compilers would move it into forward if it depends on no gradient, and leave an unused copy in backward.
     """
     operators, meta = functional_collectives(), fx_traceback.current_meta
     tag = meta.get(_TAG)
@@ -84,7 +82,7 @@ def _arrived(collective: str, *args: Any) -> torch.Tensor:
 
 
 def _gathered(local: torch.Tensor, group: Any) -> torch.Tensor:
-    """The locals of all ranks of the group, one below the other along a new dim 0."""
+    """The locals of all ranks of the group, stacked along a new dim 0."""
     n = group.size()
     carried = as_carried(local)
     parts = _arrived("all_gather_into_tensor", carried, n, group.group_name)
@@ -96,7 +94,7 @@ def _gathered(local: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def recorded_step(step: Step, line: Line, group: Any, coordinate: Coordinate) -> BoundStep | None:
-    """The function that records a collective; None where it must be a general exchange."""
+    """The function that records a collective; None if it must be a general exchange."""
     match step:
         case AllGather():
             return _all_gather(step, line, group, coordinate)
@@ -181,7 +179,7 @@ def recorded_exchange(parcels: Parcels, group: Any, have: Coordinate | None, dty
     sent = sum(parcels.sent_sizes)
 
     def trace_exchange(local: torch.Tensor) -> torch.Tensor:
-        if have is None:  # a rank outside held nothing, of no dtype in particular
+        if have is None:  # a rank outside the mesh has an empty local of an arbitrary dtype
             local = local.new_empty(0, dtype=dtype)
         packed = pack_traced(parcels.packed(local), local, sent)
         carried = as_carried(packed)
@@ -195,7 +193,7 @@ def recorded_exchange(parcels: Parcels, group: Any, have: Coordinate | None, dty
 def recorded_rotation(parcels: Rotation, group: Any, tag: int) -> Start:
     """One all-to-all of one block. It is waited for at once; compilers move the wait.
 
-    An element that a rank sends to itself is a tag: two rotations in which a rank sends nothing are different.
+    An element that a rank sends to itself is a tag: it distinguishes two rotations in which a rank sends nothing.
     """
     at = 1 if parcels.target > parcels.me else 0  # where the block begins, beside the tag
     from_ = 1 if parcels.source > parcels.me else 0

@@ -1,4 +1,4 @@
-"""Messages of transfers between processes: bucket by bucket, two in flight, on a process group of their own.
+"""Messages of transfers between processes: bucket by bucket, two in flight, on a separate process group.
 
 Transfers of one lane run one after the other, so that messages between two ranks have one order.
 """
@@ -21,7 +21,7 @@ IN_FLIGHT = 2  # buckets
 
 
 class _Flight(NamedTuple):
-    """A bucket that was sent off: what to wait for, and what stays in memory until then."""
+    """A bucket in flight: the work to wait for, and the memory it needs until then."""
 
     bucket: BucketMessages
     works: list[Any]
@@ -41,7 +41,7 @@ class TransferLane:
         self._last: _Running | None = None
 
     def start(self, run: Callable[[], None], in_thread: bool) -> Callable[[], None]:
-        """Run once the transfers before it are done, in a thread; returns what waits and raises its error."""
+        """Run in a thread after the previous transfers; returns a function that waits and raises its error."""
         former, running = self._last, _Running()
         self._last = running
 

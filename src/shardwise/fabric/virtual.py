@@ -1,11 +1,10 @@
-"""The fabric of a laptop: N ranks inside this one process, in lockstep, with real values.
+"""The virtual fabric: N ranks in this process, in lockstep, with real values.
 
 A local is a `RankTensor`, which holds one tensor for each rank; an operator on it runs on each. No process group.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.tangents import accept_plain_tangents, made_from_plain
-from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import (
     BoundRows,
     BoundStep,
@@ -34,25 +32,14 @@ from shardwise.fabric.block_copies import (
     empty_block,
     fill_from,
     local_step,
-    pieces_for,
+    received_boxes,
     reduce_tensors,
     slicer,
 )
-from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
+from shardwise.fabric.nondeterministic import is_nondeterministic
 from shardwise.fabric.packing import pack_traced
-from shardwise.fabric.rank_generators import draws, draws_alike
-from shardwise.fabric.rank_sizes import of_rank, rank_sizes, traced_sizes
-from shardwise.fabric.rank_tangents import RankTangents, in_forward_mode
+from shardwise.fabric.rank_tensor import RankTensor, is_tensor, part_at, parts_of, rank_results, results_alike, run_rows
 from shardwise.fabric.row_packing import RowParcels, row_parcels
-from shardwise.fabric.shared_writes import (
-    STATISTICS,
-    TRACED,
-    SharedWrite,
-    check_agreement,
-    is_shared,
-    is_traced,
-    written_arguments,
-)
 from shardwise.fabric.state_messages import rank_transfer
 from shardwise.plan.line_change import LineChange
 from shardwise.plan.route import Route
@@ -70,365 +57,10 @@ from shardwise.plan.step import (
 )
 from shardwise.rules.owner_programs import Items
 from shardwise.torch_private import (
-    OpOverload,
-    disabled_torch_function,
-    make_wrapper_subclass,
-    tree_flatten,
-    tree_leaves,
     tree_map,
-    tree_unflatten,
 )
 
-__all__ = [
-    "RankTensor", "VirtualFabric", "check_replicas", "is_even", "map_parts", "of_rows", "part_at", "parts_of",
-    "virtual", "writes_to",
-]  # fmt: skip
-
-
-SHOWN_RANKS = 6  # of a RankTensor that is printed
-
-
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not is_traced(a) and a.is_meta is b.is_meta is False and torch.equal(a, b)
-
-
-class RankTensor(torch.Tensor):
-    """One tensor for each virtual rank. An operator on it runs on each rank's tensor.
-
-    Sizes that differ between ranks are symbolic: numbers computed from them differ too. `tensors` has all.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-
-    @staticmethod
-    def __new__(cls, tensors: Sequence[torch.Tensor]) -> RankTensor:
-        first = tensors[0]
-        size, stride = first.shape, first.stride()
-        if first.__class__ in TRACED:
-            size, stride = traced_sizes(tensors)
-        else:
-            for tensor in tensors:
-                if tensor.shape != size:
-                    size, stride = _own_sizes(tensors)
-                    cls = UnevenDual if in_forward_mode() else cls
-                    break
-        self = make_wrapper_subclass(cls, size, strides=stride, dtype=first.dtype, device=first.device)
-        self.tensors = tuple(tensors)
-        return self
-
-    __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if len(types) > 1 and any(getattr(kind, "_laid_out_over_ranks", False) for kind in types):
-            return NotImplemented  # a DTensor is laid out over the ranks: its class decides
-        return run_on_each(func, args, kwargs or {})
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The same values, unknown to autograd. Assigning gives each rank's tensor the values of another's."""
-        return _DATA.__get__(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if not isinstance(value, RankTensor) or len(value.tensors) != len(self.tensors):
-            raise UnsupportedError(
-                f"the data of a RankTensor of {len(self.tensors)} ranks cannot be one plain tensor: the ranks would "
-                "share its memory",
-                hint=f"RankTensor([tensor.clone() for _ in range({len(self.tensors)})])",
-            )
-        for mine, other in zip(self.tensors, value.tensors, strict=True):
-            mine.data = other
-        _DATA.__set__(self, value)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        count = len(self.tensors)
-        if count > 1 and is_even(self) and all(_is_same(self.tensors[0], other) for other in self.tensors[1:]):
-            shown = [f"  ranks 0 to {count - 1}: {self.tensors[0]!r}\n"]
-        else:
-            shown = [f"  rank {i}: {t!r}\n" for i, t in enumerate(self.tensors)]
-            if count > SHOWN_RANKS:
-                shown[SHOWN_RANKS // 2 : -(SHOWN_RANKS // 2)] = [f"  ... {count - SHOWN_RANKS} more\n"]
-        return "RankTensor(\n" + "".join(shown) + ")"
-
-    def __tensor_flatten__(self) -> tuple[list[str], int]:
-        if not is_traced(self.tensors[0]) and not is_even(self):
-            raise UnsupportedError(
-                f"torch.compile of a RankTensor of shape {tuple(self.shape)}: the ranks' tensors differ in shape, and "
-                "the compiler needs one shape",
-                hint="make it a DTensor before the compiled program, by from_local(..., shape=, stride=); as such it "
-                "compiles",
-            )
-        return [f"_t{i}" for i in range(len(self.tensors))], len(self.tensors)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_t") and name[2:].isdigit():  # as compilers know them
-            return self.tensors[int(name[2:])]
-        raise AttributeError(f"'RankTensor' object has no attribute {name!r}", name=name, obj=self)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], count: int, size: Any, stride: Any) -> RankTensor:
-        return RankTensor([inner[f"_t{i}"] for i in range(count)])
-
-    def __coerce_tangent_metadata__(self) -> RankTensor:
-        """The gradient that a compiler should expect for this output: one for each rank."""
-        accept_plain_tangents()
-        return self
-
-    def __coerce_same_metadata_as_tangent__(
-        self, expected: Any, expected_type: type | None = None
-    ) -> torch.Tensor | None:
-        """The ranks' gradients where compiled code expects one plain gradient for all."""
-        if expected_type is not torch.Tensor:
-            return None
-        check_agreement(self.tensors, _differing_gradients)
-        return self.tensors[0]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return RankTensor, (self.tensors,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RankTensor:
-        copied = RankTensor([tensor.detach().clone() for tensor in self.tensors])
-        copied.requires_grad_(self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-    def tolist(self) -> list[Any]:
-        """The values of each rank."""
-        return [tensor.tolist() for tensor in self.tensors]
-
-
-class UnevenDual(RankTensor):
-    """A `RankTensor` of uneven locals that was made in forward mode, where torch needs each rank's zero tangents."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        plain = disabled_torch_function
-        if not in_forward_mode():
-            return plain(func, types, args, kwargs or {})
-        with RankTangents(RankTensor):
-            return plain(func, types, args, kwargs or {})
-
-
-def _differing_gradients(rank: int) -> ShardwiseError:
-    return AgreementError(
-        f"the gradient of a plain output of compiled code differs between virtual ranks 0 and {rank}: the output is "
-        "one tensor in place of every rank's own",
-        hint="reduce over the ranks first, as full_tensor() of a DTensor does",
-    )
-
-
-made_from_plain(RankTensor, lambda tangent, count: RankTensor([tangent] * count))
-
-
-def check_replicas(local: RankTensor) -> None:
-    """One plain tensor can be that of every rank only if they have the same."""
-    if not is_traced(local.tensors[0]):
-        check_agreement(local.tensors, _differing_replicas)
-
-
-def _differing_replicas(rank: int) -> ShardwiseError:
-    return AgreementError(
-        f"the replicas of a DTensor differ between virtual ranks 0 and {rank}: no one tensor is that of every rank",
-        hint="per-rank values were written to its local or given as replicated; to_local().tensors has each rank's",
-    )
-
-
-def is_even(local: RankTensor) -> bool:
-    """Whether all ranks have a tensor of one shape."""
-    return all(tensor.shape == local.tensors[0].shape for tensor in local.tensors)
-
-
-def parts_of(local: Any) -> Sequence[torch.Tensor]:
-    """The tensors that a local is: one for each virtual rank, or itself."""
-    return local.tensors if isinstance(local, RankTensor) else (local,)
-
-
-def part_at(local: Any, position: int) -> torch.Tensor:
-    """The tensor of the rank at a position among those here; a plain tensor is every rank's."""
-    return local.tensors[position] if isinstance(local, RankTensor) else local
-
-
-def map_parts(fn: Callable[[torch.Tensor], torch.Tensor], local: torch.Tensor) -> torch.Tensor:
-    """The local made of `fn(part)` for each tensor that a local is."""
-    return RankTensor([fn(part) for part in local.tensors]) if isinstance(local, RankTensor) else fn(local)
-
-
-def of_rows(like: torch.Tensor, rows: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Locals of the kind of `like`, made of a row of tensors for each rank here; none where no rank is here."""
-    if isinstance(like, RankTensor):
-        return [RankTensor(column) for column in zip(*rows, strict=True)]
-    return rows[0] if rows else ()
-
-
-def writes_to(local: torch.Tensor) -> int | None:
-    """How often a local has been written to; None where torch does not count."""
-    count = 0
-    for tensor in (local, *local.tensors) if isinstance(local, RankTensor) else (local,):
-        if tensor.is_inference():
-            return None
-        count += tensor._version
-    return count
-
-
-def run_on_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` on each rank's tensors; results that are tensors become a `RankTensor`, others must agree."""
-    leaves, tree = tree_flatten((args, kwargs))
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RankTensor)]
-    counts = {len(leaves[i].tensors) for i in at}
-    if len(counts) != 1:
-        raise MeshError(f"{func}: locals of meshes with {sorted(counts)} ranks cannot be combined")
-    count = counts.pop()
-    if any(isinstance(leaf, _SYMBOLIC) for leaf in leaves):
-        rows = [[of_rank(leaf, rank) for leaf in leaves] for rank in range(count)]
-    else:
-        rows = [list(leaves) for _ in range(count)]
-    for i in at:
-        for row, tensor in zip(rows, leaves[i].tensors, strict=True):
-            row[i] = tensor
-    if func.namespace == "prims":
-        _resize_metas(rows, leaves, at)
-
-    def call(row: Sequence[Any]) -> Any:
-        rank_args, rank_kwargs = tree_unflatten(row, tree)
-        return func(*rank_args, **rank_kwargs)
-
-    written = written_leaves(func, args, kwargs, leaves)
-    results = run_rows(func, rows, call, written)
-    for i, _ in written:
-        if isinstance(leaves[i], RankTensor):
-            _take_sizes(leaves[i])
-    return rank_results(results, functools.partial(_agreed, func), leaves)
-
-
-def _resize_metas(rows: Sequence[list[Any]], leaves: Sequence[Any], at: Sequence[int]) -> None:
-    """Beside locals of different shapes, each rank's own shape of a meta tensor that torch gave that of the first.
-
-    Forward mode uses it for the sizes of a product with zero.
-    """
-    local = leaves[at[0]]
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and i not in at and leaf.is_meta and leaf.shape == local.shape:
-            for row, tensor in zip(rows, local.tensors, strict=True):
-                row[i] = leaf.new_empty(tensor.shape)
-
-
-def written_leaves(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]
-) -> list[tuple[int, str]]:
-    """Where in the flat arguments the tensors are that an operator writes to, and the names of their arguments."""
-    names = written_arguments(func) if isinstance(func, OpOverload) else ()
-    if not names:
-        return []
-    named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | dict(kwargs)
-    if named.get("training") is False:  # running statistics are read alone
-        names = [name for name in names if name not in STATISTICS]
-    found = {id(leaf): name for name in names for leaf in tree_leaves(named.get(name))}
-    return [(i, found[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in found and _is_tensor(leaf)]
-
-
-def run_rows(
-    func: Any, rows: Sequence[list[Any]], call: Callable[[Sequence[Any]], Any], written: Sequence[tuple[int, str]]
-) -> list[Any]:
-    """`call` on the row of each rank: as N processes would, with one plain tensor or generator in place of N alike.
-
-    Args:
-        func: the operator that is called.
-        rows: each rank's tensors and other values.
-        call: runs the operator on a row.
-        written: where in a row the tensors are that it writes to, and the names of their arguments.
-    """
-    random = draws(func)
-    shared = [i for i, _ in written if is_shared([row[i] for row in rows])]
-    if not shared and not random:
-        return _alike(func, rows, call, written)
-    trial = SharedWrite(func, rows, written, shared) if written else None
-    mine = rows if trial is None else trial.trials
-    if random:
-        results = draws_alike(func, mine, call)
-    else:
-        results = _alike(func, mine, call, written)
-    if trial is None:
-        return results
-    trial.commit()
-    return [tree_map(functools.partial(trial.original, rank), result) for rank, result in enumerate(results)]
-
-
-def _alike(func: Any, rows: Sequence[Any], call: Callable[[Sequence[Any]], Any], written: Any) -> list[Any]:
-    """`call` on each row; ranks with equal rows have equal results."""
-    if is_nondeterministic(func):
-        return share_results(rows, call, written, shape_only(func))
-    return [call(row) for row in rows]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-_DATA: Any = torch.Tensor.data
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _own_sizes(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """The sizes and strides of uneven locals."""
-    if len({tensor.dim() for tensor in tensors}) > 1:
-        raise LayoutError(
-            f"locals of {sorted({tensor.dim() for tensor in tensors})} dims cannot be one RankTensor",
-            hint="give every rank a tensor of as many dims",
-        )
-    return rank_sizes([t.shape for t in tensors]), rank_sizes([t.stride() for t in tensors], strides=True)
-
-
-def _take_sizes(local: RankTensor) -> None:
-    """The sizes of a local whose tensors an operator has given others: resize_, t_, out=."""
-    made = RankTensor(local.tensors)
-    if _sizes(made) != _sizes(local):
-        _DATA.__set__(local, made)
-
-
-def _sizes(local: RankTensor) -> list[Any]:
-    return [of_rank(size, rank) for rank in range(len(local.tensors)) for size in (*local.shape, *local.stride())]
-
-
-def rank_results(results: Sequence[Any], plain: Callable[[Sequence[Any]], Any], given: Sequence[Any] = ()) -> Any:
-    """The results of all ranks as one: tensors as a `RankTensor`, sequences item by item, other values by `plain`.
-
-    An operator in place gives back the very tensor it wrote to: that is found among the `given`.
-    """
-    first = results[0]
-    if isinstance(first, torch.Tensor):
-        for leaf in given:
-            if first is leaf or (isinstance(leaf, RankTensor) and _are_parts(results, leaf)):
-                return leaf
-        return RankTensor(results)
-    if isinstance(first, tuple | list):
-        if len({len(result) for result in results}) > 1:
-            raise AgreementError(
-                f"an operator gives {[len(result) for result in results]} results on the virtual ranks",
-                hint="ranks run in lockstep here: take the tensor of one rank with local.tensors[rank]",
-            )
-        items = (rank_results(column, plain, given) for column in zip(*results, strict=True))
-        return list(items) if isinstance(first, list) else tuple(items)
-    return plain(results)
-
-
-def _are_parts(results: Sequence[Any], leaf: RankTensor) -> bool:
-    return all(result is tensor for result, tensor in zip(results, leaf.tensors, strict=True))
-
-
-def _agreed(func: Any, values: Sequence[Any]) -> Any:
-    """The plain value that every rank has; a NaN agrees with a NaN."""
-    first = values[0]
-    if any(value != first and (value == value or first == first) for value in values[1:]):
-        raise UnsupportedError(
-            f"{func} gives a different plain value on each virtual rank ({values[:4]}...)",
-            hint="ranks run in lockstep here: take the values of one rank with local.tensors[rank]",
-        )
-    return first
+__all__ = ["VirtualFabric", "virtual"]
 
 
 class VirtualFabric(Fabric):
@@ -461,7 +93,7 @@ class VirtualFabric(Fabric):
     def map_operator(
         self, mesh: DeviceMesh, op: Any, fn: Callable[[torch.Tensor], torch.Tensor], local: torch.Tensor
     ) -> torch.Tensor:
-        return RankTensor(_alike(op, [[tensor] for tensor in _tensors(local, mesh)], lambda row: fn(row[0]), ()))
+        return RankTensor(results_alike(op, [[tensor] for tensor in _tensors(local, mesh)], lambda row: fn(row[0]), ()))
 
     def is_local(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, RankTensor)
@@ -470,7 +102,7 @@ class VirtualFabric(Fabric):
         return _on_one(op) if operands == 1 else _on_two(op) if operands == 2 else None
 
     def operator_runner(self, operator: LocalOperator, draws: bool) -> OperatorRunner:
-        return _drawing_once(operator) if draws else _rank_by_rank(operator)
+        return _run_random_once(operator) if draws else _rank_by_rank(operator)
 
     def parts(self, mesh: DeviceMesh, local: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
         return list(zip(self.coordinates(mesh), _tensors(local, mesh), strict=True))
@@ -514,7 +146,7 @@ class VirtualFabric(Fabric):
         return run_all_gather
 
     def _move(self, step: Step) -> BoundStep:
-        """Any movement of blocks: each rank's new block is put together from those that hold its parts."""
+        """Any movement of blocks: each rank's new block is assembled from the blocks that contain its parts."""
         before, after = step.before, step.after
         change = step.change if isinstance(step, Exchange) else None
         if change is not None and before.tensor_meta.is_contiguous:
@@ -526,14 +158,14 @@ class VirtualFabric(Fabric):
                 holders = distinct_blocks(before, row)
                 for position in row:
                     coordinate = tuple(after.mesh.coordinates[position].tolist())
-                    jobs.append((position, coordinate, pieces_for(after.block(coordinate), position, holders)))
+                    jobs.append((position, coordinate, received_boxes(after.block(coordinate), position, holders)))
             jobs.sort(key=lambda job: job[0])
         else:
             holders = distinct_blocks(before, range(len(ranks)))
             for coordinate, rank in zip(self.coordinates(after.mesh), after.mesh.grid_ranks, strict=True):
                 own = before.mesh.position_of(rank)
                 receiver = rank % len(ranks) if own is None else own
-                jobs.append((receiver, coordinate, pieces_for(after.block(coordinate), receiver, holders)))
+                jobs.append((receiver, coordinate, received_boxes(after.block(coordinate), receiver, holders)))
 
         def run_exchange(local: torch.Tensor) -> torch.Tensor:
             tensors = local.tensors  # pyright: ignore[reportAttributeAccessIssue]
@@ -548,7 +180,7 @@ class VirtualFabric(Fabric):
         return run_exchange
 
     def bind_transfer(self, transfer: StateTransfer, route: Route) -> tuple[RunTransfer, int]:
-        """As processes do it: every rank packs its messages, and gets those of the others."""
+        """As on processes: every rank packs its messages and receives those of the others."""
         transfers = {rank: rank_transfer(transfer, rank) for rank in transfer.ranks}
 
         def run_transfer(
@@ -571,7 +203,7 @@ class VirtualFabric(Fabric):
                 for rank, own in transfers.items():
                     for message in own.buckets[number].receives:
                         message.unpack(sent.pop((message.ranks[0], rank)), want[rank])
-                assert not sent, "what is sent is received"
+                assert not sent, "sent and received messages match"
                 report(sum(own.buckets[number].nbytes for own in transfers.values()))
             return lambda: None
 
@@ -631,7 +263,7 @@ class VirtualFabric(Fabric):
         return [RankTensor(made) for made in zip(*results, strict=True)]
 
     def _reduce(self, step: AllReduce | ReduceScatter) -> BoundStep:
-        """The reduction of each group, of which every rank gets its part: after an all-reduce, a copy of all."""
+        """The reduction of each group, of which every rank gets its part (after an all-reduce, a copy of all)."""
         mesh = step.before.mesh
         rows = mesh.groups(step.over).tolist()
         cuts = [slicer(step.before.block(c), step.after.block(c)) for c in self.coordinates(mesh)]
@@ -650,7 +282,7 @@ class VirtualFabric(Fabric):
 
 
 def _of_ranks(rank: int, locals_: Sequence[torch.Tensor], specs: Sequence[DTensorSpec]) -> list[Any]:
-    """The tensor of a rank in each of the locals; None where it is not in the mesh."""
+    """The tensor of a rank in each of the locals; None if it is not in the mesh."""
     places = [spec.mesh.position_of(rank) for spec in specs]
     return [
         None if at is None else _tensors(local, spec.mesh)[at]
@@ -659,7 +291,7 @@ def _of_ranks(rank: int, locals_: Sequence[torch.Tensor], specs: Sequence[DTenso
 
 
 def _move_along_line(change: LineChange, mesh: DeviceMesh) -> BoundStep:
-    """One axis splits one dim otherwise: the runs of its ranks, joined and cut again."""
+    """Change how one axis splits one dim: concatenate the runs of its ranks and split again."""
     rows, dim = mesh.groups((change.axis,)).tolist(), change.dim
     runs = [change.new_run(rank) for rank in range(mesh.shape[change.axis])]
 
@@ -667,9 +299,9 @@ def _move_along_line(change: LineChange, mesh: DeviceMesh) -> BoundStep:
         tensors = _tensors(local, mesh)
         out: list[Any] = [None] * len(tensors)
         for row in rows:
-            whole = torch.cat([tensors[i] for i in row], dim)
+            joined = torch.cat([tensors[i] for i in row], dim)
             for i, (start, length) in zip(row, runs, strict=True):
-                out[i] = whole.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+                out[i] = joined.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
         return RankTensor(out)
 
     return run_along_line
@@ -692,7 +324,7 @@ def _on_two(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rank_by_rank(operator: LocalOperator) -> OperatorRunner:
-    """On one rank after the other."""
+    """Run on one rank after the other."""
 
     def run_rank_by_rank(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         rows = [[*(part_at(local, rank) for local in locals_), own] for rank, own in enumerate(operator.own)]
@@ -707,8 +339,8 @@ def _rank_by_rank(operator: LocalOperator) -> OperatorRunner:
     return run_rank_by_rank
 
 
-def _drawing_once(operator: LocalOperator) -> OperatorRunner:
-    """Random numbers are drawn once, on operands that all ranks hold alike, and given to every rank."""
+def _run_random_once(operator: LocalOperator) -> OperatorRunner:
+    """Draw random numbers once, on operands that are equal on all ranks, and give them to every rank."""
 
     def run_once(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], locals_: list[torch.Tensor]) -> Any:
         first = [part_at(local, 0) for local in locals_]
@@ -717,7 +349,7 @@ def _drawing_once(operator: LocalOperator) -> OperatorRunner:
         for position, _ in operator.written:
             for other in parts_of(locals_[position])[1:]:
                 other.copy_(first[position])
-        copies = [tree_map(lambda t: t.clone() if _is_tensor(t) else t, result) for _ in operator.own]
+        copies = [tree_map(lambda t: t.clone() if is_tensor(t) else t, result) for _ in operator.own]
         return rank_results(copies, lambda values: values[0])
 
     return run_once

@@ -1,6 +1,6 @@
-"""Which fabric a new mesh is of, and how one is made: `init_device_mesh`, `virtual`, `as_mesh`.
+"""Makes meshes and chooses their fabric: `init_device_mesh`, `virtual`, `as_mesh`.
 
-Looks at the surroundings (a process group, torchrun's environment) so that the same program runs in all of them.
+Looks for a process group and torchrun's environment, so that the same program runs with and without them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """A mesh over all ranks.
 
-    Where a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual
-    ones inside this process. Inside `virtual()` or `dry_run()` these choose.
+    If a process group is up, or torchrun started this process, the ranks are processes; otherwise they are virtual
+    ranks in this process. Inside `virtual()` or `dry_run()` those decide.
 
-    On processes every rank calls it: the process groups of the axes are made at once.
+    On processes every rank must call it: the process groups of the axes are made at once.
 
     Without a shape, the environment variable SHARDWISE_MESH gives it (`dp=2,tp=4`, or `2x4` without names),
     which `shardwise run --mesh` sets; and without that, on processes, all of them along one axis.
 
     Args:
         device_type: "cpu" or "cuda".
-        mesh_shape: how many ranks along each axis.
+        mesh_shape: the number of ranks along each axis.
         mesh_dim_names: a name for each axis.
 
     Example:
@@ -68,7 +68,7 @@ def init_device_mesh(
     size = math.prod(shape)
     if fabric == c10d.name:
         _ensure_process_group(device_type)
-        c10d.rank()  # in a new world, forgets the state of the former one
+        c10d.rank()  # in a new world, drops the state of the previous one
         world = dist.get_world_size()
         if size != world:
             raise MeshError(
@@ -85,7 +85,7 @@ def init_device_mesh(
 def _preset_axes(
     fabric: str, device_type: str, names: Sequence[str] | None
 ) -> tuple[tuple[int, ...], Sequence[str] | None]:
-    """The shape and the names of the mesh that was chosen outside the program."""
+    """The shape and names of a mesh that was chosen outside the program."""
     preset = os.environ.get(PRESET)
     if preset:
         shape, preset_names = parse_axes(preset)
@@ -115,7 +115,7 @@ def _ensure_process_group(device_type: str) -> None:
 
 @mode_context
 def virtual() -> Iterator[None]:
-    """Meshes made inside, by this thread, are of virtual ranks in this process, whatever the surroundings.
+    """Meshes made inside, by this thread, have virtual ranks in this process, even under torchrun.
 
     Example:
         >>> with virtual():

@@ -1,6 +1,6 @@
-"""A plan for a model that carries none: attention and MLPs of its repeated blocks, recognised by names and sizes.
+"""A plan for a model without one: attention and MLPs of its repeated blocks, recognised by names and sizes.
 
-Layouts decide what is communicated, never what is computed, so a layer that is taken for another costs time alone.
+Layouts affect communication, not values, so a layer that is mistaken for another only costs time.
 """
 
 from __future__ import annotations

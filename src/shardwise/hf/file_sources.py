@@ -1,4 +1,4 @@
-"""Which tensors in the files of a model of transformers make up its parameters, as its own converters say.
+"""Which tensors in the files of a transformers model form its parameters, by its own converters.
 
 Converters of transformers rename tensors, stack those of experts, join and split fused ones. They run here on
 `LazyTensor`, which records the slices, so that each rank reads only what it needs.

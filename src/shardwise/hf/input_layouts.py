@@ -1,6 +1,6 @@
-"""shard_batch and context_parallel: a model lays out its own inputs, samples over one axis and tokens over another.
+"""shard_batch and context_parallel: a model shards its own inputs, samples over one axis and tokens over another.
 
-Layouts decide what is communicated, never what is computed. So an input that is not known here stays as it is.
+Layouts affect communication, not values. So an unknown input is left unchanged.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from shardwise.api import distribute_module, distribute_tensor
+from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard, Zigzag
 from shardwise.errors import LayoutError, MeshError
 from shardwise.fabric.world import as_mesh
+from shardwise.hf.flex_calls import call_flex_attention_as_it_is
 from shardwise.hf.transformers_version import check_loaded
 from shardwise.parallel.tensor_parallel.style import STYLES
 from shardwise.tensor import is_dtensor
@@ -24,7 +26,7 @@ from shardwise.tensor import is_dtensor
 __all__ = ["context_parallel", "shard_batch"]
 
 Model = TypeVar("Model", bound=nn.Module)
-_LAYOUTS = "_shardwise_input_layouts"  # on a model: the InputLayouts that its hook goes by
+_LAYOUTS = "_shardwise_input_layouts"  # on a model: the InputLayouts of its hook
 # Inputs of (samples, tokens), and of (samples, tokens, features).
 TOKENS = {
     "attention_mask",
@@ -41,7 +43,7 @@ EMBEDDED = {"decoder_inputs_embeds", "inputs_embeds"}
 
 
 class InputLayouts:
-    """How the inputs of one model are laid out: the axis of its samples, and that of its tokens."""
+    """The layouts of a model's inputs: the axis of its samples, and that of its tokens."""
 
     def __init__(self) -> None:
         self.samples: DeviceMesh | None = None
@@ -98,7 +100,8 @@ def _joined(meshes: set[DeviceMesh]) -> DeviceMesh:
         return next(iter(meshes))
     if len(roots) > 1:
         raise MeshError(
-            f"the parameters and the inputs are on meshes that were made apart: {', '.join(sorted(map(repr, roots)))}",
+            "the parameters and the inputs are on meshes that were made separately: "
+            f"{', '.join(sorted(map(repr, roots)))}",
             hint='make one mesh, and give its axes: mesh["tp"], mesh["cp"]',
         )
     (root,) = roots
@@ -113,8 +116,9 @@ def _axis_in(mesh: DeviceMesh, part: DeviceMesh) -> int:
 
 
 def _layouts_of(model: nn.Module, axis: Any) -> tuple[InputLayouts, DeviceMesh]:
-    """The layouts of a model, with a hook that goes by them; and the mesh of one axis that was asked for."""
+    """The layouts of a model, with the hook that applies them, and the requested mesh of one axis."""
     check_loaded()
+    call_flex_attention_as_it_is()
     mesh = as_mesh(axis)
     if mesh.ndim != 1:
         raise MeshError(f"inputs are sharded over one axis, and {mesh} has {mesh.ndim}", hint='give it one: mesh["cp"]')
@@ -136,6 +140,7 @@ def _layouts_of(model: nn.Module, axis: Any) -> tuple[InputLayouts, DeviceMesh]:
     return known, mesh
 
 
+@not_compiled
 def _lay_out_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -144,7 +149,9 @@ def _lay_out_inputs(
     names = dict(zip(_positional(model), args, strict=False))
     given = {**names, **kwargs}
     _check_some(model, layouts, given)
-    moved = {name: layouts.laid_out(name, value, mesh) for name, value in given.items()}
+    flex = getattr(getattr(model, "config", None), "_attn_implementation", None) == "flex_attention"
+    kept = "attention_mask" if flex else None  # torch compiles the making of block masks, of plain tensors
+    moved = {name: value if name == kept else layouts.laid_out(name, value, mesh) for name, value in given.items()}
     rest = args[len(names) :]
     return (*(moved[name] for name in names), *rest), {name: moved[name] for name in kwargs}
 
@@ -156,7 +163,7 @@ def _positional(model: nn.Module) -> Iterator[str]:
 
 
 def _check_some(model: nn.Module, layouts: InputLayouts, given: Mapping[str, Any]) -> None:
-    """Raise for inputs without tokens, which would be replicated without a word."""
+    """Raise for inputs without tokens, which would be replicated silently."""
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     if layouts.tokens is None or any(
         is_dtensor(value) or _token_dim(name, value) is not None for name, value in tensors.items()

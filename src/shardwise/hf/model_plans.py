@@ -51,7 +51,7 @@ def plan_of(model: nn.Module, plan: str | NamedPlan = "auto") -> dict[str, Paral
 
 
 def named_plan(model: nn.Module, plan: str | NamedPlan) -> NamedPlan:
-    """The plan that is asked for, with names of styles."""
+    """The requested plan, with names of styles."""
     if isinstance(plan, Mapping):
         return plan
     own = {"tp": _carried(model, "tp_plan"), "ep": _carried(model, "ep_plan")}

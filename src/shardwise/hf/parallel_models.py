@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.api import distribute_module
 from shardwise.fabric.world import as_mesh
+from shardwise.hf.flex_calls import call_flex_attention_as_it_is
 from shardwise.hf.model_plans import plan_of
 from shardwise.hf.static_caches import lay_out_static_caches
 from shardwise.hf.transformers_version import check_loaded
@@ -53,6 +54,7 @@ def parallelize(
     """
     check_loaded()
     lay_out_static_caches()
+    call_flex_attention_as_it_is()
     mesh = as_mesh(device_mesh)
     styles = plan_of(model, plan)
     if not styles:

@@ -204,7 +204,7 @@ def save_pretrained(model: Any, path: str | Path, max_shard_size: int | str = "5
     export_safetensors(tensors, path, max_shard_size)
     if is_main():
         config = model.config
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.architectures = [type(model).__name__]
         config.dtype = next(each.dtype for each in tensors.values() if each.is_floating_point())
         config.save_pretrained(path)
         if getattr(model, "generation_config", None) is not None:

@@ -1,4 +1,4 @@
-"""Static caches of transformers that are laid out as the keys and values that go into them: sharded over heads."""
+"""Static caches of transformers in the layout of their keys and values: sharded over heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEQUENCE = 2  # (samples, heads, tokens, features)
 def lay_out_static_caches() -> None:
     """Wrap the function by which a static cache allocates its memory, if transformers is loaded; once.
 
-    It would make plain tensors, whole on every rank. Caches of plain tensors are as before.
+    It would make plain tensors of the global size on every rank. Caches of plain tensors are as before.
     """
     caches: Any = sys.modules.get("transformers.cache_utils")
     if caches is not None and not hasattr(caches.StaticLayer.lazy_initialization, "__wrapped__"):
@@ -45,7 +45,7 @@ def _laid_out(allocate: Any) -> Any:
 
 
 def _zeros_as(wanted: torch.Tensor, like: Any) -> Any:
-    """Zeros of a shape, in the layout of another tensor; whole along the sequence."""
+    """Zeros of a shape, in the layout of another tensor; not sharded along the sequence."""
     placements = [_kept(placement) for placement in like.placements]
     return zeros(*wanted.shape, dtype=wanted.dtype, device_mesh=like.device_mesh, placements=placements)
 

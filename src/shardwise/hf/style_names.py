@@ -19,8 +19,8 @@ __all__ = ["check_name", "is_silent", "layer_style", "parameter_placement"]
 
 _COLWISE = ColwiseParallel(use_local_output=False)
 _COLWISE_GATHERED = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-_ROWWISE = RowwiseParallel(use_local_output=False)
-_ROWWISE_FROM_ALL = RowwiseParallel(input_layouts=Replicate(), use_local_output=False)
+# A plain tensor that a model computes is global here, also where the plan expects the output of a layer before.
+_ROWWISE = RowwiseParallel(input_layouts=Replicate(), use_local_output=False)
 
 # For nn.Linear and nn.Embedding.
 LAYERS: dict[str, ParallelStyle] = {
@@ -28,9 +28,9 @@ LAYERS: dict[str, ParallelStyle] = {
     "colwise_gather_output": _COLWISE_GATHERED,
     "colwise_rep": _COLWISE_GATHERED,
     "rowwise": _ROWWISE,
-    "rowwise_split_input": _ROWWISE_FROM_ALL,
-    "rowwise_rep": _ROWWISE_FROM_ALL,
-    "embedding_rowwise": _ROWWISE_FROM_ALL,
+    "rowwise_split_input": _ROWWISE,
+    "rowwise_rep": _ROWWISE,
+    "embedding_rowwise": _ROWWISE,
     "embedding_colwise": _COLWISE_GATHERED,
 }
 # For norms.
@@ -55,6 +55,7 @@ SILENT = {
     "all_reduce",
     "ep_dispatch_experts",
     "ep_router",
+    "local_params",
     "mla_kv_a_proj",
     "moe_identity_expert",
     "moe_tp_experts",
@@ -81,14 +82,14 @@ def is_silent(name: str) -> bool:
 
 
 def layer_style(name: str, module: nn.Module) -> ParallelStyle | None:
-    """The style of a module as one layer; None for a module whose parameters are laid out one by one."""
+    """The style of a module as one layer; None for a module whose parameters are distributed one by one."""
     if name in SEQUENCE:
         return SEQUENCE[name]
     return LAYERS.get(name) if isinstance(module, nn.Linear | nn.Embedding) else None
 
 
 def parameter_placement(name: str, parameter: nn.Parameter) -> Placement:
-    """How a parameter is laid out by the style of this name.
+    """The placement of a parameter by the style of this name.
 
     Example:
         >>> import torch

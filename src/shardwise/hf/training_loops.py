@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +33,9 @@ def one_program(accelerator: Accelerator) -> Accelerator:
     """Let an `Accelerator` treat all processes as one program, for a model of `parallelize` or `fully_shard`.
 
     `prepare` then wraps no model in DistributedDataParallel, and loaders give every process the same, global batches:
-    `per_device` sizes are those of the global batch. `gather`, `gather_for_metrics`, `reduce` and
-    `pad_across_processes` give a tensor back as it is, and the global tensor of a DTensor. `backward`,
-    `clip_grad_norm_`, `autocast`, `print` and `is_main_process` are as they were.
+    `per_device` sizes are those of the global batch. `gather`, `reduce` and `pad_across_processes` give a tensor back
+    as it is, and the global tensor of a DTensor; so does `gather_for_metrics`, which cuts the last batch as Accelerate
+    does. `backward`, `clip_grad_norm_`, `autocast`, `print` and `is_main_process` are as they were.
 
     Args:
         accelerator: an `accelerate.Accelerator`, before `prepare`.
@@ -49,7 +50,7 @@ def one_program(accelerator: Accelerator) -> Accelerator:
     given: Any = accelerator
     if any(getattr(given.state, name, None) is not None for name in OWN_WAYS):
         raise UnsupportedError(
-            "the Accelerator has a parallelism_config, DeepSpeed or FSDP of its own",
+            "the Accelerator has its own parallelism_config, DeepSpeed or FSDP",
             hint="leave these out: sw.hf.parallelize, shard_batch and sw.fully_shard say what is parallel",
         )
     given.__class__ = _one_program_class(type(given))
@@ -60,6 +61,13 @@ def one_program(accelerator: Accelerator) -> Accelerator:
 def _one_program_class(base: Any) -> Any:
     def as_it_is(self: Any, tensor: Any, *args: Any, **options: Any) -> Any:
         return _global(tensor)
+
+    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        # Accelerate cuts the last batch to the samples that are left. The Trainer counts on it: it repeats the loss of
+        # each batch by the size of a full one.
+        state = self.gradient_state
+        found = _global(input_data)
+        return _first_rows(found, state.remainder) if state.end_of_dataloader and state.remainder > 0 else found
 
     def prepare_model(self: Any, model: Any, *args: Any, **options: Any) -> Any:
         # With evaluation_mode autocast and compilation alone are prepared.
@@ -80,7 +88,7 @@ def _one_program_class(base: Any) -> Any:
             "prepare_model": prepare_model,
             "prepare_scheduler": prepare_scheduler,
             "gather": as_it_is,
-            "gather_for_metrics": as_it_is,
+            "gather_for_metrics": gather_for_metrics,
             "reduce": as_it_is,
             "pad_across_processes": as_it_is,
         },
@@ -89,12 +97,29 @@ def _one_program_class(base: Any) -> Any:
 
 def _global(value: Any) -> Any:
     """Values, with the global tensors of DTensors."""
-    if is_dtensor(value):
-        return value.full_tensor()
+    return _each_tensor(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, value)
+
+
+def _first_rows(value: Any, count: int) -> Any:
+    """The first rows of each tensor; of a list without tensors its first elements."""
+    seen: list[torch.Tensor] = []
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor[:count] if tensor.ndim else tensor
+
+    found = _each_tensor(first, value)
+    return value[:count] if not seen and isinstance(value, list | tuple) else found
+
+
+def _each_tensor(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
     if isinstance(value, dict):
-        return type(value)({name: _global(each) for name, each in value.items()})
+        return type(value)({name: _each_tensor(function, each) for name, each in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(_global(each) for each in value)
+        found = [_each_tensor(function, each) for each in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     return value
 
 
@@ -131,9 +156,6 @@ class TrainerMixin:
         self.args.average_tokens_across_devices = False  # the count of tokens is global
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
         self.gather_function = one_program(self.accelerator).gather_for_metrics
-        name = type(self.model).__name__.removeprefix("FSDP")
-        if name != type(self.model).__name__:  # the Trainer shifts labels, to smooth them, by the name of the class
-            self.model._get_name = functools.partial(str, name)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The samples of a step: batches are global."""
@@ -158,7 +180,7 @@ class TrainerMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, each rank its slices, and the processing class and settings."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        if is_main():  # a run that resumed writes its later checkpoints once more, as with plain transformers
+        if is_main():  # a resumed run writes its later checkpoints again, as with plain transformers
             for old in Path(folder).glob("model*.safetensors*"):
                 old.unlink()
         save_pretrained(self.model, folder)

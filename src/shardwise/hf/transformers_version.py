@@ -15,7 +15,7 @@ OLDEST, NEWEST = (5, 17), (5, 23)
 
 
 def load_transformers() -> Any:
-    """The package transformers; an ImportError says how to get it."""
+    """The package transformers. The ImportError has the command that installs it."""
     try:
         module = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -30,7 +30,7 @@ def load_transformers() -> Any:
 
 
 def check_loaded() -> None:
-    """Check the version of transformers, if it is loaded: a model of it is at hand only then."""
+    """Check the version of transformers if it is loaded: only then can there be a model of it."""
     module = sys.modules.get("transformers")
     if module is not None:
         check_version(module)

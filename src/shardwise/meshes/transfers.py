@@ -13,13 +13,13 @@ import torch
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.events import route_started
 from shardwise.fabric.base import RunTransfer, device_of, fabric_of, nothing_of, on_new_world
+from shardwise.fabric.rank_tensor import parts_of, writes_to
 from shardwise.fabric.shared_writes import check_agreement
 from shardwise.fabric.state_messages import rank_transfer
-from shardwise.fabric.virtual import parts_of, writes_to
 from shardwise.meshes.named_values import named_values, with_values
 from shardwise.meshes.target_layouts import Dtype, Layouts, target_specs
 from shardwise.plan.cost import current_cost_model, on_new_model
@@ -248,7 +248,7 @@ class TransferPlan:
         return local
 
     def _result(self, name: str, given: Mapping[str, Any] | None) -> torch.Tensor:
-        """The new local of a tensor: memory of its own, or that of the tensor which is written to."""
+        """The new local of a tensor: new memory, or that of the tensor which is written to."""
         spec = self.targets[name]
         fabric = fabric_of(spec.mesh)
         if given is None:
@@ -441,7 +441,7 @@ def _refuse_shared_memory(
         if not _memory(local).isdisjoint(_memory(result)):
             raise LayoutError(
                 f"{name!r} would be written to while it is read: `into` shares its memory",
-                hint="leave `into` out, or give tensors with memory of their own",
+                hint="leave `into` out, or give tensors that do not share memory",
             )
 
 

@@ -5,26 +5,27 @@ The same call on plain tensors does the same on one device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
 from typing import Any
 
 import torch
 
-from shardwise.core.mesh import DeviceMesh
-from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_dynamo_compiling, is_tracing
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.moe.routing_plan import ExpertRanks, RoutingPlan, expert_ranks, plan_of, plan_with_capacity
-from shardwise.moe.token_maps import mapped
-from shardwise.tensor import DTensor, dtensor_of, is_dtensor, moved
+from shardwise.moe.capacity_slots import returned_rows, slot_weights, slotted_rows
+from shardwise.moe.routing_plan import RoutingPlan, expert_ranks, plan_of
+from shardwise.moe.token_maps import as_dtensor, mapped, weighted
+from shardwise.moe.weighted_return import weighted_return
+from shardwise.tensor import is_dtensor, moved
 from shardwise.transforms import transforming
 
 __all__ = ["Back", "dispatch"]
 
+INDICES = (torch.int64, torch.int32)
 
-@dataclass(frozen=True, eq=False)
+
 class Back:
     """Returns dispatched tokens to their ranks: `y = back(outputs, weights)`. Made by `dispatch`.
 
@@ -37,10 +38,10 @@ class Back:
 
     offs: Any
     counts: Any
-    capacity: int | None
-    _shape: tuple[int, int]  # of the expert ids
-    _plan: RoutingPlan | None = field(default=None, repr=False)
-    _rows: torch.Tensor | None = field(default=None, repr=False)  # on one device: the choice of each row
+
+    def __init__(self, offs: Any, counts: Any, shape: tuple[int, int], rows: int, capacity: int | None = None) -> None:
+        self.offs, self.counts, self.capacity = offs, counts, capacity
+        self._shape, self._rows = shape, rows  # of the expert ids; how many are dispatched
 
     def __call__(self, outputs: Any, weights: Any = None) -> Any:
         """The sum over the choices of each token of what its experts made, times the weight of the choice.
@@ -53,10 +54,9 @@ class Back:
             `[T, ...]` in the order of the tokens, with the rows laid out as those of `x` were exchanged. A token whose
             choices were all dropped has zeros.
         """
-        rows = self._plan.tokens.target.rows if self._plan is not None else len(self._rows)  # pyright: ignore[reportArgumentType]
-        if outputs.shape[:1] != (rows,):
+        if outputs.shape[:1] != (self._rows,):
             raise LayoutError(
-                f"back: outputs of shape {tuple(outputs.shape)} for {rows} dispatched rows",
+                f"back: outputs of shape {tuple(outputs.shape)} for {self._rows} dispatched rows",
                 hint="give it a row for each row of the tokens that dispatch returned",
             )
         if weights is not None and tuple(weights.shape) != self._shape:
@@ -64,17 +64,7 @@ class Back:
                 f"back: weights of shape {tuple(weights.shape)} for expert_ids of shape {self._shape}",
                 hint="one weight for each choice of each token",
             )
-        if self._plan is not None and self._shape[1] == 1:  # a token has one result: it is weighted where the token is
-            y = mapped(outputs, self._plan.tokens, transposed=True)
-            return y if weights is None else _weighted(y, _as_dtensor(weights, self._plan_mesh))
-        if weights is not None:
-            outputs = _weighted(outputs, self.weights_of_rows(weights))
-        if self._plan is not None:
-            return mapped(outputs, self._plan.tokens, transposed=True)
-        assert self._rows is not None
-        tokens, choices = self._shape
-        total = outputs.new_zeros((tokens + 1, *outputs.shape[1:]))
-        return total.index_add(0, self._rows.div(choices, rounding_mode="floor"), outputs)[:tokens]
+        return self._returned(outputs, weights)
 
     def weights_of_rows(self, weights: Any) -> Any:
         """A number for each dispatched row of one for each choice, `[T, k]`: to scale tokens before their experts.
@@ -84,20 +74,64 @@ class Back:
             >>> back.weights_of_rows(torch.tensor([[3.0], [4.0]]))
             tensor([4., 3.])
         """
-        if self._plan is not None:
-            return mapped(_as_dtensor(weights, self._plan_mesh), self._plan.slots)
+        raise NotImplementedError
+
+    def _returned(self, outputs: Any, weights: Any) -> Any:
+        raise NotImplementedError
+
+
+class OneDeviceBack(Back):
+    """On one device: the choice of each row."""
+
+    _order: torch.Tensor
+
+    def _returned(self, outputs: Any, weights: Any) -> Any:
+        if weights is not None:
+            outputs = weighted(outputs, self.weights_of_rows(weights))
+        tokens, choices = self._shape
+        total = outputs.new_zeros((tokens + 1, *outputs.shape[1:]))
+        return total.index_add(0, self._order.div(choices, rounding_mode="floor"), outputs)[:tokens]
+
+    def weights_of_rows(self, weights: Any) -> Any:
         flat = torch.cat([weights.reshape(-1), weights.new_zeros(1)])
-        return flat.index_select(0, self._rows)  # pyright: ignore[reportArgumentType]
+        return flat.index_select(0, self._order)
+
+
+class PlannedBack(Back):
+    """On a mesh, with sizes that depend on values."""
+
+    def __init__(self, plan: RoutingPlan) -> None:
+        self._plan, self.capacity = plan, None
+        self._shape, self._rows = plan.shape, sum(plan.per_rank)
+
+    def _returned(self, outputs: Any, weights: Any) -> Any:
+        if weights is None:
+            return mapped(outputs, self._plan.tokens, transposed=True)
+        return weighted_return(outputs, as_dtensor(weights, self._plan.tokens.mesh), self._plan)
+
+    def weights_of_rows(self, weights: Any) -> Any:
+        return mapped(as_dtensor(weights, self._plan.tokens.mesh), self._plan.slots)
 
     @property
-    def _plan_mesh(self) -> DeviceMesh:
-        return self.offs.device_mesh
+    def offs(self) -> Any:
+        return self._plan.offs
+
+    @property
+    def counts(self) -> Any:
+        return self._plan.counts
 
 
-def _weighted(rows: Any, weights: Any) -> Any:
-    """Rows times a number for each, in the dtype of the rows."""
-    product = rows * weights.view(-1, *[1] * (rows.dim() - 1))
-    return product if product.dtype is rows.dtype else product.to(rows.dtype)
+class SlotsBack(Back):
+    """On a mesh, with a capacity: the choice in each slot of each rank."""
+
+    _slots: Any
+    _axis: int
+
+    def _returned(self, outputs: Any, weights: Any) -> Any:
+        return returned_rows(outputs, self._slots, weights, self.offs.shape[0], self._axis, self._shape)
+
+    def weights_of_rows(self, weights: Any) -> Any:
+        return slot_weights(weights, self._slots, self.offs.shape[0], self._axis)
 
 
 def dispatch(
@@ -142,6 +176,8 @@ def dispatch(
         True
     """
     _check(x, expert_ids, num_experts, capacity, groups)
+    if expert_ids.dtype not in INDICES:  # bytes would be masks where they index
+        expert_ids = expert_ids.long()
     if not is_dtensor(x):
         if is_dtensor(expert_ids):
             raise LayoutError(
@@ -149,28 +185,57 @@ def dispatch(
                 hint="distribute_tensor(x, mesh, placements), or from_local of each rank's part",
             )
         return _on_one_device(x, expert_ids, num_experts, capacity, groups or 1)
-    mesh = x.device_mesh
-    if is_tracing() or torch.compiler.is_compiling() or transforming():
+    if transforming():
         raise UnsupportedError(
-            "dispatch in a graph or a function of torch.func: which rows go where depends on values",
-            hint="leave the mixture of experts outside of torch.compile, as by torch.compiler.disable",
+            "dispatch in a function of torch.func: it has no rule for transformed tensors",
+            hint="take derivatives by torch.autograd, also of higher order",
         )
+    mesh = x.device_mesh
     if fabric_of(mesh).is_outside(mesh):
         raise MeshError(f"dispatch on a rank that is not in {mesh}", hint="call it on the ranks of the mesh alone")
-    ranks = expert_ranks(mesh, *_axes(x._spec, axis), num_experts)
-    if groups not in (None, ranks.members):
+    over, of_experts = _axes(x._spec, axis)
+    members = math.prod([mesh.shape[each] for each in over])
+    if groups not in (None, members):
         raise LayoutError(
-            f"dispatch: groups={groups}, and {ranks.members} ranks share the tokens", hint="leave it out on a mesh"
+            f"dispatch: groups={groups}, and {members} ranks share the tokens", hint="leave it out on a mesh"
         )
-    ids = _as_dtensor(expert_ids, mesh)
-    ids = moved(ids, ranks.source(ids._spec, tuple(ids.shape[1:])))
-    plan = plan_of(ranks, ids) if capacity is None else plan_with_capacity(ranks, ids, capacity)
-    back = Back(*_numbers(ranks, plan), capacity, (ids.shape[0], ids.shape[1]), plan)
-    return mapped(x, plan.tokens), back
+    ids = as_dtensor(expert_ids, mesh)
+    if capacity is None:
+        return _with_sizes(x, ids, num_experts, over, of_experts)
+    return _with_capacity(x, ids, num_experts, over, of_experts, members, capacity)
+
+
+def _with_sizes(x: Any, ids: Any, experts: int, over: tuple[int, ...], axis: int) -> tuple[Any, Back]:
+    """On a mesh, with as many rows for each expert as it was chosen."""
+    if is_tracing() or is_dynamo_compiling():
+        raise UnsupportedError(
+            "dispatch in a graph: how many rows go where depends on values",
+            hint="give it a capacity, which fixes all sizes, or leave the mixture of experts outside of torch.compile, "
+            "as by torch.compiler.disable",
+        )
+    ranks = expert_ranks(x._spec.mesh, over, axis, experts)
+    plan = plan_of(ranks, moved(ids, ranks.source(ids._spec, tuple(ids.shape[1:]))))
+    return mapped(x, plan.tokens), PlannedBack(plan)
+
+
+def _with_capacity(
+    x: Any, ids: Any, experts: int, over: tuple[int, ...], axis: int, members: int, capacity: int
+) -> tuple[Any, Back]:
+    """On a mesh, with `capacity` slots on each of `members` ranks for each expert."""
+    rows, slots, offs, counts = slotted_rows(x, ids, experts, over, axis, capacity)
+    back = SlotsBack(offs, counts, (ids.shape[0], ids.shape[1]), experts * members * capacity, capacity)
+    back._slots, back._axis = slots, axis
+    return rows, back
 
 
 def _check(x: Any, ids: Any, experts: int, capacity: int | None, groups: int | None) -> None:
-    if ids.dim() != 2 or x.dim() < 1 or ids.shape[0] != x.shape[0] or ids.is_floating_point() or ids.shape[1] < 1:
+    if ids.dtype is torch.bool:
+        raise LayoutError(
+            f"dispatch: expert_ids of shape {tuple(ids.shape)} are a mask",
+            hint="give it the number of each expert, as topk(k).indices does, [T, k]",
+        )
+    integers = not (ids.is_floating_point() or ids.is_complex())
+    if ids.dim() != 2 or x.dim() < 1 or ids.shape[0] != x.shape[0] or not integers or ids.shape[1] < 1:
         raise LayoutError(
             f"dispatch: expert_ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for x of shape {tuple(x.shape)}",
             hint="x is [T, ...] and expert_ids [T, k] of integers",
@@ -191,23 +256,6 @@ def _axes(spec: DTensorSpec, axis: str | int | None) -> tuple[tuple[int, ...], i
     return over if of_experts in over else (*over, of_experts), of_experts
 
 
-def _as_dtensor(tensor: Any, mesh: DeviceMesh) -> Any:
-    """A plain tensor is taken as the same on every rank, as by operators."""
-    if not is_dtensor(tensor):
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
-    if tensor.device_mesh != mesh:
-        raise MeshError(
-            f"dispatch: x is on {mesh}, and the experts or weights of its tokens are on {tensor.device_mesh}",
-            hint="compute them from x, or build them on its mesh",
-        )
-    return tensor
-
-
-def _numbers(ranks: ExpertRanks, plan: RoutingPlan) -> tuple[Any, Any]:
-    """The offsets and counts as DTensors."""
-    return dtensor_of(ranks.ends_spec, plan.ends), dtensor_of(ranks.counts_specs[plan.is_partial], plan.counts)
-
-
 def _on_one_device(
     x: torch.Tensor, ids: torch.Tensor, experts: int, capacity: int | None, groups: int
 ) -> tuple[torch.Tensor, Back]:
@@ -222,7 +270,8 @@ def _on_one_device(
     if capacity is not None:
         rows = _first_rows(rows, expert, experts, capacity, groups, choices, tokens)
         ends = torch.arange(1, experts + 1, device=flat.device) * (groups * capacity)
-    back = Back(ends.to(torch.int32), counts, capacity, (tokens, choices), None, rows)
+    back = OneDeviceBack(ends.to(torch.int32), counts, (tokens, choices), len(rows), capacity)
+    back._order = rows
     padded = x if capacity is None else torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
     return padded.index_select(0, rows.div(choices, rounding_mode="floor")), back
 

@@ -1,7 +1,7 @@
 """Which rows go to which rank: the plan of one dispatch, made of the experts that tokens were given.
 
 Ranks tell each other how many rows they have for each expert. All sizes follow from that table, which the host reads
-once. With a capacity nothing is read: every rank has as many rows for each expert, some of them empty.
+once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from shardwise.core.placement import Partial, Placement, Ragged, Replicate, Shar
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import device_of, fabric_of
 from shardwise.moe.token_maps import (
-    FIRST,
     Counts,
     LineRows,
     RowLayout,
@@ -32,11 +31,12 @@ from shardwise.moe.token_maps import (
     lines_here,
     member_of,
     number_of,
+    sorted_rows,
 )
-from shardwise.plan.step import TokenExchange
 from shardwise.rules.owner_programs import Exchanging, Items
+from shardwise.tensor import dtensor_of
 
-__all__ = ["ExpertRanks", "RoutingPlan", "expert_ranks", "expert_sizes", "plan_of", "plan_with_capacity"]
+__all__ = ["ExpertRanks", "RoutingPlan", "expert_ranks", "expert_sizes", "plan_of"]
 
 MAX_MESHES = 64
 
@@ -85,12 +85,15 @@ class ExpertRanks:
         """The number of experts of a rank that has all it can have."""
         return -(-self.experts // self.mesh.shape[self.axis])
 
+    def by_token(self, tokens: int, rest: tuple[int, ...] | None = None) -> RowLayout:
+        """How tokens lie before they are sent, or numbers for each of them."""
+        return RowLayout(tokens, self.over, tuple([Shard(0) for _ in self.over]), rest)
+
     def source(self, spec: DTensorSpec, rest: tuple[int, ...] | None = None) -> DTensorSpec:
         """The layout that tokens of this one are exchanged from, or numbers for each token."""
         found = self._sources.get((spec, rest))
         if found is None:
-            layout = RowLayout(spec.shape[0], self.over, tuple([Shard(0) for _ in self.over]), rest)
-            found = self._sources.keep_recent((spec, rest), layout.of(spec))
+            found = self._sources.keep_recent((spec, rest), self.by_token(spec.shape[0], rest).of(spec))
         return found
 
     @cached_property
@@ -119,8 +122,31 @@ class ExpertRanks:
     def bounds_of_members(self, bounds: torch.Tensor) -> torch.Tensor:
         """Of where the rows of each expert begin, and their end: the same for members. Without other axes."""
         if self.members * self.chunk == self.experts:
-            return bounds[:: self.chunk]
+            return bounds[: self.experts + 1 : self.chunk]
         return bounds[torch.from_numpy(self.first_experts).to(bounds.device)]
+
+    def sorted(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The order of rows by expert, and where the rows of each expert begin, their end, and the number of all.
+
+        An id below 0 comes before the first expert, one that is too large after the last.
+        """
+        expert, order = torch.sort(flat, stable=True)
+        return order, torch.searchsorted(expert, self._edges(flat), right=True, out_int32=True)
+
+    def _edges(self, flat: torch.Tensor) -> torch.Tensor:
+        """The largest id before each expert, the last expert, and the largest number."""
+        key = (flat.dtype, flat.device)
+        found = self._kept_edges.get(key)
+        if found is None or flat.__class__ is not torch.Tensor:
+            numbers = [*range(-1, self.experts), torch.iinfo(flat.dtype).max]
+            found = torch.tensor(numbers, dtype=flat.dtype, device=flat.device)
+            if flat.__class__ is torch.Tensor:
+                self._kept_edges[key] = found
+        return found
+
+    @cached_property
+    def _kept_edges(self) -> dict[Any, torch.Tensor]:
+        return {}
 
     @cached_property
     def ends_spec(self) -> DTensorSpec:
@@ -168,46 +194,119 @@ def expert_ranks(mesh: DeviceMesh, over: tuple[int, ...], axis: int, experts: in
     return _ranks.get(key) or _ranks.keep(key, ExpertRanks(*key))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RoutingPlan:
     """The maps of one dispatch.
 
     Args:
-        tokens: from rows of the input to rows sorted by expert.
-        slots: from the numbers of each token and choice to a number for each of these rows.
-        ends: the end of each expert's rows, on each rank those of its experts.
-        counts: how many tokens chose each expert, on each rank: of all ranks, or of its own tokens where `is_partial`.
-        is_partial: see `counts`.
+        ranks: who has which experts.
+        shape: the number of tokens, and of the experts of each.
+        lines: the sizes of each line of ranks.
+        per_rank: the rows of the experts of each rank along the axis, the largest of all lines.
+        line: for each rank here the number of its line.
+        arrays: for each rank here `send` and `gather` of the map of tokens, those of choices, and the inverses of the
+            latter: see `TokenMap`.
     """
 
-    tokens: TokenMap
-    slots: TokenMap
-    ends: torch.Tensor
-    counts: torch.Tensor
-    is_partial: bool
+    ranks: ExpertRanks
+    shape: tuple[int, int]
+    lines: Mapping[int, LineSizes]
+    per_rank: list[int]
+    line: torch.Tensor
+    arrays: PlanArrays
+
+    @cached_property
+    def tokens(self) -> TokenMap:
+        """From rows of the input to rows sorted by expert."""
+        distinct: dict[int, LineRows] = {number: sizes.distinct or sizes for number, sizes in self.lines.items()}
+        ranks, arrays = self.ranks, self.arrays
+        inverse = (arrays.placed, arrays.sent_at) if self.choices == 1 and not self.padded else ()
+        source, target = ranks.by_token(self.shape[0]), ranks.layout(self.per_rank)
+        maps = (arrays.send, arrays.gather)
+        return TokenMap(ranks.mesh, source, target, *maps, distinct, ranks.over, self.line, inverse, self.padded)
+
+    @cached_property
+    def slots(self) -> TokenMap:
+        """From the numbers of each token and choice to a number for each of these rows."""
+        ranks, arrays, target = self.ranks, self.arrays, self.tokens.target
+        inverse = () if self.padded else (arrays.placed, arrays.sent_at)
+        source = ranks.by_token(self.shape[0], (self.choices,))
+        numbers = RowLayout(target.rows, target.axes, target.placements, ())
+        maps = (arrays.order, arrays.of_row)
+        rows = (self.lines, ranks.over, self.line)
+        return TokenMap(ranks.mesh, source, numbers, *maps, *rows, inverse, self.padded, "weights")
+
+    @property
+    def choices(self) -> int:
+        """The number of experts of each token."""
+        return self.shape[1]
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some line has fewer rows than the layout says."""
+        return len(self.lines) > 1 and any(sizes.per_rank.tolist() != self.per_rank for sizes in self.lines.values())
+
+    def of_choices(self, spec: DTensorSpec) -> DTensorSpec:
+        """The layout that numbers for each choice are sent from."""
+        return self.ranks.source(spec, (self.choices,))
+
+    @cached_property
+    def offs(self) -> Any:
+        """The end of each expert's rows, on each rank those of its experts."""
+        ranks, starts = self.ranks, _begins(np.array(self.per_rank))
+
+        def ends(at: Coordinate, line: torch.Tensor) -> torch.Tensor:
+            rank, owned, total = at[ranks.axis], ranks.owned(at), self.lines[number_of(line)].total
+            own = total[owned.start + 1 : owned.stop + 1] + (starts[rank] - total[owned.start])
+            own[-1:] = starts[rank + 1]  # empty rows at the end belong to the last expert
+            return self._on_device(own.astype(np.int32))
+
+        return dtensor_of(ranks.ends_spec, fabric_of(ranks.mesh).map(ranks.mesh, ends, self.line))
+
+    @cached_property
+    def counts(self) -> Any:
+        """How many tokens of all ranks chose each expert."""
+        mesh = self.ranks.mesh
+
+        def counts(at: Coordinate, line: torch.Tensor) -> torch.Tensor:
+            return self._on_device(np.diff(self.lines[number_of(line)].total))
+
+        return dtensor_of(self.ranks.counts_specs[False], fabric_of(mesh).map(mesh, counts, self.line))
+
+    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
+        mesh = self.ranks.mesh
+        made = torch.from_numpy(numbers)
+        if not fabric_of(mesh).has_values:
+            return made.to("meta")
+        return made if mesh.device_type == "cpu" else made.to(device_of(mesh))
 
 
 # ---------------------------------------------------------------- sizes that the host knows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LineSizes(LineRows):
-    """What the host knows of one line: the rows of each member for each expert, in arrays."""
+    """What the host knows of one line: how many rows each member has for each expert, in arrays."""
 
     ranks: ExpertRanks
-    table: np.ndarray  # rows by sender and expert
+    bounds: np.ndarray  # where the rows of each sender and expert begin, and their end
     distinct: RowTable | None = None  # tokens by sender and receiver, each once
     _found: dict[int, Counts] = field(default_factory=dict)
 
     @cached_property
     def total(self) -> np.ndarray:
         """Where the rows of each expert begin among all, and their number."""
-        return _begins(self.table.sum(0))
+        return self.bounds.sum(0)
 
     @cached_property
     def per_rank(self) -> np.ndarray:
         """The rows of the experts of each rank along the axis."""
-        return np.diff(self.total[self.ranks.first_experts])
+        return _steps(self.total[self.ranks.first_experts])
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """The rows of each sender for each expert."""
+        return _steps(self.bounds)
 
     @cached_property
     def blocks(self) -> tuple[np.ndarray, np.ndarray]:
@@ -223,8 +322,9 @@ class LineSizes(LineRows):
     def arriving(self, me: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows that a member gets, by sender and expert, and where they begin there."""
         if not self.ranks.minors:
-            first, last = self.ranks.first_experts[me : me + 2]
-            return self.table[:, first:last], self.begin[:, first:last] - self.total[first]
+            first, last = self.ranks.first_experts[me : me + 2].tolist()
+            pieces = _steps(self.bounds[:, first : last + 1])
+            return pieces, self.total[first:last] - self.total[first] + pieces.cumsum(0) - pieces
         start, length = (int(each[me]) for each in self.blocks)
         low, high = np.maximum(self.begin, start), np.minimum(self.begin + self.table, start + length)
         return np.maximum(high - low, 0), low - start
@@ -233,21 +333,27 @@ class LineSizes(LineRows):
         """The rows of a member to each, and from each."""
         found = self._found.get(me)
         if found is None:
-            received = self.arriving(me)[0].sum(1).tolist()
-            found = self._found[me] = (tuple(self._sent(me).tolist()), tuple(received))
+            found = self._found[me] = self._between(me)
         return found
 
-    def _sent(self, me: int) -> np.ndarray:
-        own = self.table[me]
+    def _between(self, me: int) -> Counts:
         if not self.ranks.minors:
-            return np.diff(_begins(own)[self.ranks.first_experts])
+            firsts = self.ranks.first_experts
+            received = self.bounds[:, firsts[me + 1]] - self.bounds[:, firsts[me]]
+            return tuple(_steps(self.bounds[me, firsts]).tolist()), tuple(received.tolist())
         begin, (start, length) = self.begin[me], self.blocks
-        low, high = np.maximum(begin, start[:, None]), np.minimum(begin + own, (start + length)[:, None])
-        return np.maximum(high - low, 0).sum(1)
+        low, high = np.maximum(begin, start[:, None]), np.minimum(begin + self.table[me], (start + length)[:, None])
+        sent = np.maximum(high - low, 0).sum(1)
+        return tuple(sent.tolist()), tuple(self.arriving(me)[0].sum(1).tolist())
 
     def crossing(self) -> int:
         """The rows that go to another rank."""
-        return int(self.table.sum()) - sum(self.between(me)[0][me] for me in range(self.ranks.members))
+        return int(self.total[-1]) - sum(self.between(me)[0][me] for me in range(self.ranks.members))
+
+
+def _steps(bounds: np.ndarray) -> np.ndarray:
+    """The sizes of the parts between bounds; `np.diff` without what it checks."""
+    return bounds[..., 1:] - bounds[..., :-1]
 
 
 def _begins(sizes: np.ndarray) -> np.ndarray:
@@ -260,16 +366,10 @@ def _begins(sizes: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- programs of one rank
 
 
-def _sorted(flat: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows sorted by expert: their experts, their order, and where the rows of each expert begin, and their end."""
-    expert, order = torch.sort(flat, stable=True)
-    edges = torch.arange(experts + 1, device=flat.device, dtype=expert.dtype)
-    return expert, order, torch.searchsorted(expert, edges)
-
-
 def _told(own: torch.Tensor, members: int) -> Items:
     """A row of numbers that each member is told."""
-    return Items((own.to(torch.int32).expand(members, -1).contiguous(),), (1,) * members, (1,) * members)
+    own = own if own.dtype is torch.int32 else own.to(torch.int32)
+    return Items((own.expand(members, -1),), (1,) * members, (1,) * members)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -278,35 +378,41 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _counting(ranks: ExpertRanks, me: int, ids: torch.Tensor) -> Exchanging:
-    """What each member has for each expert. Gives the table, and the rows of this rank by receiver.
+    """What each member has for each expert. Gives the table, and the rows of this rank by receiver: see `_arriving`.
 
     A row of the table is where the rows of each expert begin and end, the number of all rows, and the distinct tokens
     for each member: a token that goes to one rank for several experts goes once.
     """
     members, choices = ranks.members, ids.shape[1]
     flat = ids.reshape(-1)
-    if ranks.minors:  # who gets a row depends on the counts of all
-        wrong = ((flat < 0) | (flat >= ranks.experts)).sum().view(1)
-        expert, order, bounds = _sorted(flat.clamp(0, ranks.experts - 1), ranks.experts)
-        table = (yield _told(torch.cat([bounds, wrong + len(flat)]), members)).tensors[0]
-        member = _receivers(ranks, me, table[:, :-1].long().diff(), expert, bounds.diff())
-        member, again = torch.sort(member, stable=True)
-        order = order[again]
-        if choices == 1:
-            return table, order, order, order
-        edges = torch.searchsorted(member, torch.arange(members + 1, device=order.device))
-        to = member[_inverse(order)].view(-1, choices)
-        number, leads, distinct = _distinct(order, to, edges)
-        return torch.cat([table, (yield _told(distinct, members)).tensors[0]], 1), order, number, leads
-    _, order, bounds = _sorted(flat, ranks.experts)
-    own = F.pad(bounds, (0, 1), value=len(flat))
-    number = leads = order
-    if choices > 1:
-        to = ids.div(ranks.chunk, rounding_mode="floor")
-        number, leads, distinct = _distinct(order, to, ranks.bounds_of_members(bounds))
-        own = torch.cat([own, distinct])
-    table = (yield _told(own, members)).tensors[0]
-    return table, order, number, leads
+    if ranks.minors:
+        return (yield from _counting_first(ranks, me, flat, choices))
+    order, bounds = ranks.sorted(flat)
+    sent_at = _inverse(order)
+    if choices == 1:
+        table = (yield _told(bounds, members)).tensors[0]
+        return table, order, sent_at, order, order
+    to = ids.div(ranks.chunk, rounding_mode="floor")
+    number, leads, distinct = _distinct(order, sent_at, to, ranks.bounds_of_members(bounds))
+    table = (yield _told(torch.cat([bounds, distinct]), members)).tensors[0]
+    return table, order, sent_at, number, leads
+
+
+def _counting_first(ranks: ExpertRanks, me: int, flat: torch.Tensor, choices: int) -> Exchanging:
+    """The same where several axes split the tokens: who gets a row depends on the counts of all."""
+    members = ranks.members
+    wrong = ((flat < 0) | (flat >= ranks.experts)).sum().view(1)
+    expert, order, bounds = sorted_rows(flat.clamp(0, ranks.experts - 1), ranks.experts)
+    table = (yield _told(torch.cat([bounds, wrong + len(flat)]), members)).tensors[0]
+    member = _receivers(ranks, me, table[:, :-1].long().diff(), expert, bounds.diff())
+    member, again = torch.sort(member, stable=True)
+    order = order[again]
+    sent_at = _inverse(order)
+    if choices == 1:
+        return table, order, sent_at, order, order
+    edges = torch.searchsorted(member, torch.arange(members + 1, device=order.device))
+    number, leads, distinct = _distinct(order, sent_at, member[sent_at].view(-1, choices), edges)
+    return torch.cat([table, (yield _told(distinct, members)).tensors[0]], 1), order, sent_at, number, leads
 
 
 def _receivers(
@@ -324,7 +430,7 @@ def _receivers(
 
 
 def _distinct(
-    order: torch.Tensor, to: torch.Tensor, edges: torch.Tensor
+    order: torch.Tensor, sent_at: torch.Tensor, to: torch.Tensor, edges: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of rows that are sorted by receiver: the number of each row's token among all that are sent, each once.
 
@@ -333,78 +439,67 @@ def _distinct(
     """
     choices = to.shape[1]
     leading = (to[:, :, None] == to[:, None, :]).to(torch.uint8).argmax(2)  # the first choice with the same receiver
-    turn = torch.arange(choices, device=order.device)
-    leads = (leading == turn).view(-1)[order]
-    passed = F.pad(leads.cumsum(0), (1, 0))  # how many lead, before each row
-    leader = (leading + torch.arange(0, len(order), choices, device=order.device).unsqueeze(1)).view(-1)
-    number = passed[_inverse(order)[leader[order]]]
-    return number.to(torch.int32), leads, passed[edges].diff()
+    leads = (leading == torch.arange(choices, device=order.device)).view(-1).index_select(0, order)
+    passed = F.pad(leads.cumsum(0, dtype=torch.int32), (1, 0))  # how many lead, before each row
+    of_choice = passed.index_select(0, sent_at).view(-1, choices).gather(1, leading)
+    return of_choice.view(-1).index_select(0, order), leads, passed[edges].diff()
 
 
-def _filling(ranks: ExpertRanks, me: int, capacity: int, ids: torch.Tensor) -> Exchanging:
-    """For each expert the first `capacity` rows of this rank; the number of all rows marks an empty slot."""
-    flat = ids.reshape(-1)
-    wrong = ((flat < 0) | (flat >= ranks.experts)).sum()
-    expert, order, bounds = _sorted(flat.clamp(0, ranks.experts - 1), ranks.experts)
-    counts = bounds.diff()
-    torch.ops.aten._assert_async.msg(wrong == 0, f"expert_ids: experts are 0 to {ranks.experts - 1}")
-    size = ranks.experts * capacity
-    turn = torch.arange(len(order), device=order.device) - bounds[expert]
-    slot = torch.where(turn < capacity, expert * capacity + turn, size)
-    rows = torch.full((size + 1,), len(order), device=order.device).scatter_(0, slot, order)[:size]
-    if ranks.minors:
-        same = torch.full((ranks.members, ranks.experts), capacity, device=order.device)
-        filled = torch.arange(size, device=order.device).div(capacity, rounding_mode="floor")
-        rows = rows[torch.argsort(_receivers(ranks, me, same, filled, same[0]), stable=True)]
-    yield from ()
-    return rows, counts
+class PlanArrays(NamedTuple):
+    """For each rank here, or for one: `send` and `gather` of the map of tokens, those of choices, their inverses."""
+
+    send: torch.Tensor
+    gather: torch.Tensor
+    order: torch.Tensor
+    of_row: torch.Tensor
+    placed: torch.Tensor
+    sent_at: torch.Tensor
 
 
-def _arriving(
-    sizes: LineSizes,
-    me: int,
-    count: int,
-    choices: int,
-    order: torch.Tensor,
-    number: torch.Tensor,
-    leads: torch.Tensor,
-    dropped: bool = False,
-) -> Exchanging:
-    """The rows that arrive, in the order of their experts. Gives `send` and `gather` of both maps, and the inverses.
+def _arriving(sizes: LineSizes, me: int, count: int, choices: int, own: Sequence[torch.Tensor]) -> Exchanging:
+    """The rows that arrive, in the order of their experts. Gives the arrays of the plan.
 
-    `count` is the number of rows afterwards, of which the last may be empty. `dropped`: so may any of `order`.
+    Args:
+        sizes: of the line of this rank.
+        me: its number there.
+        count: the number of rows afterwards, of which the last may be empty.
+        choices: the number of experts of each token.
+        own: the order of the rows that this rank sends, by receiver; its inverse; of each row the number of its token
+            among all that are sent, and whether it is the one that the token is sent for.
     """
+    order, sent_at, number, leads = own
     device = order.device
-    sent_at = order if dropped else _inverse(order)
     pieces, begins = sizes.arriving(me)
-    shift = begins - _begins(pieces.reshape(-1))[:-1].reshape(pieces.shape)
     arriving = int(pieces.sum())
+    flat = pieces.reshape(-1)
+    placed = _repeated(begins.reshape(-1) - flat.cumsum() + flat, flat, arriving, device)
     rows = torch.arange(arriving, device=device)
-    placed = rows + _repeated(shift, pieces, arriving, device)
-    gather = rows - _repeated(shift.T, pieces.T, arriving, device)
+    placed += rows
+    gather = torch.empty_like(rows).scatter_(0, placed, rows)
     if count > arriving:
         gather = F.pad(gather, (0, count - arriving), value=arriving)
     if sizes.distinct is None:
         send = order if choices == 1 else order.div(choices, rounding_mode="floor")
-        return send, order, gather, gather, placed, sent_at
+        return PlanArrays(send, gather, order, gather, placed, sent_at)
     sent, of_sender = sizes.between(me)
-    (arrived,) = (yield Items((number,), sent, of_sender)).tensors
-    base = _repeated(sizes.distinct.shift(me), np.array(of_sender), arriving, device)
-    tokens = arrived + base
+    (tokens,) = (yield Items((number,), sent, of_sender)).tensors
+    tokens = tokens + _repeated(sizes.distinct.shift(me), np.array(of_sender), arriving, device)
     if count > arriving:
         tokens = F.pad(tokens, (0, 1), value=sum(sizes.distinct.between(me)[1]))
     leaders = sum(sizes.distinct.between(me)[0])
     if leads.is_meta:
         send = order.new_empty(leaders)
     else:
-        send = order[torch.nonzero_static(leads, size=leaders).view(-1)].div(choices, rounding_mode="floor")
-    return send, order, tokens[gather], gather, placed, sent_at
+        first = torch.nonzero_static(leads, size=leaders).view(-1)
+        send = order.index_select(0, first).div_(choices, rounding_mode="floor")
+    return PlanArrays(send, tokens.index_select(0, gather), order, gather, placed, sent_at)
 
 
-def _repeated(values: np.ndarray, counts: np.ndarray, total: int, device: torch.device) -> torch.Tensor:
-    """Each value so many times."""
-    given = (torch.from_numpy(np.ascontiguousarray(each).reshape(-1)).to(device) for each in (values, counts))
-    return torch.repeat_interleave(*given, output_size=total)
+def _repeated(values: np.ndarray, times: np.ndarray, total: int, device: torch.device) -> torch.Tensor:
+    """Each value so many times. All numbers go to the device as one."""
+    numbers = torch.from_numpy(np.stack((values, times)))
+    numbers = numbers if device.type == "cpu" else numbers.to(device, non_blocking=True)
+    return torch.repeat_interleave(numbers[0], numbers[1], output_size=total)
 
 
 # ---------------------------------------------------------------- the plan
@@ -412,109 +507,40 @@ def _repeated(values: np.ndarray, counts: np.ndarray, total: int, device: torch.
 
 def plan_of(ranks: ExpertRanks, ids: Any) -> RoutingPlan:
     """The plan for the experts `ids` of tokens, whose rows lie over the axes `over`. The host reads one table."""
-    spec, mesh, choices = ids._spec, ranks.mesh, ids.shape[1]
+    spec, mesh, (tokens, choices) = ids._spec, ranks.mesh, ids.shape
     fabric = fabric_of(mesh)
     width = ranks.experts + 2 + (ranks.members if choices > 1 else 0)
     told = ranks.ends_spec
-    step = announce(told, told, ranks.over, "counts", lambda: ranks.members * (ranks.members - 1), lambda: width * 4)
+    step = announce(
+        told, lambda: told, ranks.over, "counts", lambda: ranks.members * (ranks.members - 1), lambda: width * 4
+    )
 
     def count(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
         return _counting(ranks, ranks.member(at), *own)
 
-    tables, order, number, leads = fabric.exchange_by_owner(step, count, [ids._local_tensor])
+    tables, *counted = fabric.exchange_by_owner(step, count, [ids._local_tensor])
     line = lines_here(mesh, ranks.over, tables)
     if not fabric.has_values:
-        lines = {0: _expected(ranks, ids.shape[0], choices)}
+        lines = {0: _expected(ranks, tokens, choices)}
     else:
         lines = _read(ranks, fabric.parts(mesh, tables), fabric.parts(mesh, line), choices)
     each = [sizes.per_rank.tolist() for sizes in lines.values()]
     per_rank = each[0] if len(each) == 1 else np.max(each, 0).tolist()  # of virtual ranks the largest of all slices
-    target = ranks.layout(per_rank)
     if choices > 1:
-        numbers = target.of(spec)
-        step = announce(spec, numbers, ranks.over, "numbers of tokens", lambda: _crossing(lines), lambda: 4)
+        after = ranks.layout(per_rank).of
+        step = announce(spec, lambda: after(spec), ranks.over, "numbers of tokens", lambda: _crossing(lines), lambda: 4)
 
     def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        order, number, leads, line = own
-        length = ranks.length(per_rank, at)
-        return _arriving(lines[number_of(line)], ranks.member(at), length, choices, order, number, leads)
+        *mine, line = own
+        return _arriving(lines[number_of(line)], ranks.member(at), ranks.length(per_rank, at), choices, mine)
 
-    found = fabric.exchange_by_owner(step, arrive, [order, number, leads, line])
-    padded = any(own != per_rank for own in each)
-    ends, counts = _numbers(ranks, line, lines, per_rank)
-    return RoutingPlan(*_maps(ranks, ids.shape, line, lines, target, found, padded), ends, counts, False)
-
-
-def plan_with_capacity(ranks: ExpertRanks, ids: Any, capacity: int) -> RoutingPlan:
-    """The plan with `capacity` rows for each expert and rank. The host reads nothing."""
-    mesh, choices = ranks.mesh, ids.shape[1]
-    fabric = fabric_of(mesh)
-    sizes = LineSizes(ranks, np.full((ranks.members, ranks.experts), capacity))
-    line = fabric.build(mesh, lambda _: FIRST)  # all lines have the same sizes
-    lines = {0: sizes}
-    per_rank = sizes.per_rank.tolist()
-    target = ranks.layout(per_rank)
-    step = TokenExchange(ids._spec, ids._spec, 0, ranks.over)  # nothing is sent
-
-    def fill(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        return _filling(ranks, ranks.member(at), capacity, *own)
-
-    def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        (rows,) = own
-        length = ranks.length(per_rank, at)
-        return _arriving(sizes, ranks.member(at), length, choices, rows, rows, rows, dropped=True)
-
-    rows, chosen = fabric.exchange_by_owner(step, fill, [ids._local_tensor])
-    found = fabric.exchange_by_owner(step, arrive, [rows])
-    ends, _ = _numbers(ranks, line, lines, per_rank)
-    return RoutingPlan(*_maps(ranks, ids.shape, line, lines, target, found, True), ends, chosen, True)
-
-
-def _maps(
-    ranks: ExpertRanks,
-    shape: Sequence[int],
-    line: torch.Tensor,
-    lines: Mapping[int, LineSizes],
-    target: RowLayout,
-    found: Sequence[torch.Tensor],
-    padded: bool,
-) -> tuple[TokenMap, TokenMap]:
-    """The maps of tokens and of their choices."""
-    tokens, choices = shape
-    splits = tuple([Shard(0) for _ in ranks.over])
-    distinct: dict[int, LineRows] = {number: sizes.distinct or sizes for number, sizes in lines.items()}
-    send, order, gather, of_row, *inverse = found
-    once = () if padded else tuple(inverse)
-    source, choice = (RowLayout(tokens, ranks.over, splits, rest) for rest in (None, (choices,)))
-    numbers = RowLayout(target.rows, target.axes, target.placements, ())
-    return (
-        TokenMap(source, target, send, gather, distinct, ranks.over, line, once if choices == 1 else (), padded),
-        TokenMap(choice, numbers, order, of_row, lines, ranks.over, line, once, padded, "weights"),
-    )
+    arrays = PlanArrays(*fabric.exchange_by_owner(step, arrive, [*counted, line]))
+    return RoutingPlan(ranks, (tokens, choices), lines, per_rank, line, arrays)
 
 
 def _crossing(lines: Mapping[int, LineSizes]) -> float:
     """The rows that go to another rank, of one line on average."""
     return sum(sizes.crossing() for sizes in lines.values()) / len(lines)
-
-
-def _numbers(
-    ranks: ExpertRanks, line: torch.Tensor, lines: Mapping[int, LineSizes], per_rank: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each rank here the ends of its experts' rows, and how many rows there are of each expert."""
-    fabric, starts = fabric_of(ranks.mesh), _begins(np.array(per_rank))
-    device = device_of(ranks.mesh) if fabric.has_values else "meta"
-
-    def ends(at: Coordinate, line: torch.Tensor) -> torch.Tensor:
-        rank, owned, total = at[ranks.axis], ranks.owned(at), lines[number_of(line)].total
-        own = total[owned.start + 1 : owned.stop + 1] + (starts[rank] - total[owned.start])
-        own[-1:] = starts[rank + 1]  # empty rows at the end belong to the last expert
-        return torch.from_numpy(own.astype(np.int32)).to(device)
-
-    def counts(at: Coordinate, line: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(np.diff(lines[number_of(line)].total)).to(device)
-
-    return fabric.map(ranks.mesh, ends, line), fabric.map(ranks.mesh, counts, line)
 
 
 def _expected(ranks: ExpertRanks, tokens: int, choices: int) -> LineSizes:
@@ -527,7 +553,7 @@ def _expected(ranks: ExpertRanks, tokens: int, choices: int) -> LineSizes:
     if choices <= experts:  # of a token, by at least one of its choices
         chosen -= math.comb(experts - ranks.sizes[0], choices) / math.comb(experts, choices)
     distinct = np.full((members, members), math.ceil(-(-tokens // members) * chosen))
-    return LineSizes(ranks, np.tile(table, (members, 1)), RowTable(distinct) if choices > 1 else None)
+    return LineSizes(ranks, np.tile(_begins(table), (members, 1)), RowTable(distinct) if choices > 1 else None)
 
 
 def _read(
@@ -542,11 +568,11 @@ def _read(
     for (_, table), (_, line) in zip(tables, lines, strict=True):
         if number_of(line) in found:
             continue
-        here = table.cpu().numpy().astype(np.int64)
+        here = table.cpu().numpy()
         bounds, rows = here[:, : experts + 1], here[:, experts + 1]
         wrong = int((rows - bounds[:, -1] + bounds[:, 0]).sum())
         if wrong:
             raise IndexError(f"{wrong} entries of expert_ids are no experts: these are 0 to {experts - 1}")
         distinct = RowTable(here[:, experts + 2 :]) if choices > 1 else None
-        found[number_of(line)] = LineSizes(ranks, np.diff(bounds), distinct)
+        found[number_of(line)] = LineSizes(ranks, bounds, distinct)
     return found

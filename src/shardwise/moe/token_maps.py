@@ -1,8 +1,7 @@
-"""Linear maps from rows of a tensor to rows on other ranks, and their transposes: one exchange each.
+"""Linear maps of rows, and their transposes: each is the other's derivative, of any order (`RowMap`, `mapped`).
 
-A map takes rows of each rank's local (`send`), sends each rank its share of them, and puts rows together of what has
-arrived (`gather`). A row may be taken several times. Its transpose goes back and adds up, so a map and its transpose
-are each other's derivative, of any order.
+A `TokenMap` takes rows of each rank's local (`send`), sends each rank its share of them, and puts rows together of what
+has arrived (`gather`): one exchange. A row may be taken several times. Its transpose goes back and adds up.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import AnyShard, Partial, Placement, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.errors import MeshError
 from shardwise.events import route_started
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import announced
@@ -27,7 +27,7 @@ from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route, StepCost
 from shardwise.plan.step import TokenExchange
 from shardwise.rules.owner_programs import Exchanging, Items
-from shardwise.tensor import apply_function, dtensor_of, moved, wants_derivatives
+from shardwise.tensor import DTensor, apply_function, dtensor_of, is_dtensor, moved, wants_derivatives
 from shardwise.tensor.autograd_functions import laid_out_gradient
 
 __all__ = [
@@ -35,17 +35,49 @@ __all__ = [
     "Counts",
     "LineRows",
     "RowLayout",
+    "RowMap",
     "RowTable",
     "TokenMap",
     "announce",
+    "as_dtensor",
+    "is_listened_to",
     "lines_here",
     "mapped",
     "member_of",
     "number_of",
+    "sorted_rows",
+    "summed",
+    "taken",
+    "weighted",
 ]
 
 SUM = Partial()  # the one that a linear map passes on as it is
 Counts = tuple[tuple[int, ...], tuple[int, ...]]  # rows to each member, and from each
+
+
+def as_dtensor(tensor: Any, mesh: DeviceMesh) -> Any:
+    """A plain tensor is taken as the same on every rank, as by operators."""
+    if not is_dtensor(tensor):
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
+    if tensor.device_mesh != mesh:
+        raise MeshError(
+            f"dispatch: x is on {mesh}, and the experts or weights of its tokens are on {tensor.device_mesh}",
+            hint="compute them from x, or build them on its mesh",
+        )
+    return tensor
+
+
+def weighted(rows: Any, weights: Any) -> Any:
+    """Rows times a number for each, in the dtype of the rows."""
+    product = rows * weights.view(-1, *[1] * (rows.dim() - 1))
+    return product if product.dtype is rows.dtype else product.to(rows.dtype)
+
+
+def sorted_rows(flat: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows sorted by expert: their experts, their order, and where the rows of each expert begin, and their end."""
+    expert, order = torch.sort(flat, stable=True)
+    edges = torch.arange(experts + 1, device=flat.device, dtype=expert.dtype)
+    return expert, order, torch.searchsorted(expert, edges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +166,25 @@ def lines_here(mesh: DeviceMesh, over: tuple[int, ...], local: torch.Tensor) -> 
 FIRST = torch.tensor(0)  # the line of a process, which is in one; it is not read
 
 
-@dataclass(frozen=True, eq=False)
-class TokenMap:
-    """A map of rows, and what is known of it on the host.
+@runtime_checkable
+class RowMap(Protocol):
+    """A linear map of the rows of a DTensor, and its transpose."""
+
+    def layouts(self, spec: DTensorSpec, transposed: bool) -> tuple[DTensorSpec, DTensorSpec]:
+        """The layout that a tensor is moved to first, and the one of the result."""
+        ...
+
+    def run(self, tensor: Any, transposed: bool) -> Any:
+        """The rows of a tensor in the first of these layouts, mapped; without derivatives."""
+        ...
+
+
+@dataclass(eq=False)
+class TokenMap(RowMap):
+    """A map of rows to other ranks, and what is known of it on the host.
 
     Args:
+        mesh: of the ranks.
         source: how the rows lie before.
         target: how they lie afterwards.
         send: for each rank here the local rows that it sends, those for the first rank of its line first.
@@ -152,6 +198,7 @@ class TokenMap:
         what: the rows, in words.
     """
 
+    mesh: DeviceMesh
     source: RowLayout
     target: RowLayout
     send: torch.Tensor
@@ -163,6 +210,7 @@ class TokenMap:
     padded: bool = False
     what: str = "tokens"
     _layouts: dict[tuple[DTensorSpec, bool], tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
+    _between: dict[Any, Counts] = field(default_factory=dict)
 
     def crossing(self) -> float:
         """The rows that go to another rank, of one line on average."""
@@ -178,23 +226,54 @@ class TokenMap:
             self._layouts[found[1], not transposed] = found[1], before
         return found
 
+    def between(self, line: torch.Tensor, at: Coordinate) -> Counts:
+        """The rows of the rank at a coordinate to each member of its line, and from each."""
+        key = at if line is FIRST else (number_of(line), at)
+        found = self._between.get(key)
+        if found is None:
+            mesh = self.mesh
+            found = self._between[key] = self.rows[number_of(line)].between(member_of(mesh, self.over, at))
+        return found
 
-def mapped(tensor: Any, by: TokenMap, transposed: bool = False) -> Any:
+    def step(self, spec: DTensorSpec, transposed: bool) -> TokenExchange:
+        """The step of an exchange of a tensor of this spec, of which listeners are told."""
+        before, after = self.layouts(spec, transposed)
+
+        def row_bytes() -> int:
+            rest = before.largest_local_shape[1:] if self.source.rest is None else ()
+            return before.tensor_meta.dtype.itemsize * math.prod(rest)
+
+        return announce(before, lambda: after, self.over, self.what, self.crossing, row_bytes)
+
+    def run(self, tensor: Any, transposed: bool) -> Any:
+        """One exchange."""
+        _, after = self.layouts(tensor._spec, transposed)
+        step, program = self.step(tensor._spec, transposed), _return if transposed else _send
+
+        def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
+            return program(self, own, self.between(own[3], at), after, at)
+
+        locals_ = [tensor._local_tensor, self.send, self.gather, self.line, *self.inverse]
+        (local,) = fabric_of(after.mesh).exchange_by_owner(step, start, locals_)
+        return dtensor_of(after, local)
+
+
+def mapped(tensor: Any, by: RowMap, transposed: bool = False) -> Any:
     """A DTensor with its rows mapped, with derivatives."""
     want, _ = by.layouts(tensor._spec, transposed)
     if tensor._spec is not want:
         tensor = moved(tensor, want)
     if wants_derivatives(tensor):
         return apply_function(MapRows, tensor, by, transposed)
-    return _exchanged(tensor, by, transposed)
+    return by.run(tensor, transposed)
 
 
 class MapRows(torch.autograd.Function):
     """A map of rows, or its transpose. Linear: each is the derivative of the other."""
 
     @staticmethod
-    def forward(tensor: Any, by: TokenMap, transposed: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _exchanged(tensor, by, transposed)
+    def forward(tensor: Any, by: RowMap, transposed: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return by.run(tensor, transposed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -214,42 +293,31 @@ class MapRows(torch.autograd.Function):
         return mapped(laid_out_gradient(tangent, ctx.spec), ctx.by, ctx.transposed)
 
 
-def _exchanged(tensor: Any, by: TokenMap, transposed: bool) -> Any:
-    before = tensor._spec
-    _, after = by.layouts(before, transposed)
-    mesh, run = before.mesh, _return if transposed else _send
-
-    def row_bytes() -> int:
-        rest = before.largest_local_shape[1:] if by.source.rest is None else ()
-        return before.tensor_meta.dtype.itemsize * math.prod(rest)
-
-    def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        counts = by.rows[number_of(own[3])].between(member_of(mesh, by.over, at))
-        return run(by, own, counts, after.local_shape(at))
-
-    step = announce(before, after, by.over, by.what, by.crossing, row_bytes)
-    locals_ = [tensor._local_tensor, by.send, by.gather, by.line, *by.inverse]
-    (local,) = fabric_of(mesh).exchange_by_owner(step, start, locals_)
-    return dtensor_of(after, local)
-
-
 def number_of(line: torch.Tensor) -> int:
     """The number of a rank's line, from its part of `lines_here`. In a dry run there is one."""
     return 0 if line is FIRST or line.is_meta else int(line)
 
 
+def is_listened_to(mesh: DeviceMesh) -> bool:
+    """Whether somebody is told of exchanges."""
+    return bool(route_started) or not fabric_of(mesh).has_values
+
+
 def announce(
     before: DTensorSpec,
-    after: DTensorSpec,
+    end: Callable[[], DTensorSpec],
     over: tuple[int, ...],
     what: str,
     crossing: Callable[[], float],
     row_bytes: Callable[[], int],
 ) -> TokenExchange:
-    """The step of an exchange, of which listeners are told: so many rows cross between the ranks of a line."""
-    if not route_started and fabric_of(before.mesh).has_values:
-        return TokenExchange(before, after, 0, over, what)
-    rows = crossing()
+    """The step of an exchange, of which listeners are told: so many rows cross between the ranks of a line.
+
+    The layout afterwards (`end`) and the numbers are worked out if somebody listens.
+    """
+    if not is_listened_to(before.mesh):
+        return TokenExchange(before, before, 0, over, what)
+    after, rows = end(), crossing()
     step = TokenExchange(before, after, 0, over, what, round(rows))
     received = rows * row_bytes() / math.prod(before.mesh.shape[axis] for axis in over)
     cost = StepCost(received, current_cost_model().seconds(before.mesh, over, received), after.local_bytes)
@@ -260,33 +328,36 @@ def announce(
 # ---------------------------------------------------------------- on the locals of one rank
 
 
-def _send(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: tuple[int, ...]) -> Exchanging:
+def _send(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, after: DTensorSpec, at: Coordinate) -> Exchanging:
     rows, send, gather = own[:3]
     if by.source.rest is not None:
         rows = rows.reshape(-1)
-    got = yield Items((_taken(rows, send, by.padded),), *counts)
-    return (_taken(got.tensors[0], gather, by.padded),)
+    got = yield Items((taken(rows, send, by.padded),), *counts)
+    return (taken(got.tensors[0], gather, by.padded),)
 
 
-def _return(by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, shape: tuple[int, ...]) -> Exchanging:
+def _return(
+    by: TokenMap, own: Sequence[torch.Tensor], counts: Counts, after: DTensorSpec, at: Coordinate
+) -> Exchanging:
     rows, send, gather, _, *inverse = own
+    shape = after.local_shape(at)
     sent, arriving = counts
     if inverse:
         got = yield Items((rows.index_select(0, inverse[0]),), arriving, sent)
         return (got.tensors[0].index_select(0, inverse[1]).view(shape),)
-    got = yield Items((_added(rows, gather, sum(arriving), by.padded),), arriving, sent)
+    got = yield Items((summed(rows, gather, sum(arriving), by.padded),), arriving, sent)
     count = shape[0] if by.source.rest is None else math.prod(shape)
-    return (_added(got.tensors[0], send, count, by.padded).view(shape),)
+    return (summed(got.tensors[0], send, count, by.padded).view(shape),)
 
 
-def _taken(rows: torch.Tensor, index: torch.Tensor, padded: bool) -> torch.Tensor:
+def taken(rows: torch.Tensor, index: torch.Tensor, padded: bool) -> torch.Tensor:
     """Rows by index; the one after the last is zero."""
     if padded:
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
     return rows.index_select(0, index)
 
 
-def _added(rows: torch.Tensor, index: torch.Tensor, count: int, padded: bool) -> torch.Tensor:
+def summed(rows: torch.Tensor, index: torch.Tensor, count: int, padded: bool = False) -> torch.Tensor:
     """The sums of rows with the same index; what has the index `count` is dropped."""
     total = rows.new_zeros((count + padded, *rows.shape[1:])).index_add_(0, index, rows)
     return total[:count] if padded else total

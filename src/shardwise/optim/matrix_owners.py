@@ -79,7 +79,10 @@ def by_matrix(
 
 def _reduced(matrix: Any) -> Any:
     """Without sums that wait for a reduction, and with an element for each index."""
-    spec = matrix.spec.materialized().reduced()
+    spec: DTensorSpec = matrix._spec
+    if not spec.partial_axes and not spec.broadcast:
+        return matrix
+    spec = spec.materialized().reduced()
     return matrix.redistribute(placements=spec.placements, shard_order=spec.shard_order)
 
 
@@ -92,17 +95,20 @@ def _computed(
     batched: bool,
 ) -> list[Any]:
     """The results for DTensors of one mesh, which are sent in one dtype."""
-    specs = tuple([_dense(matrix.spec, dtype) for matrix in matrices])
-    costs = tuple([(cost or _cost)(spec.shape) for spec in specs])
-    plan = _plans.get((specs, costs))
+    given = tuple([matrix._spec for matrix in matrices])
+    costs = tuple([(cost or _cost)(spec.shape) for spec in given])
+    plan = _plans.get((given, dtype, costs))
     if plan is None:
-        plan = _plans.keep((specs, costs), transfers(specs, matrix_owners(costs, mesh.size())))
+        dense = tuple([_dense(spec, dtype) for spec in given])
+        plan = _plans.keep((given, dtype, costs), transfers(dense, matrix_owners(costs, mesh.size())))
     fabric = fabric_of(mesh)
-    locals_ = [matrix.to_local() for matrix in matrices]
+    locals_ = [matrix._local_tensor for matrix in matrices]
 
     def pack(coordinate: Coordinate, *parts: torch.Tensor) -> torch.Tensor:
         sent = [parts[at].reshape(-1) for at in plan.sent_by(_number(mesh, coordinate))]
-        return torch.cat([part.to(dtype) for part in sent]) if sent else parts[0].new_empty(0, dtype=dtype)
+        if len({part.dtype for part in sent}) > 1:
+            sent = [part.to(dtype) for part in sent]
+        return torch.cat(sent).to(dtype) if sent else parts[0].new_empty(0, dtype=dtype)
 
     def compute(coordinate: Coordinate, received: torch.Tensor) -> torch.Tensor:
         return plan.compute(function, coordinate[0], received, batched)
@@ -115,7 +121,7 @@ def _computed(
     owned = sent.redistribute(placements=plan.gathering.after.placements).to_local()
     back = dtensor_of(plan.returning.before, fabric_of(flat).map(flat, compute, owned))
     returned = back.redistribute(placements=plan.returning.after.placements).to_local()
-    return [dtensor_of(spec, fabric.map(mesh, unpack(at), returned)) for at, spec in enumerate(specs)]
+    return [dtensor_of(spec, fabric.map(mesh, unpack(at), returned)) for at, spec in enumerate(plan.specs)]
 
 
 def _dense(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

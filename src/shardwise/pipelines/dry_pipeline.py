@@ -76,7 +76,7 @@ class _Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ for kind in types):  # pyright: ignore[reportAttributeAccessIssue]
-            return NotImplemented  # the operators on its locals are dispatched here again
+            return NotImplemented  # operators on its locals are dispatched to this mode again
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(getattr(func, "overloadpacket", None))
         if count is not None:
@@ -145,15 +145,15 @@ class StepRecorder:
         self._sends.append(seconds)
 
     def estimate(self, table: Table) -> PipelineEstimate:
-        """The step, put together from the times of its actions."""
+        """The step, computed from the times of its actions."""
         stages = range(len(self._homes))
         forward = [self._mean("F", stage) for stage in stages]
         weight = [self._mean("W", stage) for stage in stages]
-        whole = [self._mean("B", stage) or self._mean("I", stage) + weight[stage] for stage in stages]
+        backward_time = [self._mean("B", stage) or self._mean("I", stage) + weight[stage] for stage in stages]
         send = sum(self._sends) / len(self._sends) if self._sends else 0.0
-        timeline = timeline_of(table, forward, whole, send, weight=weight)
+        timeline = timeline_of(table, forward, backward_time, send, weight=weight)
         ranks = dict(sorted(self._rank_peak.items()))
-        return PipelineEstimate(timeline, tuple(forward), tuple(whole), dict(sorted(self._peak.items())), ranks)
+        return PipelineEstimate(timeline, tuple(forward), tuple(backward_time), dict(sorted(self._peak.items())), ranks)
 
     def _mean(self, kind: str, stage: int) -> float:
         found = self._times.get((kind, stage), [])

@@ -64,7 +64,7 @@ def pipeline(
             the most parameters of a stage are as few as can be.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages on each rank), "zb1p" (zero bubble), "zbv" or
             "dualpipev" (in the shape of a V, two stages on each rank).
-        microbatches: into how many parts a batch is split. The batch must divide evenly.
+        microbatches: the number of parts of a batch. The batch must divide evenly.
         stages_per_rank: for "interleaved" and "zb1p".
         parallelize: called with each stage that is here, its mesh and its number, to lay it out:
             `parallelize_module`, `fully_shard`, checkpointing of activations.
@@ -143,8 +143,8 @@ class Pipeline:
         stages: the modules.
         meshes: the mesh of each.
         table: the actions of each rank.
-        microbatches: into how many parts a batch is split.
-        parallelize: lays a stage out.
+        microbatches: the number of parts of a batch.
+        parallelize: parallelizes a stage.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Pipeline:
     # ---------------------------------------------------------------- as a module
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the stages that are here."""
+        """The parameters of the stages in this process."""
         for stage in self.stages.values():
             yield from stage.parameters()
 
@@ -254,8 +254,8 @@ class Pipeline:
         """Forward and backward of a batch: gradients are added to those of the parameters.
 
         Args:
-            inputs: of the first stage, a tensor or a tuple; looked at by its ranks alone.
-            target: looked at by the ranks of the last stage alone.
+            inputs: of the first stage, a tensor or a tuple; only its ranks read them.
+            target: only the ranks of the last stage read it.
             loss_function: of the last stage's output and a target. The loss of a batch is the mean of those of its
                 microbatches, which is that of the batch where this is a mean.
 
@@ -392,10 +392,10 @@ class Pipeline:
         self._sent.add((stage, microbatch))
 
     def _received(self, stage: int, microbatch: int) -> list[Any]:
-        """The arguments of a stage, which begin a graph of their own."""
+        """The arguments of a stage, which begin a separate autograd graph."""
         meshes = self.meshes[stage - 1], self.meshes[stage]
         found = []
-        for number, meta in enumerate(self._told_metas(stage - 1, microbatch)):
+        for number, meta in enumerate(self._published_metas(stage - 1, microbatch)):
             if not meta.is_tensor:
                 found.append(meta.value)
                 continue
@@ -448,7 +448,7 @@ class Pipeline:
         return ((stage * 2 + (kind == "B")) * self.microbatches + microbatch) * MOST_VALUES + number
 
     def _tell_metas(self, stage: int, microbatch: int, metas: list[ValueMeta]) -> None:
-        """What a stage gives the next is told once in a step: all microbatches are alike."""
+        """Publish the shapes and layouts that a stage sends, once in a step: they are equal for all microbatches."""
         if microbatch == 0 or stage not in self._metas:
             self._metas[stage] = metas
             if self._link is not None and self._is_first(stage):
@@ -456,10 +456,10 @@ class Pipeline:
         elif self._metas[stage] != metas:
             raise LayoutError(
                 f"what stage {stage} returns differs between microbatches: {self._metas[stage]} and {metas}",
-                hint="microbatches must be alike in shape and layout",
+                hint="microbatches must have equal shapes and layouts",
             )
 
-    def _told_metas(self, stage: int, microbatch: int) -> list[ValueMeta]:
+    def _published_metas(self, stage: int, microbatch: int) -> list[ValueMeta]:
         if self._link is not None and stage not in self.stages and microbatch == 0:
             self._metas[stage] = self._link.lookup(f"{self._steps}/{stage}")
         return self._metas[stage]
@@ -492,7 +492,7 @@ class Pipeline:
         return self._values.receive(self._tied_key(number, other, stage), metas[other], metas[stage], meshes)
 
     def _tied_metas(self, number: int) -> dict[int, ValueMeta]:
-        """How each of the stages has a tied parameter. They are told once."""
+        """The layout of a tied parameter on each of its stages. Published once."""
         known = self._tied.get(number)
         if known is None:
             tie = self._ties[number]
@@ -506,7 +506,7 @@ class Pipeline:
                     self._link.publish(f"tied/{number}/{stage}", meta)
             for stage, _ in tie:
                 if stage not in known:
-                    assert self._link is not None, "all stages are here"
+                    assert self._link is not None, "all stages are in this process"
                     known[stage] = self._link.lookup(f"tied/{number}/{stage}")
         return known
 
@@ -516,7 +516,7 @@ class Pipeline:
 
 
 def _gradient_of(parameter: Any) -> Any:
-    """The gradient of a parameter, laid out as it is; zeros where it has none."""
+    """The gradient of a parameter, in the parameter's layout; zeros if it has none."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
@@ -549,7 +549,7 @@ class _Step:
 def _microbatches(value: Any, count: int) -> Sequence[Any]:
     """Equal parts of a batch, consecutive rows of dim 0 in every layout: inputs and targets must have the same rows.
 
-    Parts of a sharded batch are laid out as it is; its ranks exchange rows for that.
+    Parts of a sharded batch have its layout; its ranks exchange rows for that.
     """
     if not isinstance(value, torch.Tensor) or not value.dim():
         return [value] * count

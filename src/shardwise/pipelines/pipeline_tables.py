@@ -69,7 +69,7 @@ def actions_of(row: Iterable[Action | Overlapped]) -> Iterator[Action]:
 
 
 def stages_on_each(schedule: str, stages_per_rank: int | None) -> int:
-    """How many stages a rank has: as asked for, or as the schedule needs.
+    """The number of stages of a rank: as requested, or as the schedule needs.
 
     Example:
         >>> stages_on_each("zbv", None), stages_on_each("1f1b", None), stages_on_each("interleaved", 3)
@@ -106,8 +106,8 @@ def pipeline_table(schedule: str, ranks: int, microbatches: int, stages_per_rank
 
     Args:
         schedule: "gpipe", "1f1b", "interleaved", "zb1p", "zbv" or "dualpipev".
-        ranks: how many ranks the stages are on.
-        microbatches: into how many parts a batch is split.
+        ranks: the number of ranks that have stages.
+        microbatches: the number of parts of a batch.
         stages_per_rank: how many stages a rank has, for "interleaved" and "zb1p"; "zbv" and "dualpipev" have two, the
             others one.
 
@@ -131,7 +131,7 @@ def _gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Table:
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int) -> Table:
-    """As many forwards as there are stages from here to the end, then a backward and a forward in turn."""
+    """As many forwards as there are stages from this one to the end, then a backward and a forward in turn."""
     table: Table = []
     for rank in range(ranks):
         ahead = min(microbatches, ranks - rank)
@@ -225,7 +225,7 @@ class _VRow:
                     self.actions.append(self._next(step))
 
     def _next(self, step: str) -> Action:
-        counted = step.replace("B", "I")  # a whole backward is that of the inputs, too
+        counted = step.replace("B", "I")  # a full backward includes that of the inputs
         number = self._counts[counted] = self._counts.get(counted, 0) + 1
         action = Action(step[0], self._stages[int(step[1])], number - 1)
         if step[0] == "I":

@@ -106,9 +106,9 @@ def timeline_of(
     def seconds(action: Action) -> float:
         if action.kind == "F":
             return _of_stage(forward, action.stage)
-        whole = _of_stage(backward, action.stage)
-        part = whole / 2 if weight is None else _of_stage(weight, action.stage)
-        return {"B": whole, "I": whole - part, "W": part}[action.kind]
+        time = _of_stage(backward, action.stage)
+        part = time / 2 if weight is None else _of_stage(weight, action.stage)
+        return {"B": time, "I": time - part, "W": part}[action.kind]
 
     done: dict[tuple[str, int, int], float] = {}  # when results are there; those of "B" are those of "I"
     spans: list[list[Span]] = [[] for _ in table]

@@ -1,4 +1,4 @@
-"""A chain of modules cut into stages: where the user says, or so that the largest stage is as small as can be."""
+"""Splits a chain of modules into stages: where the user specifies, or so that the largest stage is minimal."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def split_model(model: nn.Module | Sequence[nn.Module], split: Any, stages: int)
     Args:
         model: the model.
         split: the children (names or numbers) with which stages begin, or "auto".
-        stages: how many stages are wanted.
+        stages: the number of stages.
     """
     if not isinstance(model, nn.Sequential):
         if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
             raise LayoutError(
-                f"a {type(model).__name__} cannot be cut: only an nn.Sequential says in which order its modules run",
+                f"a {type(model).__name__} cannot be cut: only an nn.Sequential defines the order of its modules",
                 hint="give an nn.Sequential, or a list with one module for each stage",
             )
         given = list(model)

@@ -86,7 +86,7 @@ class InProcess:
         return self._kept.pop(key)
 
     def drop(self) -> None:
-        """Forget what nobody asked for: a step has failed."""
+        """Drop unread values after a failed step."""
         self._kept.clear()
 
 
@@ -146,7 +146,7 @@ class OverLink:
         return dtensor_of(spec, local)
 
     def drop(self) -> None:
-        """Forget what nobody asked for: a step has failed."""
+        """Drop unread values after a failed step."""
         self._own.drop()
 
     def _messages(self, old: DTensorSpec, new: DTensorSpec) -> RankTransfer:

@@ -26,7 +26,7 @@ MAX_TRIED = 64  # layouts tried for one operand: all on meshes of few axes, boun
 class Candidate:
     """One row of one axis: placements of operands and results, and the seconds to redistribute the operands.
 
-    `owed` are the seconds to reduce results that it leaves Partial; among rows that move something they count too.
+    `owed` are the seconds to reduce Partial results; they count too when rows that move something are compared.
     """
 
     axis: int
@@ -118,7 +118,7 @@ def changes_without_communication(
     Args:
         schema: the call as it was.
         results: shape, stride and dtype of each result.
-        pinned: operands that are written to; they stay where they are.
+        pinned: operands that are written to; they keep their layout.
     """
     asked = ShardingPropagator().propagate(schema, results, pinned)
     found = [

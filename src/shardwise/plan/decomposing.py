@@ -46,7 +46,9 @@ def _split_wrongly(sharding: OutputSharding, operand: int, spec: DTensorSpec) ->
     factors = sharding.factors
     if factors is None:
         return {}
-    allowed = [name is not None and name not in factors.whole | factors.barred for name in factors.operands[operand]]
+    allowed = [
+        name is not None and name not in factors.unsharded | factors.barred for name in factors.operands[operand]
+    ]
     shards = ((axis, p) for axis, p in enumerate(spec.placements) if isinstance(p, AnyShard))
     return {axis: placement.dim for axis, placement in shards if not allowed[placement.dim]}
 

@@ -25,7 +25,7 @@ class HaloExchange:
     Args:
         halo: the windows of the rule.
         before: for each operand the exchanges that give it halos.
-        after: for each result the exchanges that add up its windows.
+        after: for each result the exchanges that add its windows.
         windows: the dims with halos.
     """
 
@@ -79,8 +79,8 @@ def _exchanges(spec: DTensorSpec, windows: Windows, adds: bool) -> tuple[RowExch
         haloed = Windowed(spec, windows[: i + 1])
         if window != Window(0, 0) or spec.shape[dim] != reference.shape[dim]:
             pair = (haloed, plain) if adds else (plain, haloed)
-            whole = Segment(0, 0, 0, 0, spec.shape[dim])
-            steps.append(RowExchange(spec, spec, pair[:1], pair[1:], dim, (whole,), spec.dim_axes[dim], adds))
+            segment = Segment(0, 0, 0, 0, spec.shape[dim])
+            steps.append(RowExchange(spec, spec, pair[:1], pair[1:], dim, (segment,), spec.dim_axes[dim], adds))
         plain = haloed
     return tuple(steps[::-1] if adds else steps)
 

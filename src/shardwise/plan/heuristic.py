@@ -87,8 +87,11 @@ def _by_single_axes(problem: Problem, state: DistState, held: float) -> float:
 
 
 class Leaving(NamedTuple):
-    """The axes that must leave their dims: the slowest start-up and the slowest link of all; where they leave several
-    dims, the start-up of the dim that has the fastest; and those that split nothing in the goal."""
+    """The axes that must leave their dims.
+
+    Their slowest start-up and slowest link; if they leave several dims, the start-up of the dim with the fastest one;
+    and the axes that split nothing in the goal.
+    """
 
     alpha: float
     beta: float

@@ -1,4 +1,4 @@
-"""Redistributions of given sizes: one axis splits one dim otherwise, in runs; all else stays as it is.
+"""Redistributions of given shard sizes: only the runs of one dim over one axis change.
 
 A few operations on lists of integers, one for each rank of the axis: sizes may be new at each step of a program.
 """
@@ -18,14 +18,14 @@ __all__ = ["LineChange", "line_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LineChange:
-    """The runs of a dim that the ranks of an axis hold before and after, counted from where the axes before it begin.
+    """The runs of a dim on the ranks of an axis before and after, relative to the block of the preceding axes.
 
     Attributes:
         dim: the dim.
         axis: the axis.
-        edges: before, where the run of each rank begins; then the end of the last.
-        new_edges: the same after; None where every rank gets all.
-        received: the bytes that a rank lacks, on the average of all ranks.
+        edges: the old start of each rank's run, then the end of the last.
+        new_edges: the same afterwards; None if every rank gets all.
+        received: the bytes that a rank lacks, on average over all ranks.
     """
 
     dim: int
@@ -35,32 +35,32 @@ class LineChange:
     received: float
 
     def new_run(self, rank: int) -> tuple[int, int]:
-        """Start and length of what the rank at this place of the axis gets."""
+        """Start and length of the new run of the rank at this position of the axis."""
         edges = self.new_edges
         return (0, self.edges[-1]) if edges is None else (edges[rank], edges[rank + 1] - edges[rank])
 
     def sent_by(self, rank: int) -> list[int]:
-        """How many indices the rank at this place of the axis holds of what each rank gets."""
+        """For each rank, the number of indices of its new run that the rank at this position holds."""
         start, stop = self.edges[rank], self.edges[rank + 1]
         edges = self.new_edges
         return [stop - start] * (len(self.edges) - 1) if edges is None else _inside(edges, start, stop)
 
     def got_by(self, rank: int) -> list[int]:
-        """How many indices each rank holds of what the rank at this place of the axis gets."""
+        """For each rank, the number of indices that it holds of the new run of the rank at this position."""
         start, length = self.new_run(rank)
         return _inside(self.edges, start, start + length)
 
 
 def _inside(edges: Sequence[int], start: int, stop: int) -> list[int]:
-    """How much of each run between two edges is between `start` and `stop`."""
+    """The length of the overlap of each run with `start` to `stop`."""
     kept = [start if edge < start else stop if edge > stop else edge for edge in edges]
     return [high - low for low, high in itertools.pairwise(kept)]
 
 
 def line_of(before: DTensorSpec, after: DTensorSpec) -> LineChange | None:
-    """The change of one axis that makes the layout `after` of the layout `before`; None where it is another one.
+    """The change of one axis from the layout `before` to `after`; None if they differ in another way.
 
-    Only where one of both has given sizes: for others routes are kept.
+    Only if one of them has given sizes: other routes are cached.
 
     Example:
         >>> from shardwise.core.mesh import DeviceMesh
@@ -83,7 +83,7 @@ def line_of(before: DTensorSpec, after: DTensorSpec) -> LineChange | None:
     given = old if isinstance(old, Ragged) else new
     if not isinstance(given, Ragged):
         return None
-    length = sum(given.sizes)  # of what the axes before it leave of the dim
+    length = sum(given.sizes)  # of the block of the preceding axes
     edges, new_edges = _edges(old, ranks, length), _edges(new, ranks, length)
     replicates = isinstance(new, Replicate)
     if edges is None or (new_edges is None and not replicates):
@@ -99,7 +99,7 @@ def line_of(before: DTensorSpec, after: DTensorSpec) -> LineChange | None:
 
 
 def _changed_axis(old: tuple[Placement, ...], new: tuple[Placement, ...]) -> int | None:
-    """The one axis whose placement is another one; None where there are several."""
+    """The one axis whose placement changes; None if there are several."""
     changed = [axis for axis, (one, other) in enumerate(zip(old, new, strict=True)) if one is not other]
     return changed[0] if len(changed) == 1 else None
 
@@ -113,7 +113,7 @@ def _stays(before: DTensorSpec, after: DTensorSpec, dim: int, new: Placement) ->
 
 
 def _edges(placement: Placement, parts: int, length: int) -> list[int] | None:
-    """Where the run of each rank begins in so many indices, and the end; None where a rank may have several."""
+    """The start of each rank's run in a dim of this size, and the end; None if a rank may have several runs."""
     match placement:
         case Ragged(blocks=None, sizes=sizes):
             return [*itertools.accumulate(sizes, initial=0)]
@@ -127,6 +127,6 @@ def _edges(placement: Placement, parts: int, length: int) -> list[int] | None:
 
 
 def _kept(edges: Sequence[int], new_edges: Sequence[int]) -> int:
-    """How many indices stay where they are."""
+    """The number of indices that do not move."""
     starts, stops = map(max, edges, new_edges), map(min, edges[1:], new_edges[1:])
     return sum([stop - start for start, stop in zip(starts, stops, strict=False) if stop > start])

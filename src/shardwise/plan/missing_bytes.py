@@ -170,28 +170,28 @@ def _owner_pairs(size: int, have: Cuts, want: Cuts) -> tuple[np.ndarray, np.ndar
 def _owned_runs(size: int, cuts: Cuts) -> tuple[np.ndarray, np.ndarray]:
     """The dim as runs of indices of one owner each: where they begin, in order, and the owners."""
     start, inside, length = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, size)
-    whole, owner = np.full(1, size), np.zeros(1, np.int64)  # the length and the number of the part a run belongs to
+    part_size, owner = np.full(1, size), np.zeros(1, np.int64)  # the length and the number of the part a run belongs to
     for cut in cuts:
         if cut.sizes is not None or cut.owner is not None:
             at, part, start, inside, length = _split_as_given(cut, start, inside, length)
-            whole = whole[at] if cut.sizes is None else np.array(sizes_of_parts(cut))[part]
+            part_size = part_size[at] if cut.sizes is None else np.array(sizes_of_parts(cut))[part]
             owner = owner[at] * cut.parts + part
             continue
         mine, owners, before = _blocks(cut)
-        row_length = -(-whole // max(cut.rows or 0, 1))
+        row_length = -(-part_size // max(cut.rows or 0, 1))
         at, row, start, inside, length = _split(start, inside, length, 0 * inside, row_length)
-        whole, owner, row_length = whole[at], owner[at], row_length[at]
+        part_size, owner, row_length = part_size[at], owner[at], row_length[at]
         row_start = row * row_length
-        step = -(-np.minimum(row_length, whole - row_start) // len(owners))
+        step = -(-np.minimum(row_length, part_size - row_start) // len(owners))
         at, block, start, inside, length = _split(start, inside, length, row_start, step)
-        whole, owner, row_length = whole[at], owner[at], row_length[at]
+        part_size, owner, row_length = part_size[at], owner[at], row_length[at]
         row, row_start, step = row[at], row_start[at], step[at]
         part = owners[block]
         # only the last row may be shorter; blocks before this one are full
-        full_rows, rest = whole // row_length, whole % row_length
+        full_rows, rest = part_size // row_length, part_size % row_length
         of_full = _part_length(row_length, mine, part)
         inside = inside - row_start - block * step + before[block] * step + row * of_full
-        whole = full_rows * of_full + _part_length(rest, mine, part)
+        part_size = full_rows * of_full + _part_length(rest, mine, part)
         owner = owner * cut.parts + part
     order = np.argsort(start)
     return start[order], owner[order]
@@ -205,9 +205,9 @@ def _split_as_given(
         return np.arange(len(start)), np.full(len(start), cut.owner), start, inside, length
     sizes, starts = np.array(cut.sizes), np.array(starts_of(cut.sizes, sum(cut.sizes)))
     mine, owners, _ = _blocks(cut if cut.blocks is not None else Division(cut.parts))
-    before = np.empty_like(sizes)  # how many indices of its part come before a block
+    before = np.empty_like(sizes)  # the number of indices of its part before a block
     before[mine] = np.cumsum(sizes[mine], -1) - sizes[mine]
-    first = np.searchsorted(starts, inside, side="right") - 1  # of parts that begin alike the last: others are empty
+    first = np.searchsorted(starts, inside, side="right") - 1  # of equal starts the last: others are empty
     count = np.searchsorted(starts, inside + length - 1, side="right") - first
     at = np.repeat(np.arange(len(count)), count)
     block = first[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)

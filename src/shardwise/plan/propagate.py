@@ -71,8 +71,8 @@ class OutputSharding:
     """The layouts of operands and results, and the rows of the rule that they come from.
 
     `exchange` replaces the operator: an exchange of rows if a dim whose indices change remains sharded, or by owner.
-    `halo` are the exchanges around the operator if a window slides over a sharded dim. `way` is the way of the rule in
-    which the operator runs, "" for the operator itself on locals.
+    `halo` are the exchanges around the operator if a window slides over a sharded dim. `way` names the rule's
+    algorithm, "" for the operator itself on locals.
     """
 
     inputs: tuple[DTensorSpec, ...]
@@ -127,7 +127,7 @@ class ShardingPropagator:
             schema: the call.
             results: shape, stride and dtype of each result, as the operator gives them on one device.
             pinned: operands that are written to: they and the results must keep their layout.
-            way: the way of the rule to run the operator in.
+            way: the rule's algorithm to use.
         """
         rule = schema.rule or find_rule(schema.op)
         if rule is None:
@@ -203,14 +203,14 @@ class ShardingPropagator:
     ) -> tuple[OutputSharding, list[Row]] | None:
         """Rows for every axis, and the layouts that follow."""
         specs = schema.specs
-        whole_axes: frozenset[int] = frozenset()
+        replicated_axes: frozenset[int] = frozenset()
         while True:
-            rows = self._choose(schema.specs, call.results, factors, pinned, whole_axes, halo)
+            rows = self._choose(schema.specs, call.results, factors, pinned, replicated_axes, halo)
             if rows is None:
                 return None
             clashing = _clashing(rows)
             if clashing is not None:
-                whole_axes |= {clashing}
+                replicated_axes |= {clashing}
                 continue
             order = _factor_order(specs, factors, rows, pinned)
             misfits = _misfits(specs, call.results, factors, rows, order)
@@ -236,7 +236,7 @@ class ShardingPropagator:
             if names and any(spec.is_strided for spec in (*inputs, *outputs)):  # arrays do not express runs
                 factors = _not_exchanged(factors, factors.exchanged)
                 continue
-            if names and factors.reduce and any(_contributes(row) for row in rows):  # not both ways for one dim
+            if names and factors.reduce and any(_contributes(row) for row in rows):  # not both for one dim
                 factors = replace(factors, reduce={})
                 continue
             # a changed order of axes would move an operand that is written to
@@ -254,7 +254,7 @@ class ShardingPropagator:
         results: Sequence[TensorMeta],
         factors: Factors,
         pinned: tuple[int, ...],
-        whole_axes: frozenset[int],
+        replicated_axes: frozenset[int],
         halo: Halo | None,
     ) -> list[Row] | None:
         """The row of each axis: first of axes on which nothing moves, then of the others by cost."""
@@ -269,7 +269,7 @@ class ShardingPropagator:
                 if pinned:
                     rows = [row for row in rows if _keeps(row, given, pinned)]
                 known[given] = rows
-            if axis in whole_axes:
+            if axis in replicated_axes:
                 rows = [row for row in rows if not any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
             if not rows and not factors.owned:
                 return None
@@ -407,11 +407,11 @@ class ShardingPropagator:
 
 
 def _not_exchanged(factors: Factors, names: frozenset[str]) -> Factors:
-    """The same factors, but dims of these must not be sharded, or contribute as a mask."""
+    """The same factors, except that dims of these must not be sharded or contribute as a mask."""
     if names <= factors.reduce.keys():
         results = tuple(tuple(None if name in names else name for name in dims) for dims in factors.results)
         return replace(factors, results=results, exchanged=factors.exchanged - names)
-    return replace(factors, whole=factors.whole | names, exchanged=factors.exchanged - names)
+    return replace(factors, unsharded=factors.unsharded | names, exchanged=factors.exchanged - names)
 
 
 def _splits_exchanged(factors: Factors, specs: Sequence[DTensorSpec]) -> bool:

@@ -1,6 +1,6 @@
 """DTensorRedistributePlanner: the cheapest sequence of steps from one layout to another.
 
-Makes steps of the path that the search finds.
+Converts the path found by the search to steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shardwise.plan.host_axes import on_split_mesh, split_by_hosts
 from shardwise.plan.line_change import LineChange, line_of
 from shardwise.plan.missing_bytes import missing
 from shardwise.plan.move import Move, all_reduce, exchange, gather
+from shardwise.plan.route_pieces import Pieces, pieces_of
 from shardwise.plan.search import Path, cheapest_path
 from shardwise.plan.state import DistState, Problem
 from shardwise.plan.step import Compact, Exchange, Expand, Slice, Step, Unreduce
@@ -48,6 +49,7 @@ class Route:
     target: DTensorSpec
     steps: tuple[Step, ...]
     costs: tuple[StepCost, ...]
+    pieces: Pieces | None = None  # steps of different pieces run at once; the costs are of all pieces
 
     @property
     def received(self) -> float:
@@ -71,7 +73,8 @@ class Route:
 
     def __str__(self) -> str:
         steps = ", then ".join(step.describe() for step in self.steps) or "nothing to do"
-        return f"{self.source} -> {self.target.layout}: {steps}"
+        cut = "" if self.pieces is None else f", in {self.pieces.number} pieces of dim {self.pieces.dim}"
+        return f"{self.source} -> {self.target.layout}: {steps}{cut}"
 
 
 class DTensorRedistributePlanner:
@@ -96,7 +99,7 @@ class DTensorRedistributePlanner:
         """The cheapest route from `source` to `target`.
 
         Args:
-            source: the layout now.
+            source: the current layout.
             target: the wanted layout; of the same tensor, on the same mesh or another one of the same world.
             max_bytes: no state of the route may hold more than this on a rank.
 
@@ -124,8 +127,13 @@ class DTensorRedistributePlanner:
         if not problem.same_mesh and _is_held(problem):
             return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, target.local_bytes),))
         route = _route(problem, cheapest_path(problem, max_bytes))
-        inside_first = self._by_hosts(source, target, max_bytes) if self.cost_model.hosts else None
-        return route if inside_first is None or inside_first.seconds >= route.seconds else inside_first
+        if not self.cost_model.hosts:
+            return route
+        inside_first = self._by_hosts(source, target, max_bytes)
+        routes = [route] if inside_first is None else [route, inside_first]
+        if max_bytes is None:  # pieces in flight need additional memory
+            routes = [self._in_pieces(one) for one in routes]
+        return min(routes, key=lambda one: one.seconds)
 
     def _by_hosts(self, source: DTensorSpec, target: DTensorSpec, max_bytes: int | None) -> Route | None:
         """The cheapest route over the mesh with its axes split by hosts; None if no axis needs that."""
@@ -136,7 +144,7 @@ class DTensorRedistributePlanner:
             axis for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
             if isinstance(old, AnyShard) and isinstance(new, Replicate)
         ]  # fmt: skip
-        if not gathered and not source.partial_axes:  # what only changes places crosses between hosts in any case
+        if not gathered and not source.partial_axes:  # a pure exchange crosses between hosts in any case
             return None
         split = split_by_hosts(source.mesh, hosts)
         if split is None:
@@ -148,9 +156,22 @@ class DTensorRedistributePlanner:
         found = _route(problem, cheapest_path(problem, max_bytes))
         return Route(source, target, found.steps, found.costs)
 
+    def _in_pieces(self, route: Route) -> Route:
+        """The route in pieces, if its steps use different links and pieces are faster."""
+        hosts = self.cost_model.hosts.get(route.source.mesh.device_type)
+        times = [cost.seconds for cost in route.costs]
+        cut = None if hosts is None else pieces_of(route.source, route.target, route.steps, times, hosts)
+        if cut is None:
+            return route
+        pieces, times = cut
+        costs = tuple([cost._replace(seconds=time) for cost, time in zip(route.costs, times, strict=True)])
+        return Route(route.source, route.target, route.steps, costs, pieces)
+
     def _along_line(self, source: DTensorSpec, target: DTensorSpec, along: LineChange) -> Route:
-        """An exchange among the ranks of one axis: it moves exactly what is missing. Given sizes may be new each time,
-        so nothing is searched."""
+        """An exchange among the ranks of one axis, which moves exactly the missing bytes.
+
+        Given sizes may be new each time, so there is no search.
+        """
         holds = target.local_bytes
         if not along.received:  # every rank has what it gets
             return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, holds),))
@@ -160,7 +181,7 @@ class DTensorRedistributePlanner:
         return Route(source, target, (step,), (StepCost(along.received, seconds, holds),))
 
     def _plan_compact(self, source: DTensorSpec, target: DTensorSpec, max_bytes: int | None) -> Route:
-        """Only stored elements move; along broadcast dims each rank makes its part of the target by itself."""
+        """Move stored elements only; along broadcast dims each rank expands its own part of the target."""
         dims, stored = source.broadcast, source.compact()
         placements = tuple([Replicate() if isinstance(p, AnyShard) and p.dim in dims else p for p in target.placements])
         axes = [() if dim in dims else split for dim, split in enumerate(target.dim_axes)]
@@ -201,7 +222,7 @@ def _route(problem: Problem, path: Path) -> Route:
 
 
 def _is_held(problem: Problem) -> bool:
-    """Whether every rank has already what it gets on another mesh of the same ranks in the same order."""
+    """Whether every rank already has its new block, on another mesh of the same ranks in the same order."""
     source, target = problem.source, problem.target
     if source.partial_axes or target.partial_axes or source.mesh.grid_ranks != target.mesh.grid_ranks:
         return False
@@ -235,7 +256,7 @@ def check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
         for mesh in (a, b):
             if mesh.size() != mesh.grid_size:
                 raise MeshError(
-                    f"{mesh} is a slice of a larger mesh: a tensor on it may differ from slice to slice, so its way "
+                    f"{mesh} is a slice of a larger mesh: a tensor on it may differ from slice to slice, so its route "
                     f"to {b if mesh is a else a} is not defined",
                     hint=f"take it to its root {mesh.root} by to_local() and from_local() with placements for all axes",
                 )
@@ -246,7 +267,7 @@ def check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
         norm = norm_order(new.reduce_op) is not None and new not in source.placements  # pyright: ignore[reportAttributeAccessIssue]
         if norm or isinstance(old, AnyShard):
             raise LayoutError(
-                f"cannot redistribute {source} to {target.layout}: axis {a.axis_name(axis)!r} would go from "
+                f"cannot redistribute {source} to {target.layout}: axis {a.axis_name(axis)!r} would change from "
                 f"{old!r} to {new!r}",
                 hint="Partial is the layout of results that wait for a reduction; ask for Shard() or Replicate()",
             )

@@ -12,10 +12,9 @@ import numpy as np
 from numpy import ndarray  # the types of a NamedTuple's fields are resolved by this name at run time
 
 from shardwise.core.layout import Segment
-from shardwise.core.spec import DTensorSpec
 from shardwise.plan.cost import current_cost_model
 from shardwise.plan.route import Route, StepCost
-from shardwise.plan.step import RowExchange, Windowed
+from shardwise.plan.step import RowExchange, Rows
 
 __all__ = ["Places", "places_after", "places_before", "row_exchange_route"]
 
@@ -40,7 +39,7 @@ def places_after(step: RowExchange, segment: Segment, coordinates: ndarray) -> P
     return _places(spec, step.dim, coordinates, segment.at, segment.stride, segment.length)
 
 
-def _places(spec: DTensorSpec | Windowed, dim: int, coordinates: ndarray, first: int, step: int, length: int) -> Places:
+def _places(spec: Rows, dim: int, coordinates: ndarray, first: int, step: int, length: int) -> Places:
     start, size = spec.starts_and_lengths(dim, coordinates)
     if step > 0:
         low, high = -((first - start) // step), -((first - start - size) // step)
@@ -80,7 +79,7 @@ def _held_below(have: Places, bounds: ndarray) -> ndarray:
     return distance(low) - distance(high)
 
 
-def _row_bytes(spec: DTensorSpec | Windowed, dim: int) -> int:
+def _row_bytes(spec: Rows, dim: int) -> int:
     """Bytes of one row of the largest local."""
     sizes = [size for d, size in enumerate(spec.largest_local_shape) if d != dim]
     return math.prod(sizes) * spec.tensor_meta.dtype.itemsize

@@ -1,14 +1,15 @@
-"""How attention over a sharded sequence is run: by a ring, by gathering keys and values, by exchanging heads, by halos.
+"""Chooses the algorithm of attention over a sharded sequence: ring, gathered keys and values, exchanged heads, halos.
 
 Compares the seconds of the cost model, and lists the blocks that each rank needs.
 
-- "ring": every rank keeps its queries, and blocks of keys and values go round. A rank holds one block besides its own.
+- "ring": every rank keeps its queries, and blocks of keys and values rotate. A rank holds one block besides its own.
 - "gather": every rank keeps its queries and gathers all keys and values.
 - "heads": sequence shards become shards of heads (or of the batch) and back.
-- "halo": every rank keeps its queries, and receives the keys and values near them that a mask lets them see.
-- "local": nothing is sent, because a mask lets every rank see its own keys alone, or the sequence is not sharded.
+- "halo": every rank keeps its queries, and receives the keys and values that a mask lets them see: those near them,
+  and a few others (sinks).
+- "local": nothing is sent, because a mask lets every rank see only its own keys, or the sequence is not sharded.
 
-Where the values of a mask are known (`Reach`), a ring leaves out the turns that no query needs.
+If the values of a mask are known (`Reach`), a ring omits the turns that no query needs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.core.layout import Run, Segment, Window
-from shardwise.core.mesh import Coordinate
+from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import AnyShard, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import MemoryBoundError
@@ -30,23 +31,23 @@ from shardwise.plan.cost import current_cost_model
 from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagator
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
-from shardwise.plan.step import Rotate, RowExchange, Windowed
+from shardwise.plan.step import ChosenRows, Rotate, RowExchange, Rows, Windowed
 from shardwise.rules.attention import KERNELS, WAYS
 from shardwise.rules.attention_blocks import MASKS, SEQUENCE, ScoreTile, joined, tiles
 from shardwise.rules.mask_reach import Blocks, Reach
 from shardwise.text import human_bytes, human_seconds
 
-__all__ = ["AttentionChoice", "Pairs", "choose_attention", "ring_blocks", "ring_pairs"]
+__all__ = ["AttentionChoice", "Pairs", "choose_attention", "position_along", "ring_blocks", "ring_pairs"]
 
-# Gathered keys and values also take memory: their seconds count twice. That memory grows with the ranks: beyond so many
-# times a rank's own operands they are gathered only if there is no other way.
+# Gathered keys and values also take memory: their seconds count twice. That memory grows with the ranks: beyond this
+# multiple of a rank's own operands they are gathered only if nothing else is possible.
 HELD = 2.0
 GATHERED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """One way to run a call of attention.
+    """One algorithm for a call of attention.
 
     Args:
         way: "ring", "gather", "heads", "halo" or "local".
@@ -59,8 +60,11 @@ class AttentionChoice:
         received: bytes that a rank receives.
         held: bytes of keys and values (of "heads": of all operands) that a rank holds at once besides its own.
         why: the comparison in words.
-        halo: the exchange that gives ranks the keys and values near their queries, and, of gradients, the one back.
+        halo: the exchange that gives ranks the keys and values that their queries see, and the reverse one for
+        gradients.
+            First those near the queries, then, if there are any, the far ones.
         band: the number of keys before and after its own position that a query sees.
+        far: the further keys that the queries of each rank along the axes see; none: no keys.
     """
 
     way: str
@@ -75,6 +79,7 @@ class AttentionChoice:
     why: str = ""
     halo: tuple[RowExchange, ...] = ()
     band: tuple[int, int] = (0, 0)
+    far: tuple[tuple[Run, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class Pairs:
         query_spec: the layout of the queries.
         over: the axes along which blocks of keys rotate; none if every rank has all keys.
         key_runs: the runs of keys that each block consists of.
-        causal: whether query `i` attends to the keys up to `i` alone.
+        causal: whether query `i` attends only to the keys up to `i`.
         masked: whether there is a mask, of which a tile needs neighbouring columns.
         turns: the turns after which a rank has keys that the mask lets its queries see; None: any.
     """
@@ -108,10 +113,7 @@ class Pairs:
 
     def position(self, coordinate: Coordinate) -> int:
         """The position of a rank along the axes."""
-        at = 0
-        for axis in self.over:
-            at = at * self.query_spec.mesh.shape[axis] + coordinate[axis]
-        return at
+        return position_along(self.query_spec.mesh, self.over, coordinate)
 
     def tiles(self, coordinate: Coordinate, block: int) -> list[ScoreTile]:
         """The parts of the scores of a rank's queries with a block of keys that count."""
@@ -136,6 +138,14 @@ class Pairs:
         return queries.start - keys.start if self.causal else None
 
 
+def position_along(mesh: DeviceMesh, over: Sequence[int], coordinate: Coordinate) -> int:
+    """The position of a rank along some axes, the first major."""
+    at = 0
+    for axis in over:
+        at = at * mesh.shape[axis] + coordinate[axis]
+    return at
+
+
 def _placed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
     """Runs with their positions in a local tensor."""
     return list(zip(itertools.accumulate((run.length for run in runs), initial=0), runs, strict=False))
@@ -148,17 +158,17 @@ def choose_attention(
     reach: Reach | None = None,
     max_bytes: int | None = None,
 ) -> AttentionChoice | None:
-    """The way to run a call whose sequence is sharded; None if no way applies.
+    """The algorithm of a call whose sequence is sharded; None if none applies.
 
     Args:
         schema: the call.
         results: shape, stride and dtype of each result.
-        prefer: the way to take if it is possible; None for the cheapest.
+        prefer: the algorithm to take if possible; None for the cheapest.
         reach: the keys that queries see by the mask, if that has been read.
-        max_bytes: the most bytes to hold; ways that hold more are not taken.
+        max_bytes: the most bytes to hold; algorithms that hold more are not taken.
 
     Raises:
-        MemoryBoundError: all ways hold more.
+        MemoryBoundError: all algorithms hold more.
     """
     specs = schema.specs
     if any(spec.tensor_meta.is_symbolic or 0 in spec.shape for spec in specs):
@@ -176,7 +186,11 @@ def choose_attention(
     found = {way: made for way in WAYS if (made := makers[way](schema, results)) is not None}
     if not found:
         return None
-    if reach is not None and reach.band is not None and (near := _halo(schema, results, reach.band)) is not None:
+    if (
+        reach is not None
+        and reach.band is not None
+        and (near := _halo(schema, results, reach.band, reach.far)) is not None
+    ):
         found["halo"] = near
     own = sum(spec.local_bytes for spec in specs)
     taken, reason = _cheapest(found, prefer, max_bytes, own)
@@ -192,7 +206,7 @@ def choose_attention(
 def _cheapest(
     found: Mapping[str, AttentionChoice], prefer: str | None, max_bytes: int | None, own: float
 ) -> tuple[str, str]:
-    """The way to take, and why if it is not just the cheapest; `own`: the bytes of a rank's operands."""
+    """The chosen algorithm, and the reason if it is not simply the cheapest; `own`: the bytes of a rank's operands."""
     fitting = [way for way in found if max_bytes is None or found[way].held <= max_bytes]
     if not fitting:
         smallest = math.ceil(min(choice.held for choice in found.values()))
@@ -346,7 +360,9 @@ def _ring(
     return _made("ring" if rounds.steps else "local", schema, sharding, pairs, rounds, back, held)
 
 
-def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int]) -> AttentionChoice | None:
+def _halo(
+    schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int], far: tuple[tuple[Run, ...], ...]
+) -> AttentionChoice | None:
     """Queries, keys and values keep their layouts; a rank receives the further keys and values that its queries see."""
     sharding = ShardingPropagator().propagate(schema, results, way="ring")
     if sharding is None or schema.arguments.get("is_causal"):
@@ -360,17 +376,25 @@ def _halo(schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, in
     if not over or not alike or any(spec.is_strided for spec in (query, key, value)):
         return None
     windows = ((SEQUENCE, Window(-band[0], band[1]), query),)
-    near = tuple([Windowed(spec, windows) for spec in (key, value)])
-    whole = tuple([Segment(i, 0, i, 0, key.shape[SEQUENCE]) for i in range(2)])
-    steps = [RowExchange(key, key, (key, value), near, SEQUENCE, whole, over)]
+    given: tuple[Rows, ...] = (key, value)
+    wanted: list[Rows] = [Windowed(spec, windows) for spec in (key, value)]
+    segments = [Segment(i, 0, i, 0, key.shape[SEQUENCE]) for i in range(2)]
+    lengths = tuple([sum(run.length for run in runs) for runs in far])
+    if far:
+        wanted += [ChosenRows(spec, SEQUENCE, over, lengths) for spec in (key, value)]
+        at = itertools.accumulate((run.length for runs in far for run in runs), initial=0)
+        placed = list(zip(at, (run for runs in far for run in runs), strict=False))
+        segments += [Segment(i, run.start, i + 2, start, run.length) for i in range(2) for start, run in placed]
+    steps = [RowExchange(key, key, given, tuple(wanted), SEQUENCE, tuple(segments), over)]
     if KERNELS[schema.op][1]:
-        steps.append(RowExchange(key, key, near, (key, value), SEQUENCE, whole, over, adds=True))
-    rows = sum(band) * len(steps)
+        back = tuple([Segment(s.result, s.at, s.operand, s.first, s.length) for s in segments])
+        steps.append(RowExchange(key, key, tuple(wanted), given, SEQUENCE, back, over, adds=True))
+    rows = (sum(band) + max(lengths, default=0)) * len(steps)
     made = _made("halo", schema, sharding, held=float(rows * sum(_row_bytes(spec) for spec in (key, value))))
     routes = [row_exchange_route(step) for step in steps]
     seconds, received = (sum(getattr(route, name) for route in routes) for name in ("seconds", "received"))
     return replace(
-        made, seconds=made.seconds + seconds, received=made.received + received, halo=tuple(steps), band=band
+        made, seconds=made.seconds + seconds, received=made.received + received, halo=tuple(steps), band=band, far=far
     )
 
 

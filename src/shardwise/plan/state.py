@@ -38,7 +38,9 @@ def dims_of(spec: DTensorSpec) -> Dims:
     if 1 not in sizes and not spec.is_strided:
         return spec.dim_axes
     axes, placements = len(sizes), spec.placements
-    return tuple([tuple([a + axes * _way_of(placements[a]) for a in split if sizes[a] > 1]) for split in spec.dim_axes])
+    return tuple(
+        [tuple([a + axes * _kind_of(placements[a]) for a in split if sizes[a] > 1]) for split in spec.dim_axes]
+    )
 
 
 # Kinds of splits by number: even numbers are twice the rows of a `StridedShard`, odd ones are given out as other
@@ -52,7 +54,7 @@ def _on_first_dim(spec: DTensorSpec) -> list[AnyShard]:
     return [p.on_dim(0) for p in spec.placements if isinstance(p, AnyShard)] if spec.is_strided else []
 
 
-def _way_of(placement: Placement) -> int:
+def _kind_of(placement: Placement) -> int:
     match placement:
         case StridedShard(split_factor=rows):
             return 2 * rows

@@ -1,4 +1,4 @@
-"""A transfer of many tensors between layouts as data: pieces of tensors in buckets, and which replica is near.
+"""A transfer of many tensors between layouts as data: pieces of tensors in buckets, and distances of replicas.
 
 Depends on specs alone, so that every rank makes the same plan. Communicates nothing.
 """
@@ -33,17 +33,17 @@ class Piece(NamedTuple):
 
     tensor: int  # its position among the tensors of the transfer
     window: IndexRange | None  # None: all of it
-    turn: int  # which of several equally near replicas sends it: the choice goes round by this
+    turn: int  # chooses among equally near replicas in turn
 
 
 class StateTransfer(NamedTuple):
     """Tensors in their layouts before and after, and the pieces that are moved together.
 
     Args:
-        sources: the layout of each tensor now.
-        targets: its layout afterwards, with the dtype that it gets.
+        sources: the current layout of each tensor.
+        targets: its new layout and dtype.
         buckets: the pieces, in the order in which they are moved.
-        distances: how far ranks are from each other; None where all are equally far.
+        distances: distances between ranks; None if all are equal.
         meshes: of the sources and targets, each once.
     """
 
@@ -60,7 +60,7 @@ class StateTransfer(NamedTuple):
 
 
 def wire_dtype(source: DTensorSpec, target: DTensorSpec) -> torch.dtype:
-    """The dtype in which elements travel: the smaller one. Each element is converted once, on one of the two sides."""
+    """The dtype in which elements are sent: the smaller one. Each element is converted once, on one side."""
     old, new = source.tensor_meta.dtype, target.tensor_meta.dtype
     return new if new.itemsize < old.itemsize else old
 
@@ -75,7 +75,7 @@ def plan_buckets(
 
     A tensor of which a rank has more is cut into windows. A single index of a dim may be larger than `limit`.
     """
-    loads: dict[int, list[int]] = {}  # by the number of replicas: bytes that each turn has been given
+    loads: dict[int, list[int]] = {}  # by the number of replicas: the bytes assigned to each turn
     buckets: list[list[Piece]] = []
     held = 0
     for tensor, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -100,10 +100,10 @@ def _windows(source: DTensorSpec, target: DTensorSpec, limit: int) -> Iterator[t
     """The windows of a tensor, and the bytes that a rank may have to stage for each."""
     if 0 in source.shape:
         return
-    whole = _staged(source, target, None)
-    count = -(-whole // limit)
+    staged = _staged(source, target, None)
+    count = -(-staged // limit)
     if count <= 1 or source.ndim == 0:
-        yield None, whole
+        yield None, staged
         return
     dim = _dim_to_cut(source, target, count)
     size = source.shape[dim]
@@ -147,7 +147,7 @@ class Distances:
     Args:
         model: the links.
         ranks: all ranks that take part.
-        meshes: which to ask, the first one that has both ranks.
+        meshes: the first one that has both ranks gives the link.
 
     Example:
         >>> from shardwise.plan.cost import Link

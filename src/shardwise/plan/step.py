@@ -18,8 +18,9 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.plan.line_change import LineChange
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "Collective", "Compact", "Exchange", "Expand", "OwnerExchange",
-    "ReduceScatter", "Rotate", "RowExchange", "SendState", "Slice", "Step", "TokenExchange", "Unreduce", "Windowed",
+    "AllGather", "AllReduce", "AllToAll", "ChosenRows", "Collective", "Compact", "Exchange", "Expand", "OwnerExchange",
+    "ReduceScatter", "Rotate", "RowExchange", "Rows", "SendState", "Slice", "Step", "TokenExchange", "Unreduce",
+    "Windowed",
 ]  # fmt: skip
 
 
@@ -202,8 +203,44 @@ class SendState(Collective):
         return f"transfer of {self.tensors} tensor{'s' if self.tensors != 1 else ''} in {buckets}"
 
 
+class OtherRows:
+    """A tensor of which ranks have other rows than its layout says: what follows from the shapes of their locals.
+
+    Subclasses have the layout, `spec`.
+    """
+
+    __slots__ = ()
+    spec: DTensorSpec
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.spec.mesh
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        return self.spec.tensor_meta
+
+    @property
+    def largest_local_shape(self) -> tuple[int, ...]:
+        """The largest local size of each dim."""
+        raise NotImplementedError
+
+    def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """The local shape of the rank at `coordinate`."""
+        raise NotImplementedError
+
+    def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """Dense strides, in the memory order of the global tensor."""
+        return dense_strides(self.local_shape(coordinate), like=self.tensor_meta.stride)
+
+    @property
+    def local_bytes(self) -> int:
+        """The bytes of the largest local."""
+        return math.prod(self.largest_local_shape) * self.tensor_meta.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
-class Windowed:
+class Windowed(OtherRows):
     """A tensor with halos: each rank has the rows that its part of another tensor needs.
 
     Args:
@@ -213,14 +250,6 @@ class Windowed:
 
     spec: DTensorSpec
     windows: tuple[tuple[int, Window, DTensorSpec], ...]
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self.spec.mesh
-
-    @property
-    def tensor_meta(self) -> TensorMeta:
-        return self.spec.tensor_meta
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -242,10 +271,6 @@ class Windowed:
             shape[dim] = window.over(*reference.runs(dim, here)[0])[1]  # pyright: ignore[reportArgumentType]
         return tuple(shape)
 
-    def local_stride(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
-        """Dense strides, in the memory order of the global tensor."""
-        return dense_strides(self.local_shape(coordinate), like=self.tensor_meta.stride)
-
     @property
     def largest_local_shape(self) -> tuple[int, ...]:
         """The largest local size of each dim."""
@@ -254,10 +279,57 @@ class Windowed:
             shape[dim] = int(self.starts_and_lengths(dim, self.mesh.coordinates)[1].max())
         return tuple(shape)
 
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows(OtherRows):
+    """Rows of a tensor that are listed for each rank along some axes; its global tensor has those of all, in order.
+
+    Args:
+        spec: the layout of the tensor that the rows are of.
+        dim: the dim of the rows, which the axes `over` shard.
+        over: the axes, the first major.
+        lengths: the number of rows of the rank at each position along the axes.
+    """
+
+    spec: DTensorSpec
+    dim: int
+    over: tuple[int, ...]
+    lengths: tuple[int, ...]
+
     @property
-    def local_bytes(self) -> int:
-        """The bytes of the largest local."""
-        return math.prod(self.largest_local_shape) * self.tensor_meta.dtype.itemsize
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return (*self.spec.shape[: self.dim], sum(self.lengths), *self.spec.shape[self.dim + 1 :])
+
+    def starts_and_lengths(self, dim: int, coordinates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of `dim` of the ranks at these coordinates."""
+        if dim != self.dim:
+            return self.spec.starts_and_lengths(dim, coordinates)
+        lengths, at = np.array(self.lengths), self._positions(coordinates)
+        return (np.cumsum(lengths) - lengths)[at], lengths[at]
+
+    def _positions(self, coordinates: np.ndarray) -> np.ndarray:
+        at = np.zeros(len(coordinates), dtype=np.int64)
+        for axis in self.over:
+            at = at * self.mesh.shape[axis] + coordinates[:, axis]
+        return at
+
+    def local_shape(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
+        """The local shape of the rank at `coordinate`."""
+        here = tuple(coordinate)
+        shape = list(self.spec.local_shape(here))
+        shape[self.dim] = self.lengths[int(self._positions(np.array([here]))[0])]
+        return tuple(shape)
+
+    @property
+    def largest_local_shape(self) -> tuple[int, ...]:
+        """The largest local size of each dim."""
+        shape = list(self.spec.largest_local_shape)
+        shape[self.dim] = max(self.lengths)
+        return tuple(shape)
+
+
+Rows = DTensorSpec | Windowed | ChosenRows  # the operands and results of a row exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +340,8 @@ class RowExchange(Collective):
     returns the gradients of halos to the ranks that own the rows.
     """
 
-    operands: tuple[DTensorSpec | Windowed, ...]
-    results: tuple[DTensorSpec | Windowed, ...]
+    operands: tuple[Rows, ...]
+    results: tuple[Rows, ...]
     dim: int
     segments: tuple[Segment, ...]
     over: tuple[int, ...]
@@ -329,7 +401,7 @@ class TokenExchange(OwnerExchange):
     """Rows of tokens are sent to the ranks of their experts, or results back; `what`: the rows, in words."""
 
     what: str = "tokens"
-    rows: int | None = None  # that cross between ranks, all together, where it was asked for
+    rows: int | None = None  # that cross between ranks, in total, if requested
 
     @property
     def title(self) -> str:

@@ -96,10 +96,10 @@ def is_sequential(op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype) 
 
     Some builds draw a seed for each call, and the elements from the seed.
     """
-    whole, halves = torch.empty(2 * ALIGNED, dtype=dtype), torch.empty(2 * ALIGNED, dtype=dtype)
+    full, halves = torch.empty(2 * ALIGNED, dtype=dtype), torch.empty(2 * ALIGNED, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
-    op(whole, *numbers, generator=generator)
+    op(full, *numbers, generator=generator)
     generator.manual_seed(0)
     for half in halves.chunk(2):
         op(half, *numbers, generator=generator)
-    return torch.equal(torch.nan_to_num(whole), torch.nan_to_num(halves))
+    return torch.equal(torch.nan_to_num(full), torch.nan_to_num(halves))

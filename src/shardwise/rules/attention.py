@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 QUERY, KEY, VALUE, OUT = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s", "v")
 SUMS = ("b", "h", "s", None)  # of the exponentials, one for each query; some kernels leave the last dim out
-WHOLE = frozenset("etv")
+UNSHARDED = frozenset("etv")
 # argument names of the operators
 DIMS: dict[str, tuple[Dim, ...]] = {
     "query": QUERY, "key": KEY, "value": VALUE, "out": OUT, "grad_out": OUT, "grad_out_": OUT, "logsumexp": SUMS,
@@ -40,13 +40,13 @@ def operand_dims(name: str, meta: TensorMeta, scores: Sequence[int]) -> tuple[Di
 
 
 def attention(
-    *results: tuple[Dim, ...], whole: str = "", way: str = "", empty: bool = False
+    *results: tuple[Dim, ...], unsharded: str = "", way: str = "", empty: bool = False
 ) -> Callable[[Call], Factors | None]:
     """The rule of an attention operator.
 
     Args:
         results: the factors of its first results. Others are states of the random generator.
-        whole: further factors that must not be sharded.
+        unsharded: further factors that must not be sharded.
         way: how a sharded sequence is attended to: "ring": queries and keys are sharded by one factor; "gather":
             queries are, whatever the mask; "heads": neither is; "": queries where the kernel alone can do it.
         empty: whether local sequences may be empty.
@@ -73,7 +73,7 @@ def attention(
         return Factors(
             tensors,
             (*given, *((None,) * len(call.results[i].shape) for i in rest)),
-            whole=WHOLE | frozenset(whole) | frozenset("s" if stays else ""),
+            unsharded=UNSHARDED | frozenset(unsharded) | frozenset("s" if stays else ""),
             summed=frozenset("bhs"),
             untouched=frozenset(itertools.product("bhs", rest)),
             nonempty=frozenset("bh" if empty else "bhs"),

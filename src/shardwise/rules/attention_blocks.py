@@ -12,7 +12,17 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["BackwardBlocks", "BlockKernel", "ForwardBlocks", "Kernel", "ScoreTile", "band_tiles", "joined", "tiles"]
+__all__ = [
+    "BackwardBlocks",
+    "BlockKernel",
+    "ForwardBlocks",
+    "Kernel",
+    "ScoreTile",
+    "band_tiles",
+    "far_tiles",
+    "joined",
+    "tiles",
+]
 
 SEQUENCE = 2  # the dim of queries, keys and values
 MASKS = ("attn_mask", "attn_bias")  # the names by which operators have a mask
@@ -45,7 +55,7 @@ class ScoreTile(NamedTuple):
 
 
 def tiles(rows: int, columns: int, offset: int | None) -> list[ScoreTile]:
-    """The rectangles of a block of scores that count, so that kernels see whole ones and causal squares alone.
+    """The rectangles of a block of scores that count, so that kernels get only full rectangles and causal squares.
 
     Args:
         rows: the number of queries.
@@ -184,6 +194,37 @@ def band_tiles(start: int, rows: int, first: int, keys: int, band: tuple[int, in
     return found
 
 
+def far_tiles(
+    start: int, rows: int, far: Sequence[tuple[int, int]], keys: int, band: tuple[int, int]
+) -> list[ScoreTile]:
+    """The rectangles of scores with far keys that are outside of those of `band_tiles`.
+
+    Args:
+        start: the position of the first query.
+        rows: the number of queries.
+        far: runs of keys, which are local one after the other: the first of each, and their number.
+        keys: the number of all keys.
+        band: that of `band_tiles`.
+
+    Example:
+        >>> [tuple(tile) for tile in far_tiles(256, 256, [(0, 2), (200, 4)], 512, (100, 28))]
+        [(0, 256, 0, 2, False, 0), (128, 128, 2, 4, False, 200)]
+    """
+    found = []
+    for near in band_tiles(start, rows, 0, keys, band):
+        low, high = near.first, near.first + near.columns
+        at = 0
+        for first, count in far:
+            pieces = (first, min(first + count, low)), (max(first, high), first + count)
+            found += [
+                ScoreTile(near.row, near.rows, at + begin - first, end - begin, False, begin)
+                for begin, end in pieces
+                if begin < end
+            ]
+            at += count
+    return joined(found, masked=True)
+
+
 class ForwardBlocks:
     """The output of one block of queries over the blocks of keys seen so far."""
 
@@ -260,6 +301,7 @@ class BackwardBlocks:
         self.mask = mask_of(arguments)
         wide = wide_dtype(self.query)
         self.grad_query = self.query.new_zeros(self.query.shape, dtype=wide)
+        self.learned: list[torch.Tensor] = []  # gradients of tensors that functions of scores capture
 
     def block_gradients(
         self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor

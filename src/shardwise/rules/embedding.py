@@ -81,7 +81,7 @@ def embedding(call: Call) -> Factors:
     masked = Row((Shard(0), Replicate()), (MaskPartial(),))
     operands, result = (("v", "d"), own), (*own, "d")
     asked = looked_up(operands, result, [0])
-    return Factors(operands, (result,), whole=frozenset("v"), linear=((0,),), rows=(masked,), owned=asked)
+    return Factors(operands, (result,), unsharded=frozenset("v"), linear=((0,),), rows=(masked,), owned=asked)
 
 
 def held_gradients(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
@@ -123,9 +123,11 @@ def embedding_dense_backward(call: Call) -> Factors:
     """Gradients added to the rows that they belong to."""
     own = index_dims(call)
     # counts of indices need all of the indices
-    whole = frozenset(name for name in own if name is not None and call["scale_grad_by_freq"])
+    unsharded = frozenset(name for name in own if name is not None and call["scale_grad_by_freq"])
     sent = OwnerRow(Row((Shard(0), Shard(0)), (Shard(0),)), sent=(0, 1), table=2)
-    return Factors(((*own, "d"), own), (("v", "d"),), whole=whole | {"v"}, linear=((0,),), owned=(sent,) if own else ())
+    return Factors(
+        ((*own, "d"), own), (("v", "d"),), unsharded=unsharded | {"v"}, linear=((0,),), owned=(sent,) if own else ()
+    )
 
 
 # ---------------------------------------------------------------- bags

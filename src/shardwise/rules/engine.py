@@ -26,7 +26,7 @@ REPLICATE = Replicate()
 # groups of operands in which an operator is linear: the first; each of two while the other is replicated; both together
 FIRST: tuple[tuple[int, ...], ...] = ((0,),)
 EACH_ALONE: tuple[tuple[int, ...], ...] = ((0,), (1,))
-TOGETHER: tuple[tuple[int, ...], ...] = ((0, 1),)
+BOTH: tuple[tuple[int, ...], ...] = ((0, 1),)
 Dim = str | None  # the factor of a dim; None for one that cannot be sharded
 
 
@@ -62,7 +62,7 @@ class Factors:
     Args:
         operands: for each tensor operand the factor of each dim.
         results: for each result the factor of each dim.
-        whole: factors that may not be sharded.
+        unsharded: factors that may not be sharded.
         reduce: the reduction of a factor that no result has; "sum" if not given, "mask" where each element of the
             result comes from one rank and is zero on the others. Of an exchanged factor "mask" is the other way.
         summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
@@ -87,7 +87,7 @@ class Factors:
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
-    whole: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
     reduce: Mapping[str, str] = field(default_factory=dict, hash=False)
     summed: frozenset[str] = frozenset()
     untouched: frozenset[tuple[str, int]] = frozenset()
@@ -119,7 +119,7 @@ class Pattern(NamedTuple):
 
     operands: tuple[tuple[tuple[str, ...], ...], ...]
     results: tuple[tuple[tuple[str, ...], ...], ...]
-    whole: frozenset[str]
+    unsharded: frozenset[str]
 
 
 ELLIPSIS = ("...",)
@@ -159,7 +159,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.sides: list[list[list[tuple[str, ...]]]] = [[[]]]  # operands and results, each a list of dims
-        self.whole: set[str] = set()
+        self.unsharded: set[str] = set()
         self.group: list[str] | None = None  # the bracket that is open, if one is
         self.opened = 0
         self.last: str | None = None  # the factor that was read last, if nothing has followed it
@@ -182,7 +182,7 @@ class _Reader:
         """A character between factors."""
         match mark:
             case "!":
-                self._must_be_whole(start)
+                self._must_not_be_sharded(start)
             case "(":
                 self._open(start)
             case ")":
@@ -198,10 +198,10 @@ class _Reader:
             case _:
                 self.sides.append([[]])
 
-    def _must_be_whole(self, start: int) -> None:
+    def _must_not_be_sharded(self, start: int) -> None:
         if self.last is None:
             raise self._error(start, "'!' must follow the factor that it marks")
-        self.whole.add(self.last)
+        self.unsharded.add(self.last)
 
     def _open(self, start: int) -> None:
         if self.group is not None:
@@ -222,7 +222,7 @@ class _Reader:
         if len(self.sides) != 2:
             raise self._error(end, "expected '->' and the results")
         operands, results = (tuple(tuple(dims) for dims in side) for side in self.sides)
-        return Pattern(operands, results, frozenset(self.whole))
+        return Pattern(operands, results, frozenset(self.unsharded))
 
     def _error(self, position: int, problem: str) -> NotationError:
         return NotationError.at(self.text, position, problem)
@@ -252,7 +252,7 @@ def factors_of(
         for dims, shape in zip(expanded, shapes, strict=True)
     ]
     split = len(operand_shapes)
-    return Factors(tuple(named[:split]), tuple(named[split:]), pattern.whole, **more)
+    return Factors(tuple(named[:split]), tuple(named[split:]), pattern.unsharded, **more)
 
 
 def _expand(dims: Sequence[tuple[str, ...]], ndim: int) -> list[tuple[str, ...]]:
@@ -318,7 +318,7 @@ def _shards_barred(factors: Factors, row: Row) -> bool:
 
 
 def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
-    if name in factors.whole or name in factors.barred or not any(name in dims for dims in factors.operands):
+    if name in factors.unsharded or name in factors.barred or not any(name in dims for dims in factors.operands):
         return
     splits: list[AnyShard] = [Shard(0)]  # ways to split a dim
     if name in factors.even or name in factors.plain:  # even shards may still be uneven in each row

@@ -11,12 +11,13 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.core.mode_stack import ModeStack
+from shardwise.core.spec import DTensorSpec
 from shardwise.rules.attention import KERNELS, KEY, OUT, QUERY, SUMS, VALUE, attention, ways_of
 from shardwise.rules.attention_blocks import BackwardBlocks, ForwardBlocks, ScoreTile, wide_dtype
 from shardwise.rules.mask_reach import Blocks, Reach, reach_of_function
@@ -47,6 +48,9 @@ class FlexFunctions:
         mask: of a sample, head, query and key, and the tensors of `mask_captured`: whether the key is seen.
         captured: the tensors that `score` is given.
         mask_captured: those that `mask` is given.
+        learned: which of `captured` need gradients.
+        gradients: gradients of these in the order of `captured`, of a rank's queries: a backward adds them here, one
+            local of all ranks for each, with the layout of the queries.
     """
 
     score: Callable[..., Any]
@@ -54,6 +58,8 @@ class FlexFunctions:
     mask: Callable[..., Any]
     captured: tuple[Any, ...] = ()
     mask_captured: tuple[Any, ...] = ()
+    learned: tuple[bool, ...] = ()
+    gradients: list[tuple[torch.Tensor, DTensorSpec]] = field(default_factory=list)
 
     def visible(self, samples: Any, heads: Any, queries: Any, keys: Any) -> Any:
         """Whether keys are seen, by sample, head, query and key."""
@@ -66,13 +72,28 @@ class FlexFunctions:
         with _calling():
             return for_each_score(self.score, 1, len(self.captured))(products, *indices, *self.captured)
 
-    def of_products(self, products: Any, indices: Sequence[Any], of_scores: Any) -> Any:
-        """The gradient of products of queries and keys, from that of the scores that were used."""
+    def of_products(self, products: Any, indices: Sequence[Any], of_scores: Any) -> tuple[Any, list[Any]]:
+        """The gradient of products of queries and keys, from that of the scores that were used; those of `learned`."""
         gradient = self.gradient
         assert gradient is not None, "of a backward"
+
+        def wanted(*args: Any) -> tuple[Any, ...]:
+            first, *rest = gradient(*args)
+            return first, *(grad for grad, learned in zip(rest[4:], self.learned, strict=False) if learned)
+
         with _calling():
-            first = for_each_score(lambda *args: gradient(*args)[0], 1, 1 + len(self.captured), (0,))
-            return first(products, *indices, of_scores, *self.captured)
+            # what is not mapped is summed: torch adds up the gradients of tensors that functions look up
+            out_dims = (0, *(None,) * sum(self.learned))
+            found = for_each_score(wanted, 1, 1 + len(self.captured), (0,), out_dims)
+            first, *learned = found(products, *indices, of_scores, *self.captured)
+            return first, learned
+
+    def begin(self, found: Sequence[ScoreTile], positions: Positions) -> None:
+        """Called before the tiles of a block are computed."""
+
+    def dropped(self, tile: ScoreTile, x: Any) -> Any:
+        """Scores of a tile with dropout, of which there is none here."""
+        return x
 
 
 @contextlib.contextmanager
@@ -136,7 +157,11 @@ def _is_traced(function: Callable[..., Any]) -> bool:
 
 
 def for_each_score(
-    function: Callable[..., Any], before: int, after: int, mapped: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    before: int,
+    after: int,
+    mapped: tuple[int, ...] = (),
+    out_dims: int | tuple[int | None, ...] = 0,
 ) -> Callable[..., Any]:
     """A function of `before` scores, four indices and `after` more, on all of them.
 
@@ -145,11 +170,13 @@ def for_each_score(
         before: the number of scores before the indices.
         after: the number of arguments after the indices.
         mapped: those of them that are scores as well; the others are passed unchanged.
+        out_dims: None for results that are not scores.
     """
     following = tuple(0 if i in mapped else None for i in range(after))
     for index in reversed(range(4)):
         of_indices = tuple(0 if i == index else None for i in range(4))
-        function = torch.vmap(function, in_dims=((0,) * before) + of_indices + following)
+        in_dims = ((0,) * before) + of_indices + following
+        function = torch.vmap(function, in_dims=in_dims, out_dims=out_dims)  # pyright: ignore[reportArgumentType]
     return function
 
 
@@ -193,6 +220,11 @@ class FlexForward(ForwardBlocks):
         super().__init__(arguments)
         self.largest: torch.Tensor | None = None
 
+    def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> None:
+        """Add a block of keys."""
+        self.arguments["functions"].begin(found, self.arguments["positions"])
+        super().add(key, value, found)
+
     def block_output(
         self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,6 +238,7 @@ class FlexForward(ForwardBlocks):
         so_far = tile.of_rows(self.largest)
         so_far.copy_(torch.maximum(so_far, largest))
         weights = final.softmax(-1).masked_fill(dead.unsqueeze(-1), 0.0)
+        weights = self.arguments["functions"].dropped(tile, weights)
         lse = final.logsumexp(-1).masked_fill(dead, -math.inf)
         return weights @ _each_head(value, query).to(final.dtype), lse
 
@@ -228,6 +261,17 @@ class FlexBackward(BackwardBlocks):
         given = (self.out.to(wide) * self.grad_out.to(wide)).sum(-1, keepdim=True)
         of_sums = arguments.get("grad_logsumexp")
         self.given = given if of_sums is None else given - of_sums.to(wide).unsqueeze(-1) / LOG2
+        used = arguments["functions"]
+        self.learned = [
+            torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
+            for x, learned in zip(used.captured, used.learned, strict=False)
+            if learned
+        ]
+
+    def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this block of queries adds to the gradients of a block of keys and values; its own are kept."""
+        self.arguments["functions"].begin(found, self.arguments["positions"])
+        return super().add(key, value, found)
 
     def block_gradients(
         self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
@@ -239,13 +283,15 @@ class FlexBackward(BackwardBlocks):
         wide, used = scores.final.dtype, self.arguments["functions"]
         dead = (lse == -math.inf).unsqueeze(-1)
         weights = (scores.final - lse.to(wide).unsqueeze(-1) * LOG2).exp().masked_fill(dead, 0.0)
-        of_final = weights * (grad_out.to(wide) @ values.to(wide).mT - given)
-        of_products = used.of_products(scores.products, scores.indices, of_final)
+        of_final = weights * (used.dropped(tile, grad_out.to(wide) @ values.to(wide).mT) - given)
+        of_products, learned = used.of_products(scores.products, scores.indices, of_final)
+        for total, grad in zip(self.learned, learned, strict=True):
+            total.add_(grad)
         of_products = torch.where(scores.allowed, of_products * self.arguments["scale"], 0.0).to(query.dtype)
         return (
             of_products @ keys.to(query.dtype),
             _sum_of_heads(of_products.mT @ query, key),
-            _sum_of_heads(weights.to(query.dtype).mT @ grad_out, value),
+            _sum_of_heads(used.dropped(tile, weights).to(query.dtype).mT @ grad_out, value),
         )
 
 

@@ -149,10 +149,10 @@ def norms_of_parts(call: Call, specs: Sequence[DTensorSpec]) -> Layouts | None:
     order = float(call["ord"])
     if not (0 < order < math.inf) or any(spec.partial_axes for spec in specs):
         return None
-    norm, whole = Partial(norm_of(order)), Replicate()
+    norm, kept = Partial(norm_of(order)), Replicate()
     return tuple(specs), tuple(
         DTensorSpec.from_dim_axes(
-            spec.mesh, tuple(whole if isinstance(p, Replicate) else norm for p in spec.placements), meta, ()
+            spec.mesh, tuple(kept if isinstance(p, Replicate) else norm for p in spec.placements), meta, ()
         )
         for spec, meta in zip(specs, call.results, strict=True)
     )

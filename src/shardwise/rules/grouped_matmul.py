@@ -129,7 +129,7 @@ def grouped_mm(
 def _assert_rows(offs: torch.Tensor, rows: tuple[int, int]) -> None:
     """Refuse ends of groups that are not those of the rows of this rank. On a GPU the host does not wait for it."""
     begin, end = rows
-    fits = (offs[0] >= begin) & (offs[-1] == end) if len(offs) else torch.tensor(begin == end)
+    fits = (offs[0] >= begin) & (offs[-1] == end) if len(offs) else offs.new_full((), begin == end, dtype=torch.bool)
     torch.ops.aten._assert_async.msg(
         fits, "offs, sharded as Ragged, are not the ends of the groups whose rows a rank has: use those of dispatch"
     )
@@ -196,7 +196,7 @@ def grouped_product(call: Call) -> Factors:
         rows.append(_row(operands, result, "g"))
     named = tuple(tuple(dims) for dims in (first, second))
     return Factors(
-        (*named, (None,)), (tuple(result),), whole=frozenset("tg"), linear=EACH_ALONE, grouped=("t", "g", 2),
+        (*named, (None,)), (tuple(result),), unsharded=frozenset("tg"), linear=EACH_ALONE, grouped=("t", "g", 2),
         rows=tuple(rows),
     )  # fmt: skip
 

@@ -236,7 +236,9 @@ def index_put(call: Call) -> Factors | None:
     owned = written_by_owner(operands, places[0], found.dims) if places else ()
     if call["accumulate"]:
         return Factors(operands, (found.tensor,), linear=(pair,), additive=(0,), owned=owned)
-    return Factors(operands, (found.tensor,), whole=frozenset(places), rows=alike(count, pair, kinds=SUMS), owned=owned)
+    return Factors(
+        operands, (found.tensor,), unsharded=frozenset(places), rows=alike(count, pair, kinds=SUMS), owned=owned
+    )
 
 
 def declare_write(
@@ -358,16 +360,16 @@ class Write(NamedTuple):
 
 
 def write_factors(call: Call, kind: Write, own: Sequence[Dim], operands: Sequence[tuple[Dim, ...]], at: int) -> Factors:
-    """The factors of a write: `own` of the tensor with dim `at` whole, and those of all operands."""
+    """The factors of a write: `own` of the tensor, with dim `at` unsharded, and those of all operands."""
     count = len(call.operands)
     tensor = tuple("at" if d == at else name for d, name in enumerate(own))
     pair = (0, count - 1) if kind.source else (0,)
     rows = alike(count, pair, kinds=kind.picks)
-    whole = frozenset() if kind.adds else frozenset({"k"})
+    unsharded = frozenset() if kind.adds else frozenset({"k"})
     linear = (pair,) if kind.adds or kind.averages else ()
     additive = (0,) if kind.adds else ()
     owned = written_by_owner((tensor, *operands), "k", [at])
-    return Factors((tensor, *operands), (tensor,), whole, linear=linear, additive=additive, rows=rows, owned=owned)
+    return Factors((tensor, *operands), (tensor,), unsharded, linear=linear, additive=additive, rows=rows, owned=owned)
 
 
 def scatter_kind(call: Call) -> Write:

@@ -76,7 +76,7 @@ def rows_replaced(call: Call, dim: int) -> Rows:
 def where_replaced(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """Which rows of the second operand go to which local rows of a sharded dim; nothing of one that is whole."""
+    """Which rows of the second operand go to which local rows of a sharded dim; nothing of an unsharded one."""
     spec = outputs[0]
     dim = wrapped(call["dim"], spec.ndim)
     if not spec.dim_axes[dim]:

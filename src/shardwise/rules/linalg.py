@@ -146,4 +146,4 @@ def cross(call: Call) -> Factors:
     """Products of vectors, which must not be sharded."""
     named, results = broadcast(call)
     at = call["dim"] % len(results[0])
-    return Factors(named, results, whole=frozenset({f"d{len(results[0]) - at}"}), linear=((0,), (1,)))
+    return Factors(named, results, unsharded=frozenset({f"d{len(results[0]) - at}"}), linear=((0,), (1,)))

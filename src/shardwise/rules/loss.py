@@ -31,13 +31,13 @@ Specs = Sequence[DTensorSpec]
 
 def elementwise(call: Call) -> Factors | None:
     """Every dim is a factor; if the loss is reduced, no result has it, and the result is a Partial sum."""
-    whole = call["self"].shape
+    shape = call["self"].shape
     operands = call.operands[1:] if "grad_output" in call.arguments else call.operands
-    if any(torch.broadcast_shapes(meta.shape, whole) != whole for meta in operands):
+    if any(torch.broadcast_shapes(meta.shape, shape) != shape for meta in operands):
         return None
-    own = names(len(whole))
-    dims = tuple(aligned(meta.shape, own, whole) for meta in call.operands)
-    result = aligned(call.results[0].shape, own, whole)
+    own = names(len(shape))
+    dims = tuple(aligned(meta.shape, own, shape) for meta in call.operands)
+    result = aligned(call.results[0].shape, own, shape)
     linear = FIRST if "grad_output" in call.arguments else ()
     if call.op is aten.mse_loss_backward.default:  # also in the difference of the two
         linear = (*linear, (1, 2))

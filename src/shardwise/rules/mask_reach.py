@@ -1,4 +1,4 @@
-"""How far queries see by the values of an attention mask: a window of near keys, and the blocks of a ring they need."""
+"""How far queries see by the values of an attention mask: a window of near keys, a few far keys, blocks of a ring."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ __all__ = ["Blocks", "Reach", "band_of", "reach_of", "reach_of_function"]
 Blocks = Sequence[Sequence[Run]]  # the runs of each position of a ring
 CELL = 64  # keys that are looked at together
 AT_ONCE = 1 << 22  # elements of a mask that are read at once
+SPARSE = 0.75  # far keys are looked for where queries see a smaller part of the cells between the first and the last
+MANY = 0.4  # of the cells that a few queries see: then no more of them are looked at
+MOST_RUNS = 64  # of far keys, on a rank
 
 
 class Reach(NamedTuple):
@@ -24,11 +27,13 @@ class Reach(NamedTuple):
         band: the largest number of keys before and after its own position that a query sees; None if it is unlimited.
         turns: the turns of a ring after which a rank has keys that its queries see, ascending.
         causal: whether no query sees a key after its own position; False also where that was not looked for.
+        far: keys outside of the band (sinks), those that the queries at each position of a ring see; none: no keys.
     """
 
     band: tuple[int, int] | None
     turns: tuple[int, ...]
     causal: bool = False
+    far: tuple[tuple[Run, ...], ...] = ()
 
 
 def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
@@ -45,19 +50,30 @@ def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
         >>> near = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).tril().triu(-1) == 0, -math.inf)
         >>> quarters = [[Run(start, 2)] for start in (0, 2, 4, 6)]
         >>> reach_of(near, quarters, quarters)
-        Reach(band=(1, 0), turns=(0, 1), causal=False)
+        Reach(band=(1, 0), turns=(0, 1), causal=False, far=())
     """
     if mask.dim() < 2:
         return None
     mask = _without_copies(mask)
-    narrow = mask.shape[-2] < 2 or mask.shape[-1] < 2 or not _is_hidden(mask[..., 0, -1], mask[..., -1, 0])
-    if narrow and _is_needed_everywhere(mask, queries, keys):
+    one = mask.shape[-2] < 2 or mask.shape[-1] < 2
+    wide = one or not _is_hidden(mask[..., 0, -1], mask[..., -1, 0])
+    if wide and _is_needed_everywhere(mask, queries, keys):
         return None
-    if narrow:
+    if one:
         turns = _turns(_by_block(mask, keys), queries, len(keys))
         return None if len(turns) == len(keys) else Reach(None, turns)
-    found = _read(lambda start, count: mask.narrow(-2, start, count), mask.shape[-2], keys)
-    return Reach(_band(found), _turns(found.by_block, queries, len(keys)))
+
+    def visible(start: int, count: int) -> torch.Tensor:
+        return mask.narrow(-2, start, count)
+
+    found = _read(visible, mask.shape[-2], keys)
+    turns = _turns(found.by_block, queries, len(keys))
+    band, far = _band(found), ()
+    if _is_sparse(found) and (split := _split(visible, mask.shape[-2], queries)) is not None:
+        band, far = split
+    if wide and not far:
+        return None if len(turns) == len(keys) else Reach(None, turns)
+    return Reach(band, turns, far=far)
 
 
 def reach_of_function(
@@ -75,11 +91,13 @@ def reach_of_function(
         >>> seen = torch.ones(8, 8).tril().triu(-1).bool()
         >>> quarters = [[Run(start, 2)] for start in (0, 2, 4, 6)]
         >>> reach_of_function(lambda start, count: seen[start : start + count], 8, quarters, quarters)
-        Reach(band=(1, 0), turns=(0, 1), causal=True)
+        Reach(band=(1, 0), turns=(0, 1), causal=True, far=())
     """
     found = _read(visible, rows, keys)
     left, right = _band(found)
     turns, columns = _turns(found.by_block, queries, len(keys)), _length(keys)
+    if _is_sparse(found) and (split := _split(visible, rows, queries)) is not None:
+        return Reach(split[0], turns, right == 0, split[1])
     # a band as wide as the sequence is none
     band = (left, right) if left < columns - 1 and right < columns - 1 else None
     return None if band is None and right and len(turns) == len(keys) else Reach(band, turns, right == 0)
@@ -103,10 +121,12 @@ def band_of(mask: torch.Tensor) -> tuple[int, int] | None:
 
 
 class _Seen(NamedTuple):
-    """By query: the first and the last key that it sees, or the number of keys and -1; the blocks of keys it sees."""
+    """By query: the first and the last key that it sees, or the number of keys and -1; how many cells of keys it sees;
+    the blocks of keys it sees."""
 
     first: torch.Tensor
     last: torch.Tensor
+    cells: torch.Tensor
     by_block: torch.Tensor
 
 
@@ -119,7 +139,7 @@ def _read(visible: Callable[[int, int], torch.Tensor], rows: int, keys: Blocks) 
         cells = _cells(part)
         in_cells = _in_cells(keys, part)
         by_block = _by_block(cells, in_cells) if in_cells else _by_block(part, keys)
-        found.append(_Seen(*_ends(part, cells), by_block))
+        found.append(_Seen(*_ends(part, cells), cells.sum(-1), by_block))
         start += part.shape[-2]
         count = max(1, AT_ONCE // (part.numel() // part.shape[-2]))
     return _Seen(*(torch.cat(column) for column in zip(*found, strict=True)))
@@ -210,6 +230,83 @@ def _band(seen: _Seen) -> tuple[int, int]:
     return left, right
 
 
+def _is_sparse(seen: _Seen) -> bool:
+    """Whether queries see few of the cells between the first and the last key."""
+    cells = torch.div(seen.last, CELL, rounding_mode="floor") - torch.div(seen.first, CELL, rounding_mode="floor") + 1
+    between, counted = torch.stack([cells.clamp(min=0).sum(), seen.cells.sum()]).tolist()
+    return counted < SPARSE * between
+
+
+def _split(
+    visible: Callable[[int, int], torch.Tensor], rows: int, queries: Blocks
+) -> tuple[tuple[int, int], tuple[tuple[Run, ...], ...]] | None:
+    """A band, and the keys outside of it that the queries at each position see; None where there are too many.
+
+    Keys that queries see from far away are left out of the band, as many as make it narrower by more than their number.
+    """
+    ends = _read_columns(visible, rows, queries)
+    columns = ends.last.shape[0]
+    places = torch.arange(columns, device=ends.last.device)
+    far = torch.zeros_like(places, dtype=torch.bool)
+    for distance in (ends.last - places, places - ends.first):
+        ordered = distance.clamp(min=0).sort(descending=True).values
+        kept = int((ordered + places).argmin())
+        far |= distance > ordered[kept]
+    chosen: list[tuple[Run, ...]] = []
+    for row in (ends.needed & far).cpu():
+        chosen.append(_runs_of(row))
+        if len(chosen[-1]) > MOST_RUNS or 2 * sum(run.length for run in chosen[-1]) > columns:
+            return None
+    near = torch.where(far, 0, torch.stack([ends.last - places, places - ends.first])).clamp(min=0).amax(1)
+    left, right = near.tolist()
+    if not any(chosen) or left >= columns - 1 or right >= columns - 1:
+        return None
+    return (left, right), tuple(chosen)
+
+
+class _Columns(NamedTuple):
+    """By key: the first and the last query that sees it (for none, queries far before and after); by position of a
+    ring and key, whether a query there sees it."""
+
+    first: torch.Tensor
+    last: torch.Tensor
+    needed: torch.Tensor
+
+
+def _read_columns(visible: Callable[[int, int], torch.Tensor], rows: int, queries: Blocks) -> _Columns:
+    """Read a mask, some rows at a time."""
+    owner = torch.empty(rows, dtype=torch.int64)
+    for at, runs in enumerate(queries):
+        for run in runs:
+            owner[run.start : run.start + run.length] = at
+    found: _Columns | None = None
+    start, count = 0, 1
+    while start < rows:
+        part = _is_seen(_without_copies(visible(start, min(count, rows - start))))
+        part = part.reshape(-1, *part.shape[-2:]).any(0)
+        size, columns = part.shape
+        if found is None:
+            none = torch.full((columns,), -columns, dtype=torch.int32, device=part.device)
+            needed = torch.zeros(len(queries), columns, dtype=torch.bool, device=part.device)
+            found = _Columns(none + (rows + 2 * columns), none, needed)
+        numbers = torch.arange(start, start + size, dtype=torch.int32, device=part.device).unsqueeze(-1)
+        torch.minimum(found.first, torch.where(part, numbers, found.first).amin(0), out=found.first)
+        torch.maximum(found.last, torch.where(part, numbers, found.last).amax(0), out=found.last)
+        of_part = owner[start : start + size]
+        for at in of_part.unique().tolist():
+            found.needed[at] |= part[(of_part == at).to(part.device)].any(0)
+        start += size
+        count = max(1, AT_ONCE // columns)
+    assert found is not None, "a mask has rows"
+    return found
+
+
+def _runs_of(chosen: torch.Tensor) -> tuple[Run, ...]:
+    """Consecutive indices at which a row of booleans is true."""
+    edges = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
+    return tuple([Run(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True)])
+
+
 def _length(blocks: Blocks) -> int:
     return max(run.start + run.length for runs in blocks for run in runs)
 
@@ -227,7 +324,7 @@ def _is_hidden(*corners: torch.Tensor) -> bool:
 
 
 def _is_needed_everywhere(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> bool:
-    """Whether the first and the last row of each run show that every turn is needed."""
+    """Whether the first and the last row of each run show that every turn is needed, and many keys in it."""
     if mask.shape[-2] == 1:
         return len(_turns(_by_block(mask, keys), queries, len(keys))) == len(keys)
     rows: list[int] = []
@@ -237,4 +334,7 @@ def _is_needed_everywhere(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> 
         placed.append([Run(len(rows), len(ends))])
         rows += ends
     sample = mask.index_select(-2, torch.tensor(rows, device=mask.device))
-    return len(_turns(_by_block(sample, keys), placed, len(keys))) == len(keys)
+    if len(_turns(_by_block(sample, keys), placed, len(keys))) < len(keys):
+        return False
+    cells = _cells(sample)
+    return int(cells.sum()) >= MANY * cells.numel()

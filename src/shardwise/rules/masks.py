@@ -18,11 +18,11 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("compact(Tensor self, Tensor mask, Tensor place, int size) -> Tensor")
 
 
-def compact(whole: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, size: int) -> torch.Tensor:
+def compact(tensor: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, size: int) -> torch.Tensor:
     """The elements that a mask lets through, at most `size`, and zeros for the rest."""
-    result = whole.new_zeros(size)
-    if not whole.is_meta:
-        found = whole[mask]
+    result = tensor.new_zeros(size)
+    if not tensor.is_meta:
+        found = tensor[mask]
         result[: len(found)] = found
     return result
 

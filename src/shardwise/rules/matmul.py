@@ -65,7 +65,7 @@ def addbmm_in_place(call: Call) -> Factors | None:
 def addmm_activation(call: Call) -> Factors:
     """A product with something added and a function of it all: the contraction must not be sharded."""
     own = aligned(call["self"].shape, "mn", call.results[0].shape)
-    return Factors((own, ("m", "k"), ("k", "n")), (("m", "n"),), whole=frozenset("k"))
+    return Factors((own, ("m", "k"), ("k", "n")), (("m", "n"),), unsharded=frozenset("k"))
 
 
 @rule(aten._trilinear.default)

@@ -344,7 +344,7 @@ rule(aten.triu.default, localize=where_triangle, local_op=local_triangle(aten.tr
 # ---------------------------------------------------------------- strides
 
 
-def whole_strides(
+def global_strides(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The strides of the global tensor on one device."""
@@ -370,7 +370,7 @@ def local_as_strided(
     return aten.as_strided.default(local, size, stride, storage_offset or local.storage_offset())
 
 
-@rule(aten.as_strided.default, aten.as_strided_copy.default, localize=whole_strides, local_op=local_as_strided)
+@rule(aten.as_strided.default, aten.as_strided_copy.default, localize=global_strides, local_op=local_as_strided)
 def as_strided(call: Call) -> Factors:
     """Elements by their position in memory: only of a replicated tensor."""
     return moved([None] * len(call["self"].shape), [None] * len(call.results[0].shape))

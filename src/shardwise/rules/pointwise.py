@@ -13,7 +13,7 @@ import torch
 from shardwise.core.placement import MaskPartial, Partial, Replicate
 from shardwise.core.spec import TensorMeta
 from shardwise.rules.dims import aligned, along
-from shardwise.rules.engine import EACH_ALONE, FIRST, TOGETHER, Dim, Factors, Row
+from shardwise.rules.engine import BOTH, EACH_ALONE, FIRST, Dim, Factors, Row
 from shardwise.rules.registry import (
     Call,
     Rule,
@@ -161,7 +161,7 @@ FALLING = (aten.erfc, aten.bitwise_not)
 
 LINEAR: dict[Rule, Sequence[Any]] = {
     # in the operands together, so that both must be Partial
-    linear_rule(TOGETHER): (
+    linear_rule(BOTH): (
         aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.lerp, aten.complex, prims.add, prims.sub,
     ),
     # in each operand alone
@@ -273,9 +273,7 @@ def copy(call: Call) -> Factors:
         return Factors(*broadcast(call))
     source = call.operands[1].dtype
     pinned = call.op is aten.copy_.default  # the tensor that is written to keeps its layout, so nothing is mixed
-    return Factors(
-        *broadcast(call), moves=pinned and source is kind, linear=TOGETHER if keeps_sums(source, kind) else ()
-    )
+    return Factors(*broadcast(call), moves=pinned and source is kind, linear=BOTH if keeps_sums(source, kind) else ())
 
 
 def extremum(kind: str) -> Callable[[Call], Factors]:

@@ -248,7 +248,7 @@ def adaptive_maximum_backward_halo(call: Call, space: int) -> Halo:
 # ---------------------------------------------------------------- the rules
 
 
-def whole(call: Call, space: int) -> None:
+def unsharded_window(call: Call, space: int) -> None:
     """The dims of a window must not be sharded: any row may be read."""
 
 
@@ -263,8 +263,8 @@ POOLS: dict[str, tuple[bool, Halos]] = {
     "_adaptive_avg_pool{}d_backward": (True, adaptive_average_backward_halo),
     "adaptive_max_pool{}d": (False, adaptive_maximum_halo),
     "adaptive_max_pool{}d_backward": (True, adaptive_maximum_backward_halo),
-    "fractional_max_pool{}d_backward": (True, whole),
-    "max_unpool{}d": (True, whole),
+    "fractional_max_pool{}d_backward": (True, unsharded_window),
+    "max_unpool{}d": (True, unsharded_window),
 }
 for space in (2, 3):
     for name, (linear, halo) in POOLS.items():

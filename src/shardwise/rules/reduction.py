@@ -46,15 +46,15 @@ def dims_of(call: Call) -> tuple[int, ...]:
     return reduced_dims(call.get("dim"), len(call["self"].shape))
 
 
-def reducing(call: Call, whole: bool = False, **facts: Any) -> Factors | None:
+def reducing(call: Call, unsharded: bool = False, **facts: Any) -> Factors | None:
     """The factors of a reduction: results lack the dims that are reduced over, or have them with size one."""
     shape, dims, keepdim = call["self"].shape, dims_of(call), bool(call.get("keepdim"))
     if any(list(meta.shape) != reduced_shape(shape, dims, keepdim) for meta in call.results):
         return None  # an operator that reads "no dims" differently
     own: list[Dim] = list(names(len(shape)))
     result = tuple(None if d in dims else own[d] for d in range(len(own)) if keepdim or d not in dims)
-    kept = frozenset(f"d{d}" for d in dims) if whole else frozenset()
-    return Factors((tuple(own),), (result,) * len(call.results), whole=kept, **facts)
+    kept = frozenset(f"d{d}" for d in dims) if unsharded else frozenset()
+    return Factors((tuple(own),), (result,) * len(call.results), unsharded=kept, **facts)
 
 
 def by(call: Call, reduction: str) -> dict[str, str]:
@@ -117,7 +117,7 @@ def multiplying(call: Call) -> Factors | None:
     """A product of shards is a product."""
     given, result = call["self"].dtype, call.results[0].dtype
     if result.is_complex:  # the backends cannot multiply complex numbers
-        return reducing(call, whole=True)
+        return reducing(call, unsharded=True)
     exact = given is result or not given.is_floating_point
     return reducing(call, reduce=by(call, "product"), rows=passing("product") if exact else ())
 
@@ -187,9 +187,9 @@ def every(call: Call) -> Factors | None:
     aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.median.default, aten.nanmedian.default,
     aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.logsumexp.default,
 )  # fmt: skip
-def reducing_whole(call: Call) -> Factors | None:
+def reducing_unsharded(call: Call) -> Factors | None:
     """A reduction whose reduced dims must not be sharded."""
-    return reducing(call, whole=True)
+    return reducing(call, unsharded=True)
 
 
 @rule(aten.renorm.default)

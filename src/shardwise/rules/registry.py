@@ -142,7 +142,7 @@ class Rule:
         by_groups: whether it multiplies each group of rows by a matrix of that group. The gradient of the matrices,
             also a product by groups, takes their layout.
         gathering_node: the autograd node of the operator, if its formula computes with all of a dim next: the operators
-            before that keep the dim whole, or it would be gathered again.
+            before that do not shard the dim, or it would be gathered again.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors

@@ -98,14 +98,14 @@ def scan_onward(local: torch.Tensor, before: torch.Tensor, dim: int, kind: str) 
     return SCANS[kind].join(local, before)
 
 
-def _total_shape(whole: torch.Tensor, dim: int, parts: int, kind: str) -> torch.Tensor:
-    return whole.new_empty([parts if d == dim else size for d, size in enumerate(whole.shape)])
+def _total_shape(tensor: torch.Tensor, dim: int, parts: int, kind: str) -> torch.Tensor:
+    return tensor.new_empty([parts if d == dim else size for d, size in enumerate(tensor.shape)])
 
 
 _library.impl("scan_part", scan_part, "CompositeExplicitAutograd")
 _library.impl("scan_total", _total_shape, "CompositeExplicitAutograd")
 _library.impl("scan_before", scan_before, "CompositeExplicitAutograd")
-_library.impl("scan_onward", lambda whole, before, dim, kind: torch.empty_like(whole), "CompositeExplicitAutograd")
+_library.impl("scan_onward", lambda tensor, before, dim, kind: torch.empty_like(tensor), "CompositeExplicitAutograd")
 rule(torch.ops.shardwise.scan_before.default, local_op=scan_before)(scanning)
 
 

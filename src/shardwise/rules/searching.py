@@ -57,8 +57,10 @@ def positions(local: torch.Tensor, dim: int, *, runs: Sequence[Run] | None = Non
     """The indices of a dim, of size one in all others; of a shard the global ones."""
     held = (Run(0, local.shape[dim]),) if runs is None else runs
     found = [torch.arange(start, start + length, device=local.device) for start, length in held]
-    whole = found[0] if len(found) == 1 else torch.cat([*found, found[0][:0]] if found else [local.new_empty(0).long()])
-    return whole.view([-1 if d == dim else 1 for d in range(local.dim())])
+    joined = (
+        found[0] if len(found) == 1 else torch.cat([*found, found[0][:0]] if found else [local.new_empty(0).long()])
+    )
+    return joined.view([-1 if d == dim else 1 for d in range(local.dim())])
 
 
 _library.impl("positions", positions, "CompositeExplicitAutograd")
@@ -85,9 +87,9 @@ def by_position(call: Call) -> Factors:
 _library.define("topk_part(Tensor self, int k, int dim, bool largest, int parts) -> (Tensor, Tensor)")
 
 
-def _topk_shape(whole: torch.Tensor, k: int, dim: int, largest: bool, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = [k * parts if d == dim else size for d, size in enumerate(whole.shape)]
-    return whole.new_empty(shape), whole.new_empty(shape, dtype=torch.int64)
+def _topk_shape(tensor: torch.Tensor, k: int, dim: int, largest: bool, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [k * parts if d == dim else size for d, size in enumerate(tensor.shape)]
+    return tensor.new_empty(shape), tensor.new_empty(shape, dtype=torch.int64)
 
 
 _library.impl("topk_part", _topk_shape, "CompositeExplicitAutograd")

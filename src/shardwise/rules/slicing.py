@@ -33,7 +33,7 @@ def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: boo
     Then only sums pass besides: the sum over one axis and the extremum over another would not be one reduction.
     """
     if not masked:
-        return moved(own, result, whole=frozenset({own[dim]}))
+        return moved(own, result, unsharded=frozenset({own[dim]}))
     return Factors((tuple(own),), (tuple(result),), reduce={own[dim]: "mask"}, linear=((0,),), keeps_zero=True)
 
 

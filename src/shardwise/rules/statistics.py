@@ -9,7 +9,7 @@ import torch
 
 from shardwise.core.placement import norm_of
 from shardwise.rules.engine import Factors
-from shardwise.rules.reduction import Dims, Sizes, by, counting, passing, reduced_dims, reducing, reducing_whole
+from shardwise.rules.reduction import Dims, Sizes, by, counting, passing, reduced_dims, reducing, reducing_unsharded
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def _declare_variance(op: Any, both: bool) -> None:
         spread = local.real.mean(dim, keepdim) if local.is_complex() else local.mean(dim, keepdim)
         return (spread, local.mean(dim, keepdim)) if both else spread
 
-    rule(op, local_op=quietly)(reducing_whole)
+    rule(op, local_op=quietly)(reducing_unsharded)
 
 
 _declare_variance(aten.var.correction, both=False)

@@ -93,7 +93,7 @@ def writable_local(tensor: LaidOutTensor) -> torch.Tensor:
 
 
 def laid_out_gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
-    """The gradient or tangent that a tensor of this spec has got. Some formulas of torch make plain zeros."""
+    """The gradient or tangent of a tensor of this spec. Some of torch's formulas make plain zeros."""
     if is_dtensor(grad):
         return grad
     if not is_traced(grad) and not is_wrapped(grad) and bool(grad.any()):
@@ -101,12 +101,12 @@ def laid_out_gradient(grad: torch.Tensor, spec: DTensorSpec) -> AnyDTensor:
             f"the gradient of {spec} is a plain torch.Tensor of shape {tuple(grad.shape)}",
             hint="distribute_tensor(gradient, mesh, placements) before you give it to backward()",
         )
-    whole = replicated_spec(spec.mesh, TensorMeta.of(grad))
+    target = replicated_spec(spec.mesh, TensorMeta.of(grad))
     if is_wrapped(grad):
         is_virtual = fabric_of(spec.mesh).many_ranks
-        return as_dtensor(on_every_rank(grad, spec.mesh.grid_size) if is_virtual else grad, whole, whole)
+        return as_dtensor(on_every_rank(grad, spec.mesh.grid_size) if is_virtual else grad, target, target)
     zeros = stored_zeros(grad)
-    return dtensor_of(whole, fabric_of(spec.mesh).build(spec.mesh, lambda coordinate: zeros.clone()))
+    return dtensor_of(target, fabric_of(spec.mesh).build(spec.mesh, lambda coordinate: zeros.clone()))
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -115,12 +115,12 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def _reduced_local(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """The reduction of the ranks' addends, on each rank, with derivatives."""
-    whole = moved(as_dtensor(part, spec, gradient_spec(spec)), spec.reduced())
-    return as_local(whole, addends_spec(spec))
+    reduced = moved(as_dtensor(part, spec, gradient_spec(spec)), spec.reduced())
+    return as_local(reduced, addends_spec(spec))
 
 
 class FromLocal(torch.autograd.Function):
-    """A local as a DTensor. Where the parts are reduced otherwise than by a sum, each has a weight in derivatives."""
+    """A local as a DTensor. If the reduction is not a sum, each rank's part has a weight in derivatives."""
 
     @staticmethod
     def forward(local: torch.Tensor, spec: DTensorSpec, gradient: DTensorSpec) -> AnyDTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -216,7 +216,7 @@ def _stored_once(local: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """A DTensor in another layout, of the same value: so its gradient is moved back."""
+    """A DTensor in another layout; its gradient is redistributed back."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

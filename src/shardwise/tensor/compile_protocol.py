@@ -18,16 +18,17 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
-from shardwise.core.symbolic import hinted, is_tracing, known_value, specialized
+from shardwise.core.symbolic import hinted, known_value, specialized
 from shardwise.core.tangents import accept_plain_tangents
+from shardwise.core.tracing import is_tracing, proxy_mode
 from shardwise.dispatch.views import OUTSIDE
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import RankTensor, parts_of
+from shardwise.fabric.rank_tensor import RankTensor, parts_of
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor.gradient_layouts import gradient_spec
 from shardwise.tensor.laid_out import LaidOutTensor, classes, dtensor_of
 from shardwise.tensor.moves import redistributed
-from shardwise.torch_private import DispatchModeKey, FakeTensor, TracingContext, dispatch_mode_count, dispatch_mode_of
+from shardwise.torch_private import FakeTensor, TracingContext, dispatch_mode_count
 
 __all__ = ["CompileProtocol", "plain_tangent_of"]
 
@@ -36,7 +37,7 @@ _unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPEC
 
 
 class UnderModes(tuple[Any, ...]):
-    """The context of a flattened DTensor while other modes than the default are in force. Equal to it without them."""
+    """The context of a flattened DTensor while non-default modes are active. Equal to the context without them."""
 
     modes: tuple[Any, ...]
     by_rank: bool
@@ -172,7 +173,7 @@ def _put_part(tensor: LaidOutTensor, part: torch.Tensor, rank: int) -> None:
 
 
 def _fix_sizes(spec: DTensorSpec) -> bool:
-    """Fix the symbolic sizes of a compiler that it would not keep; whether there are.
+    """Specialize the symbolic sizes that a compiler would not keep; returns whether there are any.
 
     It is done before anything is traced. A compiler traces forward alone first, and counts the symbolic sizes of its
     results. Fixed are sizes that do not divide evenly over the axes that shard them, and those that backward has fixed
@@ -199,7 +200,7 @@ def _trace_again_where_fixed(spec: DTensorSpec) -> None:
     The compiler has counted the sizes of results by then, and would not find all of them. The second time the size is
     fixed from the start.
     """
-    if dispatch_mode_of(DispatchModeKey.PROXY) is None or TracingContext.try_get() is None:
+    if proxy_mode() is None or TracingContext.try_get() is None:
         return
     sizes = [size for size in spec.shape if isinstance(size, torch.SymInt)]
     found = {(spec.mesh, value) for value in map(known_value, sizes) if not isinstance(value, torch.SymInt)}
@@ -226,7 +227,7 @@ Span = tuple[int, int, int]  # a storage, and the first and the last element in 
 
 
 def first_sharing(tensor: Any, kind: type) -> Any:
-    """Of the inputs of this kind the first whose memory reaches, input by input, into that of `tensor`; else itself.
+    """The first input of this class whose memory overlaps, directly or through other inputs, with that of `tensor`.
 
     The compiler sees by the storage which inputs share memory. Where one of those is written to it has no code for
     tensors like ours, and the error says so.

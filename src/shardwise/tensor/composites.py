@@ -1,7 +1,7 @@
-"""Composite operators of torch that cannot run on DTensors: other operators in their place, for DTensors alone.
+"""Composite operators of torch that cannot run on DTensors: replaced by other operators, for DTensors only.
 
-torch decomposes a composite operator in C++, before a tensor class sees it. One that reads the memory of an operand,
-or makes a sparse tensor, is replaced at the one dispatch key above autograd that only tensor classes have.
+torch decomposes a composite operator in C++, before a tensor class sees it. Those that read the memory of an operand,
+or make a sparse tensor, are replaced at the one dispatch key above autograd that only tensor classes have.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 from shardwise import modes
 from shardwise.errors import MemoryBoundError, UnsupportedError
+from shardwise.schema import load_rules
 from shardwise.torch_private import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, OpOverload
 
-__all__ = ["replace_composites"]
+__all__ = ["attention_by_products", "attention_with_dropout", "replace_composites"]
 
 aten = torch.ops.aten
 _KEY = "PythonTLSSnapshot"
-GATHERED = 64 * 1024  # bytes of a tensor that is rather gathered
+GATHERED = 64 * 1024  # bytes below which a tensor is gathered instead
 MOST_COPIES = 16  # of a dim that are joined
 _library = torch.library.Library("aten", "IMPL")
 
@@ -39,7 +40,7 @@ def _below(op: OpOverload) -> Callable[..., Any]:
 
 
 def _tensor_split(self: Any, tensor_indices_or_sections: Any, dim: int = 0) -> Any:
-    """torch reads the indices in memory; their values are asked for here."""
+    """torch reads the indices in memory; here their values are requested."""
     if tensor_indices_or_sections.dim():
         return aten.tensor_split.indices(self, tensor_indices_or_sections.tolist(), dim)
     return aten.tensor_split.sections(self, int(tensor_indices_or_sections), dim)
@@ -61,7 +62,7 @@ def _ctc_loss_by_lengths(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Any:
-    """torch reads lengths in memory; their values are asked for here."""
+    """torch reads lengths in memory; here their values are requested."""
     lengths = input_lengths.reshape(-1).tolist(), target_lengths.reshape(-1).tolist()
     return aten.ctc_loss.IntList(log_probs, targets, *lengths, blank, reduction, zero_infinity)
 
@@ -93,7 +94,7 @@ def _ctc_loss(
 
 
 def _pack_padded_sequence(sequences: Any, lengths: Any, batch_first: bool) -> Any:
-    """torch packs row numbers on plain tensors, because it reads lengths and sizes in memory; these rows are taken."""
+    """Select rows by numbers that torch packs as a plain tensor: it reads lengths and sizes in memory."""
     lengths = lengths if lengths.__class__ is torch.Tensor else torch.tensor(lengths.tolist())
     steps = sequences.transpose(0, 1) if batch_first else sequences
     numbers = torch.arange(steps.shape[0] * steps.shape[1]).view(*steps.shape[:2], 1)
@@ -125,7 +126,7 @@ def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
             laid_out = [torch.where(kept, state, state) for state in states]
             hx = laid_out if isinstance(hx, list | tuple) else laid_out[0]
         output, *left = run(input, hx, *options)
-        # the states of an LSTM without a kernel of its own have a dim too many before torch 2.13
+        # before torch 2.13 the states of an LSTM without a fused kernel have an extra dim
         return output, *[state.squeeze(1) if state.dim() > 3 else state for state in left]
 
     return compute
@@ -183,7 +184,7 @@ def _convolution_double_backward(
 
 
 def _pad_circular(self: Any, pad: Any) -> Any:
-    """torch writes parts into a new tensor; here they are joined, so that ranks exchange rows."""
+    """torch writes parts into a new tensor; here they are concatenated, so that ranks exchange rows."""
     aten._pad_circular.default(torch.empty(self.shape, device="meta"), pad)  # raises torch's own errors
     made = self
     for i in range(len(pad) // 2):
@@ -205,7 +206,7 @@ def _pad_circular(self: Any, pad: Any) -> Any:
 
 
 def _repeat(self: Any, repeats: Any) -> Any:
-    """Copies of a sharded dim are joined: torch's gradient would take the dim apart by copies."""
+    """Concatenate copies of a sharded dim: torch's gradient would split the dim by copies."""
     new = len(repeats) - self.dim()
     joined = [
         dim
@@ -229,7 +230,7 @@ def _one_hot(self: Any, num_classes: int = -1) -> Any:
     if not self.numel():
         return _below(aten.one_hot.default)(self, num_classes)
     classes = int(self.max().item()) + 1 if num_classes == -1 else num_classes
-    zeros = torch.zeros_like(self).unsqueeze(-1).expand(*self.shape, classes)  # laid out as the indices are
+    zeros = torch.zeros_like(self).unsqueeze(-1).expand(*self.shape, classes)  # in the layout of the indices
     return zeros.scatter(-1, self.unsqueeze(-1), 1)
 
 
@@ -249,7 +250,7 @@ def _instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """torch repeats the weights for each sample; those of a sharded batch are laid out as the batch is."""
+    """torch repeats the weights for each sample; for a sharded batch they get the batch's layout."""
     run = _below(aten.instance_norm.default)
     spec: Any = getattr(input, "_spec", None)  # a plain tensor has none
     if spec is None or input.dim() < 2 or not spec.dim_axes[0]:
@@ -261,8 +262,8 @@ def _instance_norm(
     kept = torch.ones_like(kept, dtype=torch.bool)
     given = (weight, bias, running_mean, running_var)
     each: list[Any] = [None if t is None else torch.where(kept, t, t).flatten().clone() for t in given]
-    whole = input.contiguous().view(1, samples * channels, *input.shape[2:])
-    made = aten.batch_norm.default(whole, *each, use_input_stats, momentum, eps, cudnn_enabled)
+    joined = input.contiguous().view(1, samples * channels, *input.shape[2:])
+    made = aten.batch_norm.default(joined, *each, use_input_stats, momentum, eps, cudnn_enabled)
     for running, new in ((running_mean, each[2]), (running_var, each[3])):
         if running is not None:
             with torch.no_grad():
@@ -270,16 +271,29 @@ def _instance_norm(
     return made.view(input.shape)
 
 
-def _attention_by_products(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
-    """The mathematical path of attention gathers keys and values along a sharded sequence: not beyond a bound."""
+attention_with_dropout: list[Callable[..., Any]] = []  # tried first; NotImplemented: matrix products compute it
+
+
+def _attention(*args: Any, **options: Any) -> Any:
+    """The mathematical path of attention."""
+    load_rules()  # it may be the first operator
+    for attend in attention_with_dropout:
+        found = attend(*args, **options)
+        if found is not NotImplemented:
+            return found
+    return attention_by_products(*args, **options)
+
+
+def attention_by_products(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+    """Attention from matrix products gathers keys and values along a sharded sequence: not beyond a bound."""
     _, max_bytes = modes.preferred_attention()
     if max_bytes is not None:
         held = sum(_bytes_of_gathered(x, -2) for x in (key, value))
         if held > max_bytes:
             raise MemoryBoundError(
-                f"attention over a sharded sequence cannot be run within max_bytes={max_bytes:,}: with dropout, "
-                "without a batch or with the gradient of a mask, keys and values are gathered",
-                hint=f"the smallest possible bound is {held:,} bytes; without dropout a ring holds two blocks",
+                f"attention over a sharded sequence cannot be run within max_bytes={max_bytes:,}: without a "
+                "batch, with the gradient of a mask or second derivatives of dropout, keys and values are gathered",
+                hint=f"the smallest possible bound is {held:,} bytes; a ring holds two blocks",
                 smallest=held,
             )
     return _below(aten._scaled_dot_product_attention_math.default)(query, key, value, *rest, **options)
@@ -296,7 +310,7 @@ def _bytes_of_gathered(x: Any, dim: int) -> int:
 
 
 REPLACED: dict[OpOverload, Callable[..., Any]] = {
-    aten._scaled_dot_product_attention_math.default: _attention_by_products,
+    aten._scaled_dot_product_attention_math.default: _attention,
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
     aten.ctc_loss.Tensor: _ctc_loss_by_lengths,
     aten.ctc_loss.IntList: _ctc_loss,

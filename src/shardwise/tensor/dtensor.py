@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 from typing_extensions import TypeIs
 
 from shardwise import modes
@@ -19,28 +18,18 @@ from shardwise.compilers import (
 )
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
-from shardwise.core.mesh import DeviceMesh, rebuild_mesh
-from shardwise.core.placement import (
-    MaskPartial,
-    Owned,
-    Partial,
-    Placement,
-    Ragged,
-    Replicate,
-    Shard,
-    StridedShard,
-    Zigzag,
-)
+from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Placement, Replicate
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
-from shardwise.core.symbolic import is_tracing
 from shardwise.core.tangents import made_from_plain, plain_tangent
+from shardwise.core.tracing import is_dynamo_compiling, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
 from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.dispatch.signature import GradientHooks
 from shardwise.errors import CheckpointError, PlainTensorError, UnsupportedError
 from shardwise.events import Interception, tensor_entered, user_line
 from shardwise.fabric.base import fabric_of, fabrics, nothing_of
-from shardwise.fabric.virtual import RankTensor, check_replicas, parts_of
+from shardwise.fabric.rank_tensor import check_replicas, parts_of
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import laid_out, moves, plain_refusals
 from shardwise.tensor.autograd_functions import (
@@ -203,7 +192,7 @@ class DTensor(CompileProtocol):
         return f"DTensor({self._spec}, local={self._held!r} before its base was written to{grad})"
 
     def __format__(self, format_spec: str) -> str:
-        """A single number is formatted as one, and so reduced where it waits for that; all else as `repr`."""
+        """A single number is formatted as a number, after its reduction if it is Partial; anything else as `repr`."""
         return format(self.item(), format_spec) if self.dim() == 0 and format_spec else super().__format__(format_spec)
 
     def _repr_html_(self) -> str:
@@ -252,10 +241,10 @@ class DTensor(CompileProtocol):
             device_mesh: the mesh.
             placements: the layout of the locals; replicated by default.
             run_check: compare shapes, dtype and placements over the ranks first; a disagreement is an error on all.
-            shape: the global shape; needed where shards are uneven, otherwise worked out from the local one.
+            shape: the global shape; needed if shards are uneven, otherwise computed from the local one.
             stride: the global strides, with `shape`.
             grad_placements: the layout of the gradient of the locals, if it is not implied by the placements.
-            shard_order: which axis splits a dim first, where it is not the order of the mesh.
+            shard_order: which axis splits a dim first, if it is not the order of the mesh.
 
         Example:
             >>> import shardwise as sw
@@ -335,16 +324,16 @@ class DTensor(CompileProtocol):
         max_bytes: int | None = None,
         shard_order: Sequence[Any] | None = None,
     ) -> AnyDTensor:
-        """The same tensor laid out otherwise, by the cheapest route.
+        """The same tensor in another layout, by the cheapest route.
 
         Args:
-            device_mesh: the mesh to go to; its own by default.
-            placements: the layout to go to; replicated by default.
+            device_mesh: the target mesh; its own by default.
+            placements: the target layout; replicated by default.
             async_op: return at once; the wait happens at first use.
-            forward_dtype: convert to this dtype first, so that it is moved and comes out in it.
+            forward_dtype: convert to this dtype first; it is moved and returned in it.
             backward_dtype: convert the gradient to this dtype before it is moved back.
-            max_bytes: no state on the way may hold more than this on a rank.
-            shard_order: which axis splits a dim first, where it is not the order of the mesh.
+            max_bytes: no state of the route may hold more than this on a rank.
+            shard_order: which axis splits a dim first, if it is not the order of the mesh.
 
         Example:
             >>> import shardwise as sw
@@ -373,7 +362,7 @@ class DTensor(CompileProtocol):
         return moved_to(self, target, async_op, max_bytes)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-        """The full tensor on every rank, in memory of its own. On a virtual mesh, which has all ranks, one tensor.
+        """The full tensor on every rank, in new memory. On a virtual mesh, which has all ranks, one tensor.
 
         Args:
             grad_placements: as in `to_local`.
@@ -384,15 +373,15 @@ class DTensor(CompileProtocol):
             tensor([1., 1., 1.])
         """
         mesh = self._spec.mesh
-        whole = self if self._spec.is_replicated else self.redistribute(placements=(Replicate(),) * mesh.ndim)
-        local = whole.to_local(grad_placements=grad_placements)
+        gathered = self if self._spec.is_replicated else self.redistribute(placements=(Replicate(),) * mesh.ndim)
+        local = gathered.to_local(grad_placements=grad_placements)
         if fabrics[mesh.fabric].many_ranks and mesh.size() == mesh.grid_size:
             check_replicas(innermost(local))
             return first_rank(local)
-        return local.clone() if whole is self else local  # never the memory of this tensor, on any fabric
+        return local.clone() if gathered is self else local  # never the memory of this tensor, on any fabric
 
     def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As `torch.Tensor.backward`. A plain gradient is taken as plain operands are: as replicated."""
+        """Like `torch.Tensor.backward`. A plain gradient is assumed replicated, like plain operands."""
         if gradient is not None and not isinstance(gradient, DTensor):
             if modes.plain_policy() == "refuse" and gradient.numel() != 1:
                 raise PlainTensorError(
@@ -511,7 +500,7 @@ else:  # inside a function that torch.func transforms, wrappers of DTensors have
 
 
 def _gradient_of_loss(loss: DTensor) -> DTensor | None:
-    """The gradient that `backward` begins with: `ones_like`, without dispatch. None where torch is to make it."""
+    """The initial gradient of `backward`: `ones_like`, without dispatch. None if torch should make it."""
     spec = loss._spec
     is_number = spec.tensor_meta.dtype.is_floating_point and not spec.is_lazy and loss.numel() == 1
     if not is_number or not fabrics[spec.mesh.fabric].one_rank or not loss.requires_grad or dispatch_mode_count():
@@ -553,7 +542,7 @@ _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  
 
 
 def cache_info() -> CacheInfo:
-    """How many signatures and routes are kept, and how often a new one had to be worked out.
+    """The numbers of cached signatures and routes, and the numbers of misses.
 
     Example:
         >>> cache_info().entries <= cache_info().limit
@@ -563,7 +552,7 @@ def cache_info() -> CacheInfo:
 
 
 def forget_operators() -> None:
-    """Forget the signatures of operators: a rule has changed."""
+    """Drop the signatures of operators, because a rule has changed."""
     dispatcher.forget()
 
 
@@ -572,6 +561,7 @@ def _without_memory(what: str) -> CheckpointError:
     return CheckpointError(
         f"{what}: a DTensor has no memory of its own, its values are in its locals",
         hint="take full_tensor() or to_local(); to write a model use shardwise.checkpoint.save or export_safetensors, "
+        "for one of transformers sw.hf.save_pretrained (in its Trainer: sw.hf.TrainerMixin), "
         "or write the plain tensors that get_model_state_dict of shardwise.checkpoint.state_dict gives",
     )
 
@@ -604,11 +594,6 @@ def _check_holder(spec: DTensorSpec, held_by: int) -> None:
             hint="let every rank save and load a file of its own, or use shardwise.checkpoint.save and load, or save "
             "the result of get_model_state_dict of shardwise.checkpoint.state_dict with full_state_dict=True",
         )
-
-
-# Functions that torch.load(weights_only=True) may call to rebuild a DTensor: they build data and run no other code.
-_PLACEMENTS = [Shard, StridedShard, Zigzag, Ragged, Owned, Replicate, Partial, MaskPartial]
-torch.serialization.add_safe_globals([_rebuild, rebuild_mesh, DTensorSpec, TensorMeta, RankTensor, *_PLACEMENTS])
 
 
 @single_node

@@ -19,7 +19,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.errors import AgreementError, LayoutError, ShardwiseError
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.rank_sizes import of_rank
-from shardwise.fabric.virtual import map_parts, parts_of
+from shardwise.fabric.rank_tensor import map_parts, parts_of
 from shardwise.transforms import innermost, inside_transform, is_wrapped, transforming, visible_dims
 
 __all__ = ["resolved", "spec_given"]

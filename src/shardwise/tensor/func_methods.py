@@ -1,13 +1,19 @@
-"""Methods of DTensor on the wrappers of torch.func, which are of the class torch.Tensor."""
+"""DTensors inside functions that torch.func transforms, where they are wrapped in tensors of the class torch.Tensor.
+
+Wrappers have the methods of DTensors; writes to views of them are differentiated without storage offsets.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any
 
 import torch
 
 from shardwise.core.mesh import on_first_mesh
 from shardwise.tensor.dtensor import DTensor
+from shardwise.torch_private import eager_transforms, replay_views, views_replayed
 from shardwise.transforms import alive, innermost, is_wrapped, visible_dims, visible_spec
 
 __all__: list[str] = []
@@ -41,4 +47,36 @@ def _give_to_wrappers() -> None:
         setattr(torch.Tensor, name, _OfTransformed(name))
 
 
-on_first_mesh.append(_give_to_wrappers)  # DTensors need a mesh, so torch is unchanged until the first one
+class _Levels(threading.local):
+    """Of a thread: whether views were replayed before each level of `grad` that is active."""
+
+    def __init__(self) -> None:
+        self.before: list[bool] = []
+
+
+def _replay_views_in_transforms() -> None:
+    """The gradient of a write to a view repeats the operators of the view, inside `torch.func.grad` and `vjp`.
+
+    Otherwise autograd finds the written part by storage offsets. It does so for wrappers, but a view of a DTensor has
+    no offset, so gradients would be those of another part.
+    """
+    begin, end = eager_transforms._grad_increment_nesting, eager_transforms._grad_decrement_nesting
+    levels = _Levels()
+
+    @functools.wraps(begin)
+    def begin_level() -> int:
+        level = begin()
+        levels.before.append(views_replayed())
+        replay_views(True)
+        return level
+
+    @functools.wraps(end)
+    def end_level() -> int:
+        replay_views(levels.before.pop())
+        return end()
+
+    eager_transforms._grad_increment_nesting, eager_transforms._grad_decrement_nesting = begin_level, end_level
+
+
+# DTensors need a mesh, so torch is unchanged until the first one
+on_first_mesh += [_give_to_wrappers, _replay_views_in_transforms]

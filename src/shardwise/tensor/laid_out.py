@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 from typing_extensions import TypeIs
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import introduce_sizes
+from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.torch_private import make_wrapper_subclass
 from shardwise.transforms import innermost, is_wrapped
 

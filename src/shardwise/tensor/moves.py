@@ -9,7 +9,7 @@ import torch
 from shardwise import modes
 from shardwise.compilers import refuse_named
 from shardwise.core.spec import DTensorSpec, known_dense
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.events import tensor_moved
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.routes import bound_route

@@ -14,7 +14,8 @@ import torch
 from torch.overrides import resolve_name
 
 from shardwise import modes
-from shardwise.compilers import is_dynamo_compiling, never_traced
+from shardwise.compilers import never_traced
+from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.errors import PlainTensorError
 from shardwise.events import user_line
 from shardwise.fabric.collective_log import argument_name

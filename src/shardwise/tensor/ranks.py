@@ -11,8 +11,8 @@ import torch
 
 from shardwise.compilers import never_traced
 from shardwise.errors import AgreementError
+from shardwise.fabric.rank_tensor import RankTensor, is_of_ranks
 from shardwise.fabric.shared_writes import check_agreement
-from shardwise.fabric.virtual import RankTensor
 from shardwise.local import stored_zeros
 from shardwise.torch_private import forward_ad
 from shardwise.transforms import alive, innermost, transforming
@@ -70,7 +70,7 @@ class OnEveryRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if grad is not None and isinstance(innermost(grad), RankTensor):
+        if grad is not None and is_of_ranks(innermost(grad)):
             grad = apply_function(FirstRank, grad, ctx.count, True)
         return grad, None
 
@@ -99,7 +99,7 @@ class FirstRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if grad is not None and not isinstance(innermost(grad), RankTensor):
+        if grad is not None and not is_of_ranks(innermost(grad)):
             grad = on_every_rank(grad, ctx.count)
         return grad, None, None
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.views import OUTSIDE
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.traced_collectives import recording

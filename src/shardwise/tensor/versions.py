@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.torch_private import TorchDispatchMode, pop_raw_dispatch_mode, push_raw_dispatch_mode
 from shardwise.transforms import transforming
 

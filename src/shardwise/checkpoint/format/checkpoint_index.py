@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ __all__ = ["FORMAT", "INDEX", "VERSION", "Index", "StoredBlock", "StoredTensor",
 
 FORMAT = "shardwise.checkpoint"
 VERSION = 1
+ON_DISKS = 2  # the version of an index with the hosts of its files
 INDEX = "index.json"
 MOST_DIMS = 64
+LONGEST_HOST = 255
 LARGEST = 2**62  # the largest number allowed: the sum of two is a valid file offset
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
@@ -62,6 +65,7 @@ class Index(NamedTuple):
     tensors: Mapping[str, StoredTensor]
     state: Any  # encoded, see state_tree.py
     digest: str = ""  # hash of the index file; distinguishes a checkpoint from one that replaced it
+    hosts: Mapping[str, str] = MappingProxyType({})  # of files on disks that hosts do not share; else empty
 
 
 def write_index(index: Index) -> bytes:
@@ -73,10 +77,13 @@ def write_index(index: Index) -> bytes:
     """
     content = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": ON_DISKS if index.hosts else VERSION,
         "state": index.state,
         "tensors": {name: _tensor_data(tensor) for name, tensor in index.tensors.items()},
-        "files": {name: {"bytes": size} for name, size in index.files.items()},
+        "files": {
+            name: {"bytes": size} | ({"host": index.hosts[name]} if index.hosts else {})
+            for name, size in index.files.items()
+        },
     }
     body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
     return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body + b"}\n"
@@ -102,16 +109,20 @@ def _tensor_data(tensor: StoredTensor) -> dict[str, Any]:
 def parse_index(data: bytes) -> Index:
     """Parse and validate the bytes of an index file."""
     content = _keys(_parse(data), ("format", "version", "state", "tensors", "files"), "the index")
-    if content["format"] != FORMAT or content["version"] != VERSION or type(content["version"]) is not int:
+    version = content["version"]
+    if content["format"] != FORMAT or version not in (VERSION, ON_DISKS) or type(version) is not int:
         raise CheckpointError(
-            f"the index is of format {str(content['format'])[:40]!r}, version {str(content['version'])[:20]}",
-            hint=f"this Shardwise reads {FORMAT!r}, version {VERSION}",
+            f"the index is of format {str(content['format'])[:40]!r}, version {str(version)[:20]}",
+            hint=f"this Shardwise reads {FORMAT!r}, versions {VERSION} and {ON_DISKS}",
         )
-    files = {name: _file_size(name, entry) for name, entry in _mapping(content["files"], "files").items()}
+    keys = ("bytes", "host") if version == ON_DISKS else ("bytes",)
+    entries = _mapping(content["files"], "files").items()
+    files = {name: _file_size(name, entry, keys) for name, entry in entries}
+    hosts = {name: _host(name, entry["host"]) for name, entry in entries} if version == ON_DISKS else {}
     stored = _mapping(content["tensors"], "tensors").items()
     tensors = {name: _tensor(name, entry, files) for name, entry in stored}
     _check_files(files, tensors)
-    return Index(files, tensors, content["state"], hashlib.sha256(data).hexdigest())
+    return Index(files, tensors, content["state"], hashlib.sha256(data).hexdigest(), hosts)
 
 
 def _parse(data: bytes) -> Any:
@@ -119,7 +130,7 @@ def _parse(data: bytes) -> Any:
     if data[-2:] != b"}\n" or head != _HEAD.format(hashlib.sha256(body).hexdigest()).encode():
         raise CheckpointError(f"{INDEX} does not match its checksum", hint=_HINT)
     try:
-        return json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_refused)
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_refused)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -161,12 +172,18 @@ def _numbers(value: Any, count: int | None, what: str) -> tuple[int, ...]:
     return tuple([_number(item, what) for item in value])
 
 
-def _file_size(name: str, entry: Any) -> int:
+def _file_size(name: str, entry: Any, keys: tuple[str, ...]) -> int:
     if not _FILE.fullmatch(name):
         raise CheckpointError(
             f"the index names a file {name[:80]!r}", hint="files must be in its directory, and end in .safetensors"
         )
-    return _number(_keys(entry, ("bytes",), f"file {name}")["bytes"], f"the size of {name}")
+    return _number(_keys(entry, keys, f"file {name}")["bytes"], f"the size of {name}")
+
+
+def _host(name: str, host: Any) -> str:
+    if not isinstance(host, str) or not host or len(host) > LONGEST_HOST:
+        raise CheckpointError(f"the host of {name} is {str(host)[:40]!r}", hint=_HINT)
+    return host
 
 
 def _tensor(name: str, entry: Any, files: Mapping[str, int]) -> StoredTensor:

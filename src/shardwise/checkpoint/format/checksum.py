@@ -49,7 +49,7 @@ def sum_of_rows(rows: np.ndarray, start: int, pitch: int) -> int:
     count, length = rows.shape
     if not count or not length:
         return 0
-    if start % WORD == 0 and (pitch % WORD == 0 or count == 1) and length % WORD == 0 and rows.flags.c_contiguous:
+    if start % WORD == 0 and (pitch % WORD == 0 or count == 1) and length % WORD == 0 and rows.strides[1] == 1:
         return _sum_of_words(rows.view(np.uint32), start // WORD, pitch // WORD)
     total = 0
     for first in range(min(WORD, count)):  # every fourth row has the same alignment to words

@@ -141,14 +141,14 @@ def decode_kind(data: dict[str, Any]) -> tuple[Any, Callable[[dict[Any, Any]], d
     make: Callable[[dict[Any, Any]], dict[Any, Any]] = OrderedDict if tag == "$ordered" else Counter
     if tag == "$default":
         if not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], str):
-            raise CheckpointError(f"invalid encoding of a dict: {str(data)[:80]}")
+            raise CheckpointError(f"invalid encoding of a dict: {_shown(data)}")
         name, content = content
         if name not in _FACTORIES:
             raise CheckpointError(f"unknown default factory of a dict: {name[:80]!r}")
         make = lambda made: defaultdict(_FACTORIES[name], made)  # noqa: E731
     inner = next(iter(content), "") if isinstance(content, dict) else "$"
     if inner.startswith("$") and inner != "$dict":
-        raise CheckpointError(f"invalid encoding of a dict: {str(data)[:80]}")
+        raise CheckpointError(f"invalid encoding of a dict: {_shown(data)}")
     return content, make
 
 
@@ -188,13 +188,21 @@ def decode(data: Any, depth: int = 0) -> Any:
             return DTYPES[content]
     if len(data) == 1 and tag == "$size" and isinstance(content, list) and all(type(n) is int for n in content):
         return torch.Size(content)
-    raise CheckpointError(f"invalid encoding of an object: {str(data)[:80]}")
+    raise CheckpointError(f"invalid encoding of an object: {_shown(data)}")
+
+
+def _shown(data: Any) -> str:
+    """The begin of a value as text; it may be too deep to be shown."""
+    try:
+        return str(data)[:80]
+    except RecursionError:
+        return "nested too deep"
 
 
 def _dict_of(pairs: list[Any]) -> dict[Any, Any]:
     made: dict[Any, Any] = {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS or pair[0] in made:
-            raise CheckpointError(f"invalid encoding of a dict entry: {str(pair)[:80]}")
+            raise CheckpointError(f"invalid encoding of a dict entry: {_shown(pair)}")
         made[pair[0]] = pair[1]
     return made

@@ -1,8 +1,9 @@
 """Atomic directories: written to a staging directory, flushed to disk, renamed. Also removes old checkpoints.
 
 Every save has its own staging directory next to its target, `.NAME.saving-TOKEN`, and an owner record,
-`.NAME.saving-TOKEN.owner`, which names the process. Two jobs that save to one path never share a file: the first to
-publish gets the name, the other an error. The next save in the same directory removes the leftovers of dead processes.
+`.NAME.saving-TOKEN.owner`, which names the process; until it is complete, its own name does. Two jobs that save to one
+path never share a file: the first to publish gets the name, the other an error. The next save in the same directory
+removes the leftovers of dead processes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.checkpoint.format.checkpoint_index import INDEX
+from shardwise.checkpoint.io.block_writer import FileWriter
 from shardwise.errors import CheckpointError
 
 __all__ = [
@@ -31,16 +33,18 @@ __all__ = [
     "disk_errors",
     "flush_directory",
     "prepare",
-    "prune",
     "publish",
+    "remove_checkpoint",
     "rename_new",
+    "taken_on_disks",
     "write_flushed",
 ]
 
 ABANDONED = 24 * 3600.0  # seconds without changes until a staging directory of another machine is removed
+MARK = "rank-"
 LONGEST = 180  # the most bytes of a target's name in the names of its staging directories
-_NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
-_LEFTOVER = re.compile(r"(?P<place>\..+\.(?P<kind>saving|removing)-[0-9a-f]{16})(\.owner)?", re.DOTALL)
+_LEFTOVER = re.compile(r"(?P<place>\..+\.(?P<kind>saving|removing)-[0-9a-f]{16})(?:\.owner(?P<draft>-.+)?)?", re.DOTALL)
+_DRAFT = re.compile(r"-(?P<pid>\d+)-(?P<started>\d+|None)-(?P<machine>[0-9a-f]{8})")
 _AT_FDCWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -76,6 +80,60 @@ class Staging(NamedTuple):
         """The name of the replaced checkpoint during its removal."""
         return self._beside("removing")
 
+    def block_name(self, rank: int, part: int = 0) -> str:
+        """The name of the file with a rank's blocks; `part` counts the saves that others build upon."""
+        return f"blocks-{rank:05d}{f'-{part}' if part else ''}.safetensors"
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """Convert errors of writing."""
+        return disk_errors(f"{self.directory} cannot be written")
+
+    def is_here(self) -> bool:
+        """Whether this process sees the staging directory, which the first process made."""
+        return self.directory.is_dir()
+
+    def mark(self, rank: int, *, make: bool) -> None:
+        """Leave a file with the number of a rank in the staging directory, which it may have to make on its disk."""
+        with self.errors():
+            if make:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / f"{MARK}{rank}").open("xb").close()
+
+    def marked(self) -> tuple[int, ...]:
+        """The ranks whose marks are here: they share this disk. The token is random, so no mark is an old one."""
+        with self.errors():
+            return tuple(sorted(int(name[len(MARK) :]) for name in os.listdir(self.directory) if name.startswith(MARK)))
+
+    def claim(self) -> None:
+        """Take the name of the target on a disk that the first process does not see."""
+        if _exists(self.target):
+            raise taken_on_disks(self.target)
+        with self.errors():
+            _claim(self)
+            _remove_leftovers(self.target.parent, now=self.owner.stat().st_mtime)
+
+    def write_index(self, data: bytes) -> None:
+        """Write the index on one of several disks, and remove the marks."""
+        with self.errors():
+            for rank in self.marked():
+                (self.directory / f"{MARK}{rank}").unlink()
+            write_flushed(self.directory / INDEX, data)
+            flush_directory(self.directory)
+
+    def writer(self, name: str) -> FileWriter:
+        """A writer of a new file."""
+        return FileWriter(self.directory / name)
+
+    def finish(self, data: bytes) -> None:
+        """Write the index, and publish."""
+        with disk_errors(f"{self.target} cannot be saved"):
+            write_flushed(self.directory / INDEX, data)
+        publish(self)
+
+    def discard(self) -> None:
+        """Remove the staging directory, then its owner record."""
+        discard(self)
+
 
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
@@ -89,13 +147,8 @@ def disk_errors(what: str) -> Iterator[None]:
         ) from error
 
 
-def check_target(target: Path, keep: int | None, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool) -> None:
     """Raise if a checkpoint cannot be saved under this name."""
-    if keep is not None and (keep < 1 or not _NUMBERED.fullmatch(target.name)):
-        raise CheckpointError(
-            f"keep={keep} with the name {target.name}",
-            hint="keep must be at least 1, and names end in a number, as in step-300",
-        )
     if not _exists(target):
         return
     if not overwrite:
@@ -119,6 +172,15 @@ def _exists(target: Path) -> bool:
     return True
 
 
+def taken_on_disks(target: Path) -> CheckpointError:
+    """The error for a name that is in use on one of several disks."""
+    return CheckpointError(
+        f"{target} exists already on {socket.gethostname()}, and hosts do not share their disks: they cannot replace "
+        "it atomically",
+        hint="use another name, or remove it on all hosts first",
+    )
+
+
 # ---------------------------------------------------------------- staging
 
 
@@ -129,7 +191,7 @@ def prepare(target: Path) -> Staging:
     with disk_errors(f"{target} cannot be saved"):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write_flushed(staging.owner, json.dumps(_this_process() | {"target": target.name}).encode())
+            _claim(staging)
             staging.directory.mkdir()
             _remove_leftovers(target.parent, now=staging.owner.stat().st_mtime)
             if staging.before is not None:  # check first that the file system can exchange two directories
@@ -145,9 +207,33 @@ def prepare(target: Path) -> Staging:
 def discard(staging: Staging) -> None:
     """Remove the staging directory, then its owner record."""
     _remove(staging.removing)
-    _remove(staging.directory)
-    with contextlib.suppress(OSError):
-        staging.owner.unlink(missing_ok=True)
+    _remove_owned(staging.directory, staging.owner)
+
+
+def _claim(staging: Staging) -> None:
+    """Write the owner record. It is renamed to its name when it is complete; until then its name tells the process.
+
+    Not flushed: it tells living processes apart, and after a power cut there are none.
+    """
+    process = _this_process()
+    draft = staging.owner.with_name(
+        f"{staging.owner.name}-{process['pid']}-{process['started']}-{_machine_digest(_machine())}"
+    )
+    try:
+        draft.write_bytes(json.dumps(process | {"target": staging.target.name}).encode())
+        os.rename(draft, staging.owner)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def _remove_owned(directory: Path, owner: Path) -> None:
+    """Remove a staging directory, and its owner record if it is gone: a dying process may still add a file to it."""
+    _remove(directory)
+    if not os.path.lexists(directory):
+        with contextlib.suppress(OSError):
+            owner.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:
@@ -189,7 +275,7 @@ def _start_time(pid: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
-def _is_dead(pid: int, started: int) -> bool:
+def _is_dead(pid: int, started: int | None) -> bool:
     """Whether the process with this id and start time has ended; a process that is not visible has not."""
     try:
         os.kill(pid, 0)
@@ -203,16 +289,21 @@ def _is_dead(pid: int, started: int) -> bool:
 
 def _remove_leftovers(parent: Path, now: float) -> None:
     """Remove staging directories of dead processes, and checkpoints whose removal was interrupted."""
-    for place, kind in sorted({(m["place"], m["kind"]) for m in map(_LEFTOVER.fullmatch, os.listdir(parent)) if m}):
+    found = [match for match in map(_LEFTOVER.fullmatch, os.listdir(parent)) if match]
+    for match in found:
+        if match["draft"] and _is_abandoned_draft(parent / match.string, match["draft"], now):
+            with contextlib.suppress(OSError):
+                (parent / match.string).unlink(missing_ok=True)
+    for place, kind in sorted({(match["place"], match["kind"]) for match in found if not match["draft"]}):
         directory = parent / place
         owner = parent / f"{place.replace('.removing-', '.saving-')}.owner"
         if kind == "removing" and not owner.exists():
             _remove(directory)
         elif _is_abandoned(directory, owner, now):
-            _remove(directory)
             if kind == "saving":
-                with contextlib.suppress(OSError):
-                    owner.unlink(missing_ok=True)
+                _remove_owned(directory, owner)
+            else:
+                _remove(directory)
 
 
 def _is_abandoned(directory: Path, owner: Path, now: float) -> bool:
@@ -229,6 +320,21 @@ def _is_abandoned(directory: Path, owner: Path, now: float) -> bool:
         with contextlib.suppress(OSError):
             changed = max(changed, path.lstat().st_mtime)
     return now - changed > ABANDONED
+
+
+def _is_abandoned_draft(path: Path, name: str, now: float) -> bool:
+    """Whether the process is dead that began an owner record, by its name."""
+    here, said = _machine(), _DRAFT.fullmatch(name)
+    if here and said and said["machine"] == _machine_digest(here):
+        return _is_dead(int(said["pid"]), None if said["started"] == "None" else int(said["started"]))
+    try:
+        return now - path.lstat().st_mtime > ABANDONED
+    except OSError:
+        return False
+
+
+def _machine_digest(machine: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def write_flushed(path: Path, data: bytes) -> None:
@@ -326,37 +432,12 @@ def flush_directory(path: Path) -> None:
         os.close(fd)
 
 
-def prune(target: Path, keep: int) -> list[Path]:
-    """Keep the `keep` latest checkpoints whose names differ from the target's only in the final number; remove others.
-
-    The target and checkpoints published after it are kept. A checkpoint is renamed before its removal, so that no
-    reader sees it half removed.
-    """
-    match = _NUMBERED.fullmatch(target.name)
-    assert match is not None, "checked by check_target"
-    family = re.compile(re.escape(match["stem"]) + r"\d+")
-    own = _published(target)
-    others: list[tuple[int, Path]] = []
-    removed: list[Path] = []
-    for path in target.parent.iterdir():
-        if family.fullmatch(path.name) and path.name != target.name:
-            when = _published(path)
-            if when is not None:
-                others.append((when, path))
-    for when, path in sorted(others, reverse=True)[keep - 1 :]:
-        if own is None or when > own:
-            continue
-        gone = Staging(path, secrets.token_hex(8)).removing
-        try:
-            os.rename(path, gone)
-        except FileNotFoundError:  # another job removed it
-            continue
-        _remove(gone)
-        removed.append(path)
-    return removed
-
-
-def _published(path: Path) -> int | None:
-    """The time at which the index of a checkpoint was written; None if there is no checkpoint."""
-    identity = _identity(path)
-    return None if identity is None else identity[1]
+def remove_checkpoint(path: Path) -> bool:
+    """Remove a checkpoint; it is renamed before, so that no reader sees it half removed. False if it is not there."""
+    gone = Staging(path, secrets.token_hex(8)).removing
+    try:
+        os.rename(path, gone)
+    except FileNotFoundError:  # another job removed it
+        return False
+    _remove(gone)
+    return True

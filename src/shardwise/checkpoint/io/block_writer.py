@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from shardwise.checkpoint.format.checksum import MODULUS, checksum
 from shardwise.checkpoint.format.stored_dtypes import stored_as
 
-__all__ = ["BlockToWrite", "FileWriter", "as_bytes", "block_header", "write_blocks"]
+__all__ = ["BlockFile", "BlockToWrite", "FileWriter", "as_bytes", "block_header", "write_blocks"]
 
 PAGE = 4096
 BUFFER = 8 << 20  # bytes of one write
@@ -68,11 +68,26 @@ def block_header(items: Sequence[BlockToWrite]) -> tuple[bytes, list[int]]:
     return len(text).to_bytes(8, "little") + text, [start + len(text) + 8 for start in starts]
 
 
-def write_blocks(path: Path, items: Sequence[BlockToWrite], count: Count) -> tuple[int, list[tuple[int, int]]]:
+@runtime_checkable
+class BlockFile(Protocol):
+    """A new file that is written from its begin to its end."""
+
+    written: int
+
+    def __enter__(self) -> BlockFile: ...
+
+    def __exit__(self, kind: Any, *rest: Any) -> None: ...
+
+    def put(self, data: np.ndarray) -> None:
+        """Append bytes."""
+        ...
+
+
+def write_blocks(file: BlockFile, items: Sequence[BlockToWrite], count: Count) -> tuple[int, list[tuple[int, int]]]:
     """Write a block file and flush it to disk. Returns its size, and the start and checksum of each block."""
     header, starts = block_header(items)
     sums = []
-    with FileWriter(path) as file:
+    with file:
         file.put(np.frombuffer(header, dtype=np.uint8))
         for item in items:
             data = as_bytes(item.get())

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
-from shardwise.checkpoint.format.checkpoint_index import Index, StoredTensor
+from shardwise.checkpoint.format.checkpoint_index import Index, StoredBlock, StoredTensor
 from shardwise.checkpoint.format.checksum import MODULUS
-from shardwise.checkpoint.io.block_writer import as_bytes
+from shardwise.checkpoint.io.host_memory import HostBuffer
 from shardwise.checkpoint.io.range_reader import FileReader
 from shardwise.checkpoint.partition.boxes import Box, byte_runs, intersection
 from shardwise.errors import CheckpointError
 
-__all__ = ["HostBuffer", "Sums", "check_sums", "note_sums", "read_box"]
+__all__ = ["BlockSums", "Sums", "check_sums", "note_sums", "parts_of", "read_box", "sum_box"]
 
 BlockSums = dict[int, tuple[int, int]]  # for a box: bytes read and their checksum, by the number of the stored block
 Sums = dict[tuple[str, Box], BlockSums]
-
-
-class HostBuffer:
-    """One large allocation of host memory, handed out in parts: the system gives it huge pages."""
-
-    def __init__(self, size: int) -> None:
-        self._data = np.empty(size, dtype=np.uint8)
-        self._used = 0
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> HostBuffer:
-        """The memory of a tensor itself, if it is dense and in host memory."""
-        made = cls(0)
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            made._data = as_bytes(tensor)
-        return made
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
-        """Memory as bytes and as a tensor; a new allocation if not enough is left."""
-        size = math.prod(shape) * dtype.itemsize
-        start = -(-self._used // 16) * 16  # alignment of the widest dtype
-        data = self._data[start : start + size]
-        if len(data) == size:
-            self._used = start + size
-        else:
-            data = np.empty(size, dtype=np.uint8)
-        tensor = torch.from_numpy(data).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-        return data, tensor
 
 
 _none = HostBuffer(0)
@@ -60,10 +30,7 @@ def read_box(
     itemsize = stored.dtype.itemsize
     data, values = memory.take(box.sizes, stored.dtype)
     found: BlockSums = {}
-    for number, block in enumerate(stored.blocks):
-        part = intersection(block.box, box)
-        if part is None:
-            continue
+    for number, block, part in parts_of(stored, box):
         dense = _dense_range(box, part, itemsize)
         out, piece = _none.take(part.sizes, stored.dtype) if dense is None else (data[dense], None)
         where = part.inside(block.box)
@@ -73,6 +40,27 @@ def read_box(
             values[part.inside(box)] = piece
         found[number] = (len(out), total)
     return values, found
+
+
+def sum_box(files: FileReader, stored: StoredTensor, box: Box) -> BlockSums:
+    """The checksums of `read_box`, without its memory."""
+    itemsize = stored.dtype.itemsize
+    found: BlockSums = {}
+    for number, block, part in parts_of(stored, box):
+        where = part.inside(block.box)
+        total = files.read_part(
+            block.file, block.start, block.box.sizes, where, itemsize, None, f"tensor {stored.name}"
+        )
+        found[number] = (part.numel * itemsize, total)
+    return found
+
+
+def parts_of(stored: StoredTensor, box: Box) -> Iterator[tuple[int, StoredBlock, Box]]:
+    """The parts of a box in the blocks of a tensor, with the numbers of the blocks."""
+    for number, block in enumerate(stored.blocks):
+        part = intersection(block.box, box)
+        if part is not None:
+            yield number, block, part
 
 
 def _dense_range(box: Box, part: Box, itemsize: int) -> slice | None:

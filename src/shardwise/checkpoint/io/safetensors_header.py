@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.checkpoint.format.stored_dtypes import SAFETENSORS
-from shardwise.checkpoint.io.range_reader import OpenDirectory
+from shardwise.checkpoint.io.range_reader import ReadableDirectory, ReadableFile
 from shardwise.checkpoint.partition.boxes import full_box
 from shardwise.errors import CheckpointError
 
@@ -31,7 +31,7 @@ class FileTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def find_tensors(source: OpenDirectory, file: str | None) -> tuple[dict[str, int], dict[str, FileTensor]]:
+def find_tensors(source: ReadableDirectory, file: str | None) -> tuple[dict[str, int], dict[str, FileTensor]]:
     """File sizes and all tensors by name, of a directory in the Hugging Face layout or of one file in it."""
     if file is not None or not source.contains(INDEXED):
         single = file or SINGLE
@@ -48,11 +48,11 @@ def find_tensors(source: OpenDirectory, file: str | None) -> tuple[dict[str, int
     return files, found
 
 
-def _weight_map(directory: OpenDirectory) -> dict[str, str]:
+def _weight_map(directory: ReadableDirectory) -> dict[str, str]:
     content = _json(directory.read(INDEXED, "the index", links=True), INDEXED)
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise CheckpointError(f"{directory.path / INDEXED} has no weight_map")
+        raise CheckpointError(f"{INDEXED} has no weight_map")
     for file in named.values():
         if os.path.basename(file) != file or not file.endswith(".safetensors"):
             raise CheckpointError(
@@ -63,26 +63,36 @@ def _weight_map(directory: OpenDirectory) -> dict[str, str]:
 
 def _json(data: bytes, what: str) -> Any:
     try:
-        return json.loads(data)
+        return json.loads(data.decode("utf-8"))  # of bytes, it would accept UTF-16 and UTF-32
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not JSON: {str(error)[:120]}") from None
 
 
-def read_header(directory: OpenDirectory, file: str) -> tuple[int, dict[str, FileTensor]]:
+def read_header(directory: ReadableDirectory, file: str) -> tuple[int, dict[str, FileTensor]]:
     """Size and tensors of one file; every byte range is inside the file and matches its shape and dtype."""
-    fd = directory.open(file, "the header", links=True)
+    opened = directory.open(file, "the header", links=True)
     try:
-        size = os.fstat(fd).st_size
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        size = opened.size
+        length = int.from_bytes(_bytes(directory, opened, file, 0, min(8, size)), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
             raise CheckpointError(f"{file} is not a safetensors file: its header size is {length} bytes")
-        described = _json(os.pread(fd, length, 8), f"the header of {file}")
+        described = _json(_bytes(directory, opened, file, 8, length), f"the header of {file}")
     finally:
-        os.close(fd)
+        opened.close()
     if not isinstance(described, dict):
         raise CheckpointError(f"the header of {file} is not an object")
     described.pop("__metadata__", None)
     return size, {name: _tensor(file, name, entry, 8 + length, size) for name, entry in described.items()}
+
+
+def _bytes(directory: ReadableDirectory, opened: ReadableFile, file: str, start: int, length: int) -> bytes:
+    data, at = bytearray(length), 0
+    try:
+        while at < length and (got := opened.read_into(memoryview(data)[at:], start + at)):
+            at += got
+    except OSError as error:
+        raise directory.error(f"{file} cannot be read ({error.strerror})", "the disk may be damaged") from None
+    return bytes(data[:at])
 
 
 def _tensor(file: str, name: str, entry: Any, data: int, end: int) -> FileTensor:

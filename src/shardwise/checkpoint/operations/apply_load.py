@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -13,9 +13,23 @@ from shardwise.checkpoint.format.state_tree import ExpandedObject, entries, fill
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes
 from shardwise.errors import CheckpointError
 
-__all__ = ["LoadChanges", "StagedValues", "change_all", "put_values"]
+__all__ = ["LoadChanges", "StagedValues", "WaitingValues", "change_all", "put_values"]
 
 NAMED = 20  # names in an error about a state that is partly loaded
+
+
+@runtime_checkable
+class WaitingValues(Protocol):
+    """Verified values of a tensor."""
+
+    @property
+    def name(self) -> str:
+        """The name of the tensor."""
+        ...
+
+    def put(self) -> None:
+        """Change the tensor."""
+        ...
 
 
 class StagedValues(NamedTuple):
@@ -25,21 +39,25 @@ class StagedValues(NamedTuple):
     values: torch.Tensor
     name: str
 
+    def put(self) -> None:
+        """Copy the values into the local tensor."""
+        put_values(self.local, self.values)
+
 
 class LoadChanges:
     """All changes of a load, after everything is read and verified.
 
     Objects with a state dict run code of the user. Those without tensors (schedulers, samplers) are loaded first; if
-    one of them raises, on any rank, all get their former state back. Then tensors are copied, which cannot fail:
-    shapes, dtypes and memory have been checked. Optimizers and other objects with tensors are last. If one of them
-    fails, the error lists the changes so far.
+    one of them raises, on any rank, all get their former state back. Then tensors are filled: shapes, dtypes and memory
+    have been checked, and files were read and verified before. Optimizers and other objects with tensors are last. If
+    one of them fails, or a file that was verified cannot be read again, the error lists the changes so far.
     """
 
     def __init__(
         self,
         rank: int,
         tensors: Sequence[torch.Tensor],
-        waiting: Sequence[StagedValues],
+        waiting: Sequence[WaitingValues],
         state: Any = None,
         expanded: Sequence[ExpandedObject] = (),
         objects: Mapping[Name, Any] | None = None,
@@ -78,14 +96,15 @@ class LoadChanges:
                 ) from error
 
     def load_rest(self) -> None:
-        """Copy the tensors, replace plain objects, and load the objects with tensors."""
+        """Fill the tensors, replace plain objects, and load the objects with tensors."""
         doing = "versions of tensors"
         try:
             for tensor in self._tensors:
                 if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
-            for local, values, doing in self._waiting:
-                put_values(local, values)
+            for values in self._waiting:
+                doing = values.name
+                values.put()
                 if doing not in self._done[-1:]:
                     self._done.append(doing)
             if isinstance(self._state, dict) and self._objects:

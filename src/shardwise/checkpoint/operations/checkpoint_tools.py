@@ -16,15 +16,14 @@ from shardwise.checkpoint.format.checkpoint_index import Index, StoredTensor
 from shardwise.checkpoint.format.json_values import decode
 from shardwise.checkpoint.format.state_tree import stored_entries, tensor_name
 from shardwise.checkpoint.format.stored_dtypes import NAMES
-from shardwise.checkpoint.io import atomic_directory as atomic
-from shardwise.checkpoint.io.atomic_directory import Staging
 from shardwise.checkpoint.io.block_writer import BlockToWrite, as_bytes
-from shardwise.checkpoint.io.box_reader import Sums, check_sums, read_box
+from shardwise.checkpoint.io.box_reader import Sums, check_sums, read_box, sum_box
+from shardwise.checkpoint.io.checkpoint_places import AnyStaging, begin_save, open_place, place_of
 from shardwise.checkpoint.io.progress_bar import Progress
-from shardwise.checkpoint.io.range_reader import FileReader, OpenDirectory, Replaced, retry_replaced
+from shardwise.checkpoint.io.range_reader import FileReader, ReadableDirectory, Replaced, retry_replaced
 from shardwise.checkpoint.io.safetensors_header import read_header
 from shardwise.checkpoint.operations.background_save import finish_pending
-from shardwise.checkpoint.operations.load_checkpoint import open_checkpoint, open_index, read_index
+from shardwise.checkpoint.operations.load_checkpoint import open_index, read_index
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
 from shardwise.checkpoint.operations.save_checkpoint import SaveJob, TensorDescription, execute_save
 from shardwise.checkpoint.partition.boxes import held_boxes
@@ -82,7 +81,7 @@ def inspect(path: str | Path) -> Summary:
         >>> summary.tensors[0].name, summary.nbytes, summary.objects
         ('w', 16, {'step': 3})
     """
-    index = open_index(Path(path))
+    index = open_index(path)
     tensors = tuple(TensorSummary(t.name, t.dtype, t.shape, t.nbytes, len(t.blocks)) for t in index.tensors.values())
     return Summary(tensors, _objects(index), dict(index.files))
 
@@ -107,26 +106,26 @@ def verify(path: str | Path) -> list[str]:
     """
     finish_pending()
     try:
-        return retry_replaced(lambda: _verify(Path(path)))
+        return retry_replaced(lambda: _verify(path))
     except CheckpointError as error:
         return [str(error)]
 
 
-def _verify(path: Path) -> list[str]:
-    with open_checkpoint(path) as source:
+def _verify(path: str | Path) -> list[str]:
+    with open_place(path) as source:
         index = read_index(source)
         _objects(index)
         found = list(_header_problems(source, index))
         total = sum(tensor.nbytes for tensor in index.tensors.values())
         with (
             Progress("verifying", total, shown=True) as progress,
-            FileReader(source, index.files, progress.add) as files,
+            FileReader(source, index.files, progress.add, hosts=index.hosts) as files,
         ):
             for stored in index.tensors.values():
                 for block in stored.blocks:
                     single = stored._replace(blocks=(block,))
                     try:
-                        _, sums = read_box(files, single, block.box)
+                        sums = sum_box(files, single, block.box)
                         check_sums(index._replace(tensors={stored.name: single}), [{(stored.name, block.box): sums}])
                     except Replaced:
                         raise
@@ -135,7 +134,7 @@ def _verify(path: Path) -> list[str]:
     return found
 
 
-def _header_problems(directory: OpenDirectory, index: Index) -> Iterator[str]:
+def _header_problems(directory: ReadableDirectory, index: Index) -> Iterator[str]:
     """The blocks whose positions differ between a file's header and the index."""
     for file in index.files:
         try:
@@ -166,15 +165,18 @@ def diff(a: str | Path, b: str | Path) -> list[Difference]:
         w differs in 1 of 4 elements, by at most 2
     """
     finish_pending()
-    return retry_replaced(lambda: _diff(Path(a), Path(b)))
+    return retry_replaced(lambda: _diff(a, b))
 
 
-def _diff(a: Path, b: Path) -> list[Difference]:
-    with open_checkpoint(a) as one, open_checkpoint(b) as other:
+def _diff(a: str | Path, b: str | Path) -> list[Difference]:
+    with open_place(a) as one, open_place(b) as other:
         first, second = read_index(one), read_index(other)
         found = list(_different_entries(first, second))
         both = [name for name in first.tensors if name in second.tensors]
-        with FileReader(one, first.files) as in_a, FileReader(other, second.files) as in_b:
+        with (
+            FileReader(one, first.files, hosts=first.hosts) as in_a,
+            FileReader(other, second.files, hosts=second.hosts) as in_b,
+        ):
             for name in both:
                 what = _difference(in_a, first.tensors[name], in_b, second.tensors[name])
                 if what is not None:
@@ -252,8 +254,8 @@ def _reshard(path: str | Path, out: str | Path, grid: DeviceMesh, layout: Placem
     outcome.attempt(finish_pending, None)
     with contextlib.ExitStack() as opened:
 
-        def look() -> tuple[OpenDirectory | None, Index, dict[str, DTensorSpec], Staging | None]:
-            source = opened.enter_context(open_checkpoint(Path(path)))
+        def look() -> tuple[ReadableDirectory | None, Index, dict[str, DTensorSpec], AnyStaging | None]:
+            source = opened.enter_context(open_place(path))
             index = read_index(source)
             specs = {
                 name: DTensorSpec(grid, layout(name, stored.shape), TensorMeta(stored.shape, dtype=stored.dtype))
@@ -261,9 +263,9 @@ def _reshard(path: str | Path, out: str | Path, grid: DeviceMesh, layout: Placem
             }
             if not processes.is_first:
                 return source, index, specs, None
-            target = Path(out).absolute()
-            atomic.check_target(target, None, False)
-            return source, index, specs, atomic.prepare(target)
+            target = place_of(out)
+            target = target.absolute() if isinstance(target, Path) else target
+            return source, index, specs, begin_save(target, None, False)
 
         source, index, specs, staging = outcome.attempt(look, (None, Index({}, {}, {}), {}, None))
         outcome.value = (index.digest, staging)
@@ -276,7 +278,7 @@ def _reshard(path: str | Path, out: str | Path, grid: DeviceMesh, layout: Placem
                 )
         except BaseException:
             if staging is not None:
-                atomic.discard(staging)
+                staging.discard()
             raise
         nothing = SaveJob(gathered[0][1], processes, {}, {}, {})
         job = outcome.attempt(lambda: _resharding(opened, source, index, specs, nothing), nothing)
@@ -285,7 +287,7 @@ def _reshard(path: str | Path, out: str | Path, grid: DeviceMesh, layout: Placem
 
 def _resharding(
     opened: contextlib.ExitStack,
-    source: OpenDirectory | None,
+    source: ReadableDirectory | None,
     index: Index,
     specs: dict[str, DTensorSpec],
     job: SaveJob,
@@ -300,7 +302,7 @@ def _resharding(
         for name, stored in index.tensors.items()
     }
     sums: Sums = {}
-    files = opened.enter_context(FileReader(source, index.files))
+    files = opened.enter_context(FileReader(source, index.files, hosts=index.hosts))
     items = {
         rank: [(share, _copied(files, index, share, sums)) for share in of_rank]
         for rank, of_rank in shares.items()

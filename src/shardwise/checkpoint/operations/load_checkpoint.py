@@ -1,8 +1,10 @@
 """load: each rank reads the bytes of its own blocks; the state changes only after everything is verified.
 
-Values are staged in host memory, one additional copy of this process's part of the state. Checksums are additive: the
-sums of all ranks are compared with the index, so no byte is read only to verify it. A load performs four exchanges: the
-comparison of state and checkpoint; the checksums; that every rank is ready to change; that every rank has changed.
+Files are read twice: first through a small buffer, for the checksums; then, from the system's page cache, into the
+tensors, again with checksums. That is faster than a copy in host memory, and takes none. URLs are read once, and staged
+in host memory. Checksums are additive: the sums of all ranks are compared with the index, so no byte of another rank is
+read to verify a block. A load performs four exchanges: the comparison of state and checkpoint; the checksums; that
+every rank is ready to change; that every rank has changed.
 """
 
 from __future__ import annotations
@@ -25,11 +27,22 @@ from shardwise.checkpoint.format.state_tree import (
     tensor_name,
     tensors_in,
 )
-from shardwise.checkpoint.io.box_reader import HostBuffer, Sums, check_sums, note_sums, read_box
+from shardwise.checkpoint.io.box_reader import BlockSums, Sums, check_sums, note_sums, parts_of, read_box, sum_box
+from shardwise.checkpoint.io.checkpoint_places import open_place
+from shardwise.checkpoint.io.host_memory import HostBuffer
 from shardwise.checkpoint.io.progress_bar import Progress
-from shardwise.checkpoint.io.range_reader import FileReader, OpenDirectory, Replaced, retry_replaced
-from shardwise.checkpoint.operations.apply_load import LoadChanges, StagedValues, change_all, put_values
+from shardwise.checkpoint.io.range_reader import (
+    MOST_OPEN,
+    Absent,
+    FileReader,
+    OpenDirectory,
+    ReadableDirectory,
+    Replaced,
+    retry_replaced,
+)
+from shardwise.checkpoint.operations.apply_load import LoadChanges, StagedValues, WaitingValues, change_all, put_values
 from shardwise.checkpoint.operations.background_save import finish_pending
+from shardwise.checkpoint.operations.local_disks import AbsentDirectory, fetch_parts, find_index
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
 from shardwise.checkpoint.operations.unstepped_optimizer import optimizer_state
 from shardwise.checkpoint.partition.boxes import Box, boxes_of, full_box
@@ -44,16 +57,16 @@ __all__ = [
     "StateMatch",
     "load",
     "mismatch",
-    "open_checkpoint",
     "open_index",
     "read",
     "read_index",
+    "read_values",
     "unfillable",
 ]
 
 
 class Loaded(NamedTuple):
-    """The result of a load: the loaded state, the entries that did not match, and the bytes this process read."""
+    """The result of a load: the loaded state, the entries that did not match, and the bytes read into the tensors."""
 
     state: Any
     missing: tuple[str, ...]
@@ -86,9 +99,9 @@ def load(
         path: the directory of the checkpoint.
         strict: raise an error that lists all missing and unexpected entries, and all of another shape or dtype. With
             False, load the entries that match; the result lists the others.
-        staged: keep all values in host memory until everything is verified. With False they are read directly into the
-            tensors, which takes no extra memory and less time; a damaged checkpoint still raises, but the tensors are
-            partly overwritten. For programs that end on such an error.
+        staged: verify everything before the first tensor changes. With False values are read directly into the tensors,
+            which takes less time; a damaged checkpoint still raises, but the tensors are partly overwritten. For
+            programs that end on such an error.
         process_group: the processes that take part; default: all.
 
     Example:
@@ -100,31 +113,46 @@ def load(
         >>> sw.checkpoint.load({"w": w, "extra": 0}, path, strict=False)[1:4]
         (('extra',), ('names',), {})
     """
-    return retry_replaced(lambda: _load(state, path, strict, staged, process_group))
+    try:
+        return retry_replaced(lambda: _load(state, path, strict, staged, process_group, anywhere=False))
+    except Absent:  # raised on all ranks; it may be on the disk of another host
+        return retry_replaced(lambda: _load(state, path, strict, staged, process_group, anywhere=True))
 
 
-def _load(state: Any, path: str | Path, strict: bool, staged: bool, group: Any) -> Loaded:
-    """One attempt to load; all processes retry together if the checkpoint is replaced meanwhile."""
+def _load(state: Any, path: str | Path, strict: bool, staged: bool, group: Any, *, anywhere: bool) -> Loaded:
+    """One attempt to load; all processes retry together if the checkpoint is replaced meanwhile.
+
+    With `anywhere`, a process whose disk does not have the checkpoint takes the index of one whose disk does.
+    """
     outcome = Outcome()
     outcome.attempt(finish_pending, None)
     with contextlib.ExitStack() as opened:
-        source = outcome.attempt(lambda: opened.enter_context(open_checkpoint(Path(path))), None)
-        index = outcome.attempt(lambda: read_index(_given(source)), Index({}, {}, {}))
+        if anywhere:
+            source, data = find_index(outcome, processes_of(outcome, tensors_in(state), group), str(path), opened)
+            index = outcome.attempt(lambda: _anywhere(path, source, _checked(data)), Index({}, {}, {}))
+        else:
+            source = outcome.attempt(lambda: opened.enter_context(open_place(path)), None)
+            index = outcome.attempt(lambda: read_index(_given(source)), Index({}, {}, {}))
         tree = outcome.attempt(
             lambda: expand(state, lambda owner, at: optimizer_state(owner, at, index), exact=False), None
         )
         root, expanded = ({}, ()) if tree is None else tree
         processes = processes_of(outcome, tensors_in(state if tree is None else root), group)
         fit = _agreed_match(outcome, processes, path, root, expanded, index, strict)
-        waiting, read_bytes = _read_and_verify(outcome, processes, source, index, fit, staged)
+        files = outcome.attempt(
+            lambda: opened.enter_context(FileReader(_given(source), index.files, hosts=index.hosts)), None
+        )
+        if index.hosts and not processes.alone:
+            fetch_parts(outcome, processes, source, files, index, _boxes(fit))
+        waiting = _read_and_verify(outcome, processes, source, files, index, fit, staged)
         tensors = [tensor for tensor, _ in fit.tensors]
         change_all(
             outcome, processes, lambda: LoadChanges(processes.rank, tensors, waiting, state, expanded, fit.objects)
         )
-    return Loaded(state, fit.missing, fit.unexpected, fit.mismatched, read_bytes)
+    return Loaded(state, fit.missing, fit.unexpected, fit.mismatched, files.bytes_read if files else 0)
 
 
-def _given(source: OpenDirectory | None) -> OpenDirectory:
+def _given(source: ReadableDirectory | None) -> ReadableDirectory:
     assert source is not None, "no step runs after a failed one"
     return source
 
@@ -140,33 +168,50 @@ def read(path: str | Path) -> Any:
         {'w': tensor([1., 1.]), 'rates': [0.1, (0.2,)]}
     """
     finish_pending()
-    return retry_replaced(lambda: _read(Path(path)))
+    return retry_replaced(lambda: _read(path))
 
 
-def _read(path: Path) -> Any:
-    tensors: dict[str, torch.Tensor] = {}
-    with open_checkpoint(path) as source:
+def _read(path: str | Path) -> Any:
+    with open_place(path) as source:
         index = read_index(source)
         total = sum(tensor.nbytes for tensor in index.tensors.values())
-        with Progress("loading", total, shown=True) as progress, FileReader(source, index.files, progress.add) as files:
-            for stored in index.tensors.values():
-                box = full_box(stored.shape)
-                tensors[stored.name], found = read_box(files, stored, box)
-                check_sums(index, [{(stored.name, box): found}])
+        with (
+            Progress("loading", total, shown=True) as progress,
+            FileReader(source, index.files, progress.add, hosts=index.hosts) as files,
+        ):
+            return read_values(index, files)
+
+
+def read_values(index: Index, files: FileReader) -> Any:
+    """The full state of a checkpoint, verified."""
+    tensors: dict[str, torch.Tensor] = {}
+    for stored in index.tensors.values():
+        box = full_box(stored.shape)
+        tensors[stored.name], found = read_box(files, stored, box)
+        check_sums(index, [{(stored.name, box): found}])
     return rebuild(index.state, tensors)
 
 
 # ---------------------------------------------------------------- comparing checkpoint and state
 
 
-def open_checkpoint(path: Path) -> OpenDirectory:
-    """Open the directory of a checkpoint."""
-    return OpenDirectory(path, "there is no checkpoint")
-
-
-def read_index(source: OpenDirectory) -> Index:
+def read_index(source: ReadableDirectory) -> Index:
     """Read and validate the index of a checkpoint: its state must name exactly the stored tensors."""
-    index = parse_index(source.read(INDEX, "the index"))
+    return _checked(source.read(INDEX, "the index"))
+
+
+def _anywhere(path: str | Path, source: ReadableDirectory | None, index: Index) -> Index:
+    """An index that may be of another host. Without hosts in it, all processes must have the files."""
+    if isinstance(source, AbsentDirectory) and index.files and not index.hosts:
+        raise CheckpointError(
+            f"there is no checkpoint {path} on all hosts, and it was saved to a disk that all hosts shared",
+            hint="mount that file system on all hosts, or copy the checkpoint to all of them",
+        )
+    return index
+
+
+def _checked(data: bytes) -> Index:
+    index = parse_index(data)
     named = {name for _, value in stored_entries(index.state).values() if (name := tensor_name(value)) is not None}
     if named != set(index.tensors):
         odd = sorted(named ^ set(index.tensors))
@@ -174,11 +219,11 @@ def read_index(source: OpenDirectory) -> Index:
     return index
 
 
-def open_index(path: Path) -> Index:
+def open_index(path: str | Path) -> Index:
     """Read the index of the checkpoint at a path."""
 
     def read_once() -> Index:
-        with open_checkpoint(path) as source:
+        with open_place(path) as source:
             return read_index(source)
 
     return retry_replaced(read_once)
@@ -307,26 +352,90 @@ def mismatch(missing: tuple[str, ...], unexpected: tuple[str, ...], mismatched: 
 
 
 def _read_and_verify(
-    outcome: Outcome, processes: Processes, source: OpenDirectory | None, index: Index, fit: StateMatch, staged: bool
-) -> tuple[list[StagedValues], int]:
-    """Read the values of this process, and verify them with the other processes. Returns the staged values."""
-    waiting: list[StagedValues] = []
+    outcome: Outcome,
+    processes: Processes,
+    source: ReadableDirectory | None,
+    files: FileReader | None,
+    index: Index,
+    fit: StateMatch,
+    staged: bool,
+) -> list[WaitingValues]:
+    """Read the values of this process, and verify them with the other processes. Returns the values that wait."""
+    waiting: list[WaitingValues] = []
     sums: Sums = {}
 
-    def read_mine() -> int:
+    def read_mine() -> None:
+        assert files is not None, "no step runs after a failed one"
         total = sum(local.nbytes for tensor, _ in fit.tensors for local, _ in _locals(tensor))
-        memory = HostBuffer(total) if staged else None
-        progress = Progress("loading", total, shown=processes.is_first)
-        with progress, FileReader(_given(source), index.files, progress.add) as files:
+        again = staged and isinstance(source, OpenDirectory | AbsentDirectory) and _stay_open(index, fit)
+        memory = HostBuffer(total) if staged and not again else None
+        with Progress("loading", total, shown=processes.is_first) as progress:
+            files.count = progress.add
             for tensor, stored in fit.tensors:
-                waiting.extend(_stage(files, tensor, stored, sums, memory))
-        return files.bytes_read
+                if again:
+                    _verify(files, tensor, stored, sums)
+                    waiting.append(VerifiedTensor(stored.name, files, tensor, stored, sums))
+                else:
+                    waiting.extend(_stage(files, tensor, stored, sums, memory))
+        files.count = lambda read: None
+        if again:
+            files.bytes_read = 0  # counted when they are read into the tensors
 
-    read_bytes = outcome.attempt(read_mine, 0)
+    outcome.attempt(read_mine, None)
     outcome.value = sums
     gathered = processes.exchange(outcome)
     outcome.attempt(lambda: check_sums(index, gathered), None)
-    return waiting, read_bytes
+    return waiting
+
+
+def _stay_open(index: Index, fit: StateMatch) -> bool:
+    """Whether all files that this process reads stay open: then they are read again whatever happens to their names."""
+    if len(index.files) <= MOST_OPEN:
+        return True
+    needed = {block.file for stored, box in _boxes(fit) for _, block, _ in parts_of(stored, box)}
+    return len(needed) <= MOST_OPEN
+
+
+def _boxes(fit: StateMatch) -> Iterator[tuple[StoredTensor, Box]]:
+    """The boxes that this process loads."""
+    for tensor, stored in fit.tensors:
+        for _, boxes in _locals(tensor):
+            for box, _ in boxes:
+                yield stored, box
+
+
+def _verify(files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums) -> None:
+    """Note the checksums of a tensor's local tensors."""
+    for _, boxes in _locals(tensor):
+        for box, _ in boxes:
+            if (stored.name, box) not in sums:
+                note_sums(sums, stored, box, sum_box(files, stored, box))
+
+
+class VerifiedTensor(NamedTuple):
+    """A tensor whose values in the files are verified."""
+
+    name: str
+    files: FileReader
+    tensor: torch.Tensor
+    stored: StoredTensor
+    verified: Sums
+
+    def put(self) -> None:
+        """Read the values into the tensor. They must have the checksums that were verified."""
+        sums: Sums = {}
+        for _ in _stage(self.files, self.tensor, self.stored, sums, None):
+            pass
+        for (name, box), found in sums.items():
+            if found != self.verified[name, box]:
+                self._raise_changed(found, self.verified[name, box])
+
+    def _raise_changed(self, found: BlockSums, before: BlockSums) -> None:
+        block = self.stored.blocks[next(number for number in found if found[number] != before.get(number))]
+        raise CheckpointError(
+            f"tensor {self.name}: {block.file} has changed since its block at {block.box.offset} was verified",
+            hint="the disk is damaged, or another program writes to the file",
+        )
 
 
 def _stage(

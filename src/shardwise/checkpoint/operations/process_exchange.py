@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import pickle
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.io.range_reader import Replaced
+from shardwise.checkpoint.io.range_reader import Absent, Replaced
 from shardwise.core import mesh as mesh_module
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabrics, of_one_rank
-from shardwise.fabric.c10d import c10d, new_group
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.c10d import c10d
+from shardwise.fabric.rank_tensor import is_of_ranks
 from shardwise.tensor import DTensor
 
 __all__ = ["Outcome", "Processes", "processes_of"]
@@ -86,6 +86,9 @@ class Processes:
         for rank, host, error in failed:
             if isinstance(error, Replaced):  # takes precedence over other errors: all start over
                 raise _of_rank(rank, host, error)
+        for rank, host, error in failed:
+            if isinstance(error, Absent):  # then: all look on other disks
+                raise _of_rank(rank, host, error)
         if outcome.error is not None:
             outcome.error.add_note(f"raised by rank {self.rank} on {socket.gethostname()}")
             raise outcome.error
@@ -136,6 +139,27 @@ class Processes:
                 compare=False,
             )
 
+    def move_all(self, moves: Sequence[tuple[int, int]], data: Callable[[int], torch.Tensor]) -> None:
+        """Send bytes in host memory between pairs of ranks, in this order on all ranks.
+
+        Args:
+            moves: pairs of source and target, the same list on all ranks.
+            data: the tensor of a move, by its number: what the source sends, and where the target receives it.
+        """
+
+        def run() -> None:
+            for number, (source, target) in enumerate(moves):
+                if self.rank == source:
+                    dist.send(data(number), target, group=self.group)
+                elif self.rank == target:
+                    dist.recv(data(number), source, group=self.group)
+
+        c10d.checked(self.group, f"{len(moves)} parts of a checkpoint between ranks", run)
+
+    def in_host_memory(self) -> Processes:
+        """The same processes with a group that moves host memory. Every process calls it."""
+        return self if self.group is None or self.device(torch.device("cpu")).type == "cpu" else self.with_own_group()
+
     def device(self, wanted: torch.device) -> torch.device:
         """A device that the group's backends support: the wanted one if possible."""
         types = [entry.split(":")[0] for entry in str(dist.get_backend_config(self.group)).split(",")]
@@ -154,7 +178,7 @@ class Processes:
         made = _groups.get(self.ranks)
         if made is None:
             made = _groups[self.ranks] = c10d.checked(
-                self.group, "creation of a group for a checkpoint", lambda: new_group(self.ranks, backend="gloo")
+                self.group, "creation of a group for a checkpoint", lambda: c10d.new_group(self.ranks, backend="gloo")
             )
         return Processes(made)
 
@@ -185,7 +209,7 @@ def processes_of(outcome: Outcome, tensors: Iterable[torch.Tensor], group: Any =
 
     def look() -> None:
         for tensor in tensors:
-            if isinstance(tensor, RankTensor):
+            if is_of_ranks(tensor):
                 raise UnsupportedError(
                     "the state contains a RankTensor, the local tensors of virtual ranks",
                     hint="make a DTensor of it with DTensor.from_local",

@@ -39,6 +39,7 @@ from shardwise.text import parse_bytes
 
 __all__ = ["export_safetensors", "load_safetensors", "parse_size"]
 
+GAP = 512  # runs with shorter gaps are read together with the gaps
 Mapped = Mapping[str, Source] | None
 
 
@@ -114,7 +115,7 @@ def _load(model: Any, source: str | Path, mapping: Mapped, strict: bool, wait: b
             total = sum(tensors[name].nbytes for name in fit.fitting)
             with (
                 Progress("loading", total, shown=processes.is_first) as progress,
-                FileReader(directory, files, progress.add, links=True) as reader,
+                FileReader(directory, files, progress.add, links=True, gap=GAP) as reader,
             ):
                 for name in fit.fitting:
                     held = source_of(name, mapping)

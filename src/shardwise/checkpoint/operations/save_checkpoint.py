@@ -7,7 +7,7 @@ checkpoint is published. The steps after the first exchange can run on a thread 
 
 from __future__ import annotations
 
-import socket
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.checkpoint.format.checkpoint_index import (
-    INDEX,
     Index,
     StoredBlock,
     StoredTensor,
@@ -25,11 +24,15 @@ from shardwise.checkpoint.format.checkpoint_index import (
 from shardwise.checkpoint.format.state_tree import encode_state, expand, merge, stored_entries, tensors_in
 from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
 from shardwise.checkpoint.io import atomic_directory as atomic
-from shardwise.checkpoint.io.atomic_directory import Staging
 from shardwise.checkpoint.io.block_writer import BlockToWrite, write_blocks
+from shardwise.checkpoint.io.checkpoint_places import AnyStaging, Place, begin_save, place_of, remove
+from shardwise.checkpoint.io.host_memory import ALIGNMENT, HostBuffer, kept_buffer
 from shardwise.checkpoint.io.progress_bar import Progress
 from shardwise.checkpoint.operations.background_save import Saving, finish_pending, start_pending
+from shardwise.checkpoint.operations.checkpoint_series import prune, prune_disks
+from shardwise.checkpoint.operations.local_disks import check_disks, host_of_disk
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
+from shardwise.checkpoint.operations.unchanged_blocks import BaseCheckpoint, Unchanged
 from shardwise.checkpoint.partition.boxes import HeldBox, full_box, held_boxes
 from shardwise.checkpoint.partition.write_assignment import TensorToWrite, WriteShare, assign_writes
 from shardwise.errors import AgreementError, CheckpointError
@@ -38,6 +41,7 @@ from shardwise.tensor import DTensor
 
 __all__ = ["SaveJob", "TensorDescription", "async_save", "execute_save", "save"]
 
+_PART = re.compile(r"blocks-\d+-(\d+)\.safetensors")
 Written = tuple[dict[str, int], list[tuple[str, StoredBlock]]]
 
 
@@ -52,7 +56,7 @@ class TensorDescription(NamedTuple):
 class SaveJob(NamedTuple):
     """A prepared save: the contents of the index, and the blocks that this process writes for each rank."""
 
-    staging: Staging
+    staging: AnyStaging
     processes: Processes
     tensors: dict[str, TensorDescription]
     state: Any
@@ -60,10 +64,17 @@ class SaveJob(NamedTuple):
     keep: int | None = None
     sums: Any = None  # checksums of blocks that this process reads from another checkpoint
     check: Callable[[list[Any]], None] | None = None  # verifies the `sums` of all processes before publication
+    base: str | Path | None = None  # an earlier checkpoint, whose files are linked where they have not changed
 
 
 def save(
-    state: Any, path: str | Path, *, keep: int | None = None, overwrite: bool = False, process_group: Any = None
+    state: Any,
+    path: str | Path,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    base: str | Path | None = None,
+    process_group: Any = None,
 ) -> None:
     """Write a state to a checkpoint: a directory that is created atomically.
 
@@ -73,9 +84,13 @@ def save(
     Args:
         state: a nested dict of DTensors, plain tensors, numbers, strings, lists, tuples, None, and of modules,
             optimizers and other objects with a `state_dict`.
-        path: the directory to create, on a file system that all processes share.
-        keep: after publication, remove all but this many checkpoints whose names differ only in the final number.
+        path: the directory to create; or a URL of fsspec. Where hosts do not share the file system, every host gets the
+            files of its ranks and the complete index.
+        keep: after publication, remove all but this many complete checkpoints whose names differ only in the final
+            number.
         overwrite: replace a checkpoint of this name, atomically.
+        base: an earlier checkpoint. Blocks that did not change since then are not written again: files of it are linked
+            into the new checkpoint, which is complete without it.
         process_group: the processes that take part; default: all.
 
     Example:
@@ -89,11 +104,18 @@ def save(
         (3, tensor([0., 1., 2., 3., 4., 5., 6., 7.]))
     """
     outcome = Outcome()
-    execute_save(outcome, prepare_save(outcome, state, path, keep, overwrite, process_group, copied=False))
+    job = prepare_save(outcome, state, path, keep, overwrite, process_group, copied=False)
+    execute_save(outcome, job._replace(base=base))
 
 
 def async_save(
-    state: Any, path: str | Path, *, keep: int | None = None, overwrite: bool = False, process_group: Any = None
+    state: Any,
+    path: str | Path,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    base: str | Path | None = None,
+    process_group: Any = None,
 ) -> Saving:
     """Like `save`, but returns when the state is copied to host memory; a thread writes it in the background.
 
@@ -105,6 +127,7 @@ def async_save(
         path: as in `save`.
         keep: as in `save`.
         overwrite: as in `save`.
+        base: as in `save`; compared in the background.
         process_group: as in `save`.
 
     Example:
@@ -117,10 +140,10 @@ def async_save(
     outcome = Outcome()
     job = prepare_save(outcome, state, path, keep, overwrite, process_group, copied=True)
     try:
-        background = job._replace(processes=job.processes.with_own_group())
+        background = job._replace(processes=job.processes.with_own_group(), base=base)
     except BaseException:
         if job.processes.is_first:
-            atomic.discard(job.staging)
+            job.staging.discard()
         raise
     interrupt = None if isinstance(outcome.error, Exception) else outcome.error
 
@@ -154,13 +177,13 @@ def prepare_save(
     nothing: tuple[Any, dict[str, torch.Tensor]] = ({}, {})
     encoded, tensors = outcome.attempt(lambda: encode_state(tree.root if tree else {}), nothing)
 
-    def look() -> tuple[Path, dict[str, TensorDescription], Staging | None]:
-        target = Path(path).absolute()
+    def look() -> tuple[Place, dict[str, TensorDescription], AnyStaging | None]:
+        target = place_of(path)
+        target = target.absolute() if isinstance(target, Path) else target
         known = {name: describe(name, tensor, processes) for name, tensor in tensors.items()}
         if not processes.is_first:
             return target, known, None
-        atomic.check_target(target, keep, overwrite)
-        return target, known, atomic.prepare(target)
+        return target, known, begin_save(target, keep, overwrite)
 
     target, known, staging = outcome.attempt(look, (Path(), {}, None))
     outcome.value = (str(target), known, encoded)
@@ -170,15 +193,16 @@ def prepare_save(
         )
     except BaseException:
         if staging is not None:
-            atomic.discard(staging)
+            staging.discard()
         raise
 
     def decide() -> SaveJob:
         everything, agreed = _agreed(gathered)
         shares = _shares(processes, tensors, [known for _, known, _ in gathered])
         mine = {rank: of_rank for rank, of_rank in shares.items() if processes.alone or rank == processes.rank}
+        memory = kept_buffer(_bytes_of(mine, tensors)) if copied else None
         files = {
-            rank: [(share, _item(share, tensors[share.name], copied)) for share in of_rank]
+            rank: [(share, _item(share, tensors[share.name], memory)) for share in of_rank]
             for rank, of_rank in mine.items()
         }
         return SaveJob(places[0], processes, everything, agreed, files, keep)
@@ -258,15 +282,23 @@ def _shares(
     return assign_writes(shared)
 
 
-def _item(share: WriteShare, tensor: torch.Tensor, copied: bool) -> BlockToWrite:
-    """The block of a share, ready to be written."""
+def _bytes_of(shares: Mapping[int, Sequence[WriteShare]], tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of a buffer for all of these boxes."""
+    boxes = [(share.box.numel, tensors[share.name].dtype.itemsize) for one in shares.values() for share in one]
+    return sum(numel * itemsize + ALIGNMENT for numel, itemsize in boxes)
+
+
+def _item(share: WriteShare, tensor: torch.Tensor, memory: HostBuffer | None) -> BlockToWrite:
+    """The block of a share, ready to be written; with `memory`, copied there."""
     held, box = share.source, share.box
-    local = local_of(tensor, held)
-    part = local[held.within][box.inside(held.box)].detach()
+    part = local_of(tensor, held).detach()
+    if part.shape != box.sizes:
+        part = part[held.within][box.inside(held.box)]
     key = f"{share.name}@{','.join(map(str, box.offset))}"
-    if not copied:
+    if memory is None:
         return BlockToWrite(key, tensor.dtype, box.sizes, lambda: part.cpu())
-    kept = part.to("cpu", copy=True)
+    _, kept = memory.take(box.sizes, tensor.dtype)
+    kept.copy_(part)
     return BlockToWrite(key, tensor.dtype, box.sizes, lambda: kept)
 
 
@@ -286,22 +318,136 @@ def local_of(tensor: torch.Tensor, held: HeldBox) -> torch.Tensor:
 def execute_save(outcome: Outcome, job: SaveJob) -> None:
     """Write the files and the index, and publish the checkpoint; on an error raise on all processes and clean up."""
     processes = job.processes
-    written = outcome.attempt(lambda: write_files(job.staging.directory, job.files, shown=processes.is_first), None)
-    outcome.value = (written, job.sums)
     done = Outcome()
     try:
+        written = _written(outcome, job)
+        outcome.value = (written, job.sums)
         gathered = processes.exchange(outcome)
+        if any(of_rank is None for of_rank, _ in gathered):
+            _save_on_disks(job, written)
+            return
         if processes.is_first:
             done.attempt(lambda: finish(job, gathered), None)
         processes.exchange(done)
     except BaseException:
         if processes.is_first:
-            atomic.discard(job.staging)
+            job.staging.discard()
         raise
+
+
+def _save_on_disks(job: SaveJob, written: Written | None) -> None:
+    """The rest of a save where some ranks do not see the staging directory, and have written nothing yet.
+
+    Every disk gets its own staging directory, of the same name, and its own checkpoint with the complete index. The
+    first rank of a disk publishes it, after all disks have all of their files and the index.
+    """
+    staging, processes, here = job.staging, job.processes, written is not None
+    assert isinstance(staging, atomic.Staging), "URLs are always here"
+    outcome = Outcome()
+    published = False
+    try:
+        outcome.attempt(lambda: staging.mark(processes.rank, make=not here), None)
+        processes.exchange(outcome)
+        disk = outcome.attempt(staging.marked, ())
+        leads = processes.rank == next((rank for rank in processes.ranks if rank in disk), None)
+        if leads and not processes.is_first:
+            outcome.attempt(staging.claim, None)
+        outcome.value = disk
+        disks = processes.exchange(outcome)
+        check_disks(staging, processes, disks)  # on all ranks alike
+        if not here:
+            written = outcome.attempt(lambda: write_files(staging, job.files, shown=False), None)
+        outcome.value = outcome.attempt(lambda: (written, job.sums, host_of_disk()), None)
+        gathered = processes.exchange(outcome)
+        hosts = {name: host for (sizes, _), _, host in gathered for name in sizes} if len(set(disks)) > 1 else {}
+        if leads:
+            data = outcome.attempt(lambda: _index_data(job, [pair[:2] for pair in gathered], hosts), b"")
+            outcome.attempt(lambda: staging.write_index(data), None)
+        outcome.value = None
+        processes.exchange(outcome)
+        if leads:
+            outcome.attempt(lambda: atomic.publish(staging), None)
+            published = outcome.error is None
+        processes.exchange(outcome)
+    except BaseException:
+        if published:
+            remove(staging.target)
+        if not here:
+            staging.discard()
+        raise
+    if job.keep is not None:
+        prune_disks(processes, staging.target, job.keep, leads=leads)
+
+
+def _written(outcome: Outcome, job: SaveJob) -> Written | None:
+    """Write this process's files, except what is unchanged since the base; with a base there is one more exchange.
+
+    None if the staging directory is not here: then nothing is written yet.
+    """
+    shown = job.processes.is_first
+    here = outcome.attempt(job.staging.is_here, False)
+    if job.base is None and not (here or shown):
+        return None
+    outcome.attempt(lambda: _check_here(job, here), None)
+    if job.base is None:
+        return outcome.attempt(lambda: write_files(job.staging, job.files, shown=shown), None)
+    path = job.base
+    base = outcome.attempt(lambda: BaseCheckpoint(path, job.staging), None)
+    try:
+        found = outcome.attempt(lambda: base.unchanged(job.files) if base else Unchanged({}), Unchanged({}))
+        outcome.value = outcome.attempt(lambda: (found.used(base.index), base.index.digest) if base else None, None)
+        gathered = job.processes.exchange(outcome)
+        return outcome.attempt(lambda: _changed_and_linked(base, job, found, gathered, shown), None)
+    finally:
+        closing = Outcome()  # an error here too must reach the other processes
+        closing.attempt(lambda: base.close() if base else None, None)
+        outcome.error = outcome.error or closing.error
+
+
+def _check_here(job: SaveJob, here: bool) -> None:
+    if here:
+        return
+    if job.processes.is_first:
+        raise CheckpointError(
+            f"the staging directory of {job.staging.target} was removed while it was saved", hint="save again"
+        )
+    raise CheckpointError(
+        f"base={str(job.base)[:200]!r} with {job.staging.target}, on disks that hosts do not share: a directory of the "
+        f"first process is not on {host_of_disk()}",
+        hint="save without base, or to a file system that all hosts share",
+    )
+
+
+def _changed_and_linked(
+    base: BaseCheckpoint | None, job: SaveJob, found: Unchanged, gathered: Sequence[tuple[Any, str]], shown: bool
+) -> Written:
+    assert base is not None, "no step runs after a failed one"
+    if len({digest for _, digest in gathered}) > 1:
+        raise CheckpointError(f"the ranks find different checkpoints at {job.base}", hint="save without base")
+    links = base.link([used for used, _ in gathered])
+    kept = {at: pair for at, pair in found.blocks.items() if pair[1].file in links}
+    files = {
+        rank: [pair for position, pair in enumerate(shares) if (rank, position) not in kept]
+        for rank, shares in job.files.items()
+    }
+    part = 1 + max([int(match[1]) for match in map(_PART.fullmatch, base.index.files) if match], default=0)
+    sizes, stored = write_files(job.staging, {rank: one for rank, one in files.items() if one}, shown=shown, part=part)
+    if shown:
+        base.make_links(links)
+        sizes = sizes | links
+    return sizes, stored + list(kept.values())
 
 
 def finish(job: SaveJob, gathered: Sequence[tuple[Written, Any]]) -> None:
     """Write the index and publish; called on the first process after all blocks are on disk."""
+    job.staging.finish(_index_data(job, gathered))
+    if job.keep is not None:
+        with atomic.disk_errors(f"{job.staging.target} is saved, but older checkpoints could not be removed"):
+            prune(job.staging.target, job.keep)
+
+
+def _index_data(job: SaveJob, gathered: Sequence[tuple[Written, Any]], hosts: Mapping[str, str] | None = None) -> bytes:
+    """The index of a checkpoint, from what all ranks have written."""
     if job.check is not None:
         job.check([sums for _, sums in gathered])
     files: dict[str, int] = {}
@@ -314,33 +460,24 @@ def finish(job: SaveJob, gathered: Sequence[tuple[Written, Any]]) -> None:
         name: StoredTensor(name, DTYPES[described.dtype], described.shape, tuple(sorted(blocks[name])))
         for name, described in job.tensors.items()
     }
-    data = write_index(Index(files, tensors, job.state))
+    data = write_index(Index(files, tensors, job.state, hosts=hosts or {}))
     parse_index(data)  # an invalid checkpoint is not published
-    with atomic.disk_errors(f"{job.staging.target} cannot be saved"):
-        atomic.write_flushed(job.staging.directory / INDEX, data)
-    atomic.publish(job.staging)
-    if job.keep is not None:
-        with atomic.disk_errors(f"{job.staging.target} is saved, but older checkpoints could not be removed"):
-            atomic.prune(job.staging.target, job.keep)
+    return data
 
 
-def write_files(directory: Path, files: dict[int, list[tuple[WriteShare, BlockToWrite]]], *, shown: bool) -> Written:
+def write_files(
+    staging: AnyStaging, files: dict[int, list[tuple[WriteShare, BlockToWrite]]], *, shown: bool, part: int = 0
+) -> Written:
     """Write a file for each rank with blocks to write. Returns the file sizes, and the positions of the blocks."""
     sizes: dict[str, int] = {}
     stored: list[tuple[str, StoredBlock]] = []
     total = sum(item.nbytes for shares in files.values() for _, item in shares)
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory.parent} is not shared by all processes: a directory made there by the first process is not "
-            f"on {socket.gethostname()}",
-            hint="save to a file system that all hosts share; it may also have been removed meanwhile",
-        )
-    with Progress("saving", total, shown=shown) as progress, atomic.disk_errors(f"{directory} cannot be written"):
+    with Progress("saving", total, shown=shown) as progress, staging.errors():
         for rank, shares in files.items():
-            name = f"blocks-{rank:05d}.safetensors"
+            name = staging.block_name(rank, part)
             # wide elements first, so that every block is aligned to its element size
             ordered = sorted(shares, key=lambda pair: (-pair[1].dtype.itemsize, pair[1].key))
-            sizes[name], placed = write_blocks(directory / name, [item for _, item in ordered], progress.add)
+            sizes[name], placed = write_blocks(staging.writer(name), [item for _, item in ordered], progress.add)
             for (share, _), (start, checksum) in zip(ordered, placed, strict=True):
                 stored.append((share.name, StoredBlock(share.box, name, start, checksum)))
     return sizes, stored

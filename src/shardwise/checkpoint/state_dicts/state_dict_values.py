@@ -9,7 +9,7 @@ import torch
 
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
 from shardwise.errors import CheckpointError
-from shardwise.fabric.virtual import parts_of
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.loading import laid_out_as
 from shardwise.tensor import DTensor
 

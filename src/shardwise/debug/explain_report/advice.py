@@ -72,7 +72,7 @@ def advice_text(record: Record, changes: Sequence[Change], record_at: Callable[[
     """The advice in one or two sentences; "" for none."""
     if not moved_by(record) or record.parent is not None:  # the user does not choose layouts inside a decomposition
         return ""
-    if record.way == "whole tensors":
+    if record.way == "replicated operands":
         return (
             f"{operator_text(record.name)} has no rule for {layouts_text(o.spec for o in record.operands)}: all "
             "operands were replicated. Register a rule with register_sharding, or call it on Replicate() tensors."

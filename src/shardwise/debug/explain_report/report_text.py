@@ -110,7 +110,7 @@ def _lines_table(report: RecordSummary) -> Any:
             phase = row.record.phase
             made.add_row(Text(phase, "bold magenta" if phase == "backward" else "bold cyan"))
         module = row.module.partition(".")[2] or row.module if len(roots) == 1 else row.module
-        operator = operator_text(report.whole(row.record).name).removeprefix("aten.")
+        operator = operator_text(report.outermost(row.record).name).removeprefix("aten.")
         moved = Counter(f"{move.collective} {move.axis}" for move in row.moves)
         collectives = "\n".join(text if times == 1 else f"{times} {text}" for text, times in moved.items())
         made.add_row(
@@ -150,8 +150,8 @@ def _advice(report: RecordSummary) -> Iterator[Any]:
 
     received: dict[tuple[str, str], float] = {}
     for row in _rows(report):
-        whole = report.whole(row.record)
-        advice = f"{whole.where.short} {operator_text(whole.name)} ({whole.phase})", report.advice(whole)
+        outer = report.outermost(row.record)
+        advice = f"{outer.where.short} {operator_text(outer.name)} ({outer.phase})", report.advice(outer)
         received[advice] = received.get(advice, 0.0) + row.received
     found = sorted(((head, text, moved) for (head, text), moved in received.items() if text), key=lambda item: -item[2])
     if found:

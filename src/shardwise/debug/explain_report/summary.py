@@ -91,16 +91,16 @@ class RecordSummary:
             self._numbered.update((record.index, record) for record in self.records[len(self._numbered) :])
         return None if index is None else self._numbered.get(index)
 
-    def whole(self, record: Record) -> Record:
+    def outermost(self, record: Record) -> Record:
         """The record of the operator that the user called, for an operator of its decomposition."""
         outer = self.record_at(record.parent)
-        return record if outer is None else self.whole(outer)
+        return record if outer is None else self.outermost(outer)
 
     def operator(self, record: Record) -> str:
         """The name of an operator; inside a decomposition with the called one: `aten._softmax > redistribute`."""
-        whole = self.whole(record)
+        outer = self.outermost(record)
         name = operator_text(record.name)
-        return name if whole is record else f"{operator_text(whole.name)} > {name}"
+        return name if outer is record else f"{operator_text(outer.name)} > {name}"
 
     # ---------------------------------------------------------------- why
 

@@ -74,25 +74,38 @@ class Lock:
     def read(cls, path: str | os.PathLike[str]) -> Lock:
         """Read a lock file."""
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            if found["shardwise_lock"] != VERSION:
-                raise ValueError(f"version {found['shardwise_lock']}, not {VERSION}")
-            return cls(
-                {
-                    (place, what): Amount(amount["count"], amount["received_bytes"])
-                    for place, entries in found["communication"].items()
-                    for what, amount in entries.items()
-                }
-            )
+            data = Path(path).read_bytes()
         except FileNotFoundError:
             raise LayoutError(
                 f"there is no lock file {os.fspath(path)}",
                 hint=f"create it with report.save_lock(...), or run once with {UPDATE}=1 in the environment",
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return cls.parse(data, os.fspath(path))
+
+    @classmethod
+    def parse(cls, data: bytes, name: str) -> Lock:
+        """The lock of a file with these bytes."""
+        try:
+            found = json.loads(data.decode("utf-8"))
+            if found["shardwise_lock"] != VERSION:
+                raise ValueError(f"version {found['shardwise_lock']}, not {VERSION}")
+            return cls(
+                {
+                    (place, what): Amount(_count(amount["count"]), _count(amount["received_bytes"]))
+                    for place, entries in found["communication"].items()
+                    for what, amount in entries.items()
+                }
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LayoutError(
-                f"{os.fspath(path)} is not a lock file: {error}", hint="create it again with report.save_lock(...)"
+                f"{name} is not a lock file: {error}", hint="create it again with report.save_lock(...)"
             ) from None
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:40]} is not a count")
+    return value
 
 
 def _place(record: Record) -> str:

@@ -16,7 +16,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.debug.parity_check.rounding import is_inexact, same, widened
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.block_copies import reduce_tensors
-from shardwise.fabric.virtual import RankTensor
+from shardwise.fabric.rank_tensor import RankTensor
 from shardwise.tensor import DTensor
 
 __all__ = ["GatheredTensor", "gather_for_check", "local_block", "local_parts"]

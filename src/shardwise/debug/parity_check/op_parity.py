@@ -36,7 +36,7 @@ from shardwise.debug.recording.user_lines import BackwardLines
 from shardwise.errors import ParityError, UnsupportedError
 from shardwise.events import tensor_entered, tensor_moved
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import parts_of
+from shardwise.fabric.rank_tensor import parts_of
 from shardwise.rng.draw_blocks import default_generator
 from shardwise.schema import OpInfo, op_info
 from shardwise.tensor import DTensor, dtensor_of, intercepted

@@ -12,7 +12,7 @@ import torch
 from shardwise.core.spec import DTensorSpec
 from shardwise.debug.parity_check.gather_for_check import Coordinate, gather_for_check, local_block, local_parts
 from shardwise.debug.parity_check.rounding import Gap, gap_between, same
-from shardwise.fabric.virtual import part_at, parts_of
+from shardwise.fabric.rank_tensor import part_at, parts_of
 from shardwise.schema import OpInfo
 from shardwise.tensor import DTensor
 from shardwise.torch_private import tree_leaves

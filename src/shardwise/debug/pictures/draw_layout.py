@@ -121,9 +121,9 @@ def _shown(index_ranges: Sequence[IndexRange]) -> list[IndexRange | None]:
     return some(index_ranges, MOST if len(index_ranges) <= MOST else FEWER)
 
 
-def _least(index_ranges: Sequence[IndexRange | None], whole: int, pixels: float) -> float:
+def _least(index_ranges: Sequence[IndexRange | None], size: int, pixels: float) -> float:
     """The length of a dim at which its longest index range has `pixels` pixels."""
-    return pixels * whole / max(1, *(s.length for s in index_ranges if s is not None))
+    return pixels * size / max(1, *(s.length for s in index_ranges if s is not None))
 
 
 def _depth(face: Face) -> int:

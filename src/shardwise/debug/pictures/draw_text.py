@@ -186,10 +186,10 @@ def _widths(columns: Sequence[IndexRange | None], labels: Sequence[Sequence[str]
         max([len(column.text) if column is not None else 1, *(len(line[i]) for line in labels)]) + 2
         for i, column in enumerate(columns)
     ]
-    whole = sum(column.length for column in columns if column is not None)
-    goal = min(max(24, *(n * whole // max(c.length, 1) for n, c in zip(needed, columns, strict=True) if c)), 56, width)
+    total = sum(column.length for column in columns if column is not None)
+    goal = min(max(24, *(n * total // max(c.length, 1) for n, c in zip(needed, columns, strict=True) if c)), 56, width)
     return [
-        need if column is None else max(need, round(goal * column.length / max(whole, 1)))
+        need if column is None else max(need, round(goal * column.length / max(total, 1)))
         for need, column in zip(needed, columns, strict=True)
     ]
 

@@ -20,7 +20,7 @@ from shardwise import modes
 from shardwise.core.cache import BoundedCache
 from shardwise.core.mode_stack import ModeStack
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.debug.recording.module_tracker import ModuleTracker
 from shardwise.debug.recording.records import (
     NO_LINE,

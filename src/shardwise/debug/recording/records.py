@@ -145,11 +145,11 @@ class Record:
 
     @property
     def way(self) -> str:
-        """How it was run: "rule", "decomposed", "whole tensors" (replicated operands), "asked for", ..."""
+        """How it was run: "rule", "decomposed", "replicated operands", "asked for", ..."""
         if self.decision is None:
             return "asked for" if self.parent is None else "part of a decomposition"
         if self.decision.way == "decomposed" and (self.directly or not self.children):
-            return "rule" if self.decision.sharding is not None else "whole tensors"
+            return "rule" if self.decision.sharding is not None else "replicated operands"
         return self.decision.way
 
     @property
@@ -183,7 +183,7 @@ class Record:
             return ()
         if (self.way == "rule" or decision.why) and decision.sharding is not None:
             return decision.sharding.inputs
-        return decision.signature.replicated_operands() if self.way == "whole tensors" else ()
+        return decision.signature.replicated_operands() if self.way == "replicated operands" else ()
 
 
 def layouts_text(specs: Iterable[Any]) -> str:

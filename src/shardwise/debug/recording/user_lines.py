@@ -69,7 +69,7 @@ class BackwardLines:
             self._lines.keep(number, user_line())
 
     def here(self) -> tuple[str, bool]:
-        """The current user line, in backward the line of the forward operator; and whether this is backward."""
+        """The current user line (in backward the line of the forward operator), and whether this is backward."""
         node = _node()
         if node is None:
             return user_line(), False

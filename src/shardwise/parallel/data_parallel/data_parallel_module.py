@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from shardwise.parallel.data_parallel.module_tree import STATE, states_under
 from shardwise.parallel.data_parallel.schedule import ModuleState
@@ -19,6 +20,18 @@ class DataParallelModule:
         >>> isinstance(sw.replicate(torch.nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,))), DataParallelModule)
         True
     """
+
+    _shown_as = ""  # before the name of the class in a repr, as torch shows it; the class itself keeps its name
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the original class: `model[:2]` of a Sequential, or `type(model)(config)`, is not parallel."""
+        if not (args or kwargs):
+            return super().__new__(cls)  # a copy, whose state follows
+        original = next(kind for kind in cls.__mro__ if not issubclass(kind, DataParallelModule))
+        return original(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self._shown_as}{super().__repr__()}"
 
     def _states(self, recurse: bool = True) -> list[ModuleState]:
         return list(states_under(self, recurse=recurse))  # pyright: ignore[reportArgumentType]  # it is a Module too

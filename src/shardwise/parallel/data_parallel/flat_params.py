@@ -80,12 +80,12 @@ class ParamSlot:
         parts = [math.prod([sizes[axis] for axis in axes]) for axes in self.spec.dim_axes]
         return not self.spec.is_strided and all(n % m == 0 for n, m in zip(self.spec.shape, parts, strict=True))
 
-    def cut(self, whole: torch.Tensor, coordinate: Coordinate) -> torch.Tensor:
+    def cut(self, full: torch.Tensor, coordinate: Coordinate) -> torch.Tensor:
         """A copy of the block that the rank at `coordinate` stores, from the local that it computes with."""
         if self.axis is None:
-            return whole.detach().clone(memory_format=torch.contiguous_format)
-        (run,) = runs_of(whole.shape[self.dim], (self.spec.division(self.axis).cut(coordinate[self.axis]),))
-        part = whole.detach().narrow(self.dim, run.start, run.length)
+            return full.detach().clone(memory_format=torch.contiguous_format)
+        (run,) = runs_of(full.shape[self.dim], (self.spec.division(self.axis).cut(coordinate[self.axis]),))
+        part = full.detach().narrow(self.dim, run.start, run.length)
         return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -149,51 +149,51 @@ class FlatLayout:
         pairs = zip(self.offsets, stored, strict=True)
         return [row.as_strided(shape, stride, start + at) for at, (shape, stride) in pairs]
 
-    def spread(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+    def spread(self, buffer: torch.Tensor, full_tensors: Sequence[torch.Tensor]) -> None:
         """Fill the locals that a rank computes with from the rows of a gathered buffer."""
         if self.is_simple:
             rows = self.slots[0].ranks
-            targets = [whole.view(rows, -1) for whole in wholes]
+            targets = [full.view(rows, -1) for full in full_tensors]
             torch.split_with_sizes_copy(buffer.view(rows, -1), self.sizes, dim=1, out=targets)
-        elif pairs := self._pairs(buffer, wholes):
-            foreach_copy_([whole for _, whole in pairs], [row for row, _ in pairs])
+        elif pairs := self._pairs(buffer, full_tensors):
+            foreach_copy_([full for _, full in pairs], [row for row, _ in pairs])
 
-    def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+    def fill(self, buffer: torch.Tensor, full_tensors: Sequence[torch.Tensor]) -> None:
         """Copy the locals of the computation, or their gradients, into the rows of a buffer; gaps are not written."""
-        if self.is_simple and {whole.dtype for whole in wholes} == {buffer.dtype}:
+        if self.is_simple and {full.dtype for full in full_tensors} == {buffer.dtype}:
             rows = self.slots[0].ranks
-            torch.cat([whole.reshape(rows, -1) for whole in wholes], dim=1, out=buffer.view(rows, -1))
-        elif pairs := self._pairs(buffer, wholes):
-            foreach_copy_([row for row, _ in pairs], [whole for _, whole in pairs])
+            torch.cat([full.reshape(rows, -1) for full in full_tensors], dim=1, out=buffer.view(rows, -1))
+        elif pairs := self._pairs(buffer, full_tensors):
+            foreach_copy_([row for row, _ in pairs], [full for _, full in pairs])
 
-    def _pairs(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the buffer and of tensors that hold the same elements. Which ones is worked out once."""
-        if not all(map(torch.Tensor.is_contiguous, wholes)):
-            return [pair for index, whole in enumerate(wholes) for pair in self._matched(buffer, index, whole)]
-        key = tuple([whole.shape for whole in wholes])
+    def _pairs(
+        self, buffer: torch.Tensor, full_tensors: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the buffer and of tensors with the same elements. The choice is cached."""
+        if not all(map(torch.Tensor.is_contiguous, full_tensors)):
+            return [pair for index, full in enumerate(full_tensors) for pair in self._matched(buffer, index, full)]
+        key = tuple([full.shape for full in full_tensors])
         views = self._views.get(key)
         if views is None:
             views = self._views[key] = [
-                (index, View.of(row, buffer), View.of(part, whole))
-                for index, whole in enumerate(wholes)
-                for row, part in self._matched(buffer, index, whole)
+                (index, View.of(row, buffer), View.of(part, full))
+                for index, full in enumerate(full_tensors)
+                for row, part in self._matched(buffer, index, full)
             ]
-        return [(row.on(buffer), part.on(wholes[index])) for index, row, part in views]
+        return [(row.on(buffer), part.on(full_tensors[index])) for index, row, part in views]
 
-    def _matched(
-        self, buffer: torch.Tensor, index: int, whole: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the buffer and of `whole` with the same elements: a pair for each kind of block, two at most.
+    def _matched(self, buffer: torch.Tensor, index: int, full: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the buffer and of `full` with the same elements: a pair for each kind of block, two at most.
 
         Their number does not depend on the number of ranks.
         """
         slot, offset = self.slots[index], self.offsets[index]
-        if not whole.numel():
+        if not full.numel():
             return []
         rows = buffer.view(slot.ranks, self.total)
         if slot.axis is None:
-            return [(rows[0].narrow(0, offset, whole.numel()).view(whole.shape), whole)]
-        views = [(chunks, chunk_views(whole, slot.dim, chunks)) for chunks in slot.chunks(whole.shape[slot.dim])]
+            return [(rows[0].narrow(0, offset, full.numel()).view(full.shape), full)]
+        views = [(chunks, chunk_views(full, slot.dim, chunks)) for chunks in slot.chunks(full.shape[slot.dim])]
         return [(chunk_rows(rows, offset, view.shape, chunks), view) for chunks, view in views]
 
     @functools.cached_property

@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Ragged, Shard, as_placement
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
+from shardwise.parallel.data_parallel.asked_gradients import wrap_autograd
 from shardwise.parallel.data_parallel.data_axes import DataParallelMeshDims, data_axes
 from shardwise.parallel.data_parallel.data_parallel_module import DataParallelModule
 from shardwise.parallel.data_parallel.granular_params import granular_placements
@@ -54,9 +55,13 @@ class FSDPModule(DataParallelModule):
     Example:
         >>> import shardwise as sw
         >>> module = fully_shard(nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,)))
-        >>> isinstance(module, FSDPModule), type(module).__name__
-        (True, 'FSDPLinear')
+        >>> isinstance(module, FSDPModule), isinstance(module, nn.Linear), type(module).__name__
+        (True, True, 'Linear')
+        >>> module
+        FSDPLinear(in_features=4, out_features=4, bias=True)
     """
+
+    _shown_as = "FSDP"
 
     @property
     def _state(self) -> ModuleState:
@@ -96,7 +101,7 @@ class FSDPModule(DataParallelModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the gathered parameters are freed after forward, and gathered again for backward."""
         for state in self._states(recurse):
-            state.reshard_after_forward = reshard_after_forward
+            state.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the gathered parameters are freed after backward; if not, the next forward uses them as they are."""
@@ -145,6 +150,8 @@ def fully_shard(
             mesh (`world["dp"]`) composes with tensor parallelism on its other axes. All processes, where there are any
             and none is given.
         reshard_after_forward: free the gathered parameters after forward. By default all modules do but the outermost.
+            A number `n` that divides the sharding ranks: each rank keeps 1/n of them, and groups of `n` neighbouring
+            ranks gather them for backward. With the ranks of a host as `n`, backward gathers inside hosts alone.
         shard_placement_fn: which dim of a parameter to shard, as `Shard(dim)`; None for the first one.
         mp_policy: dtypes to compute, reduce and return in.
         offload_policy: only the default one.
@@ -190,12 +197,13 @@ def fully_shard(
         ShardedParameter(parameter, owners, name, data_mesh, placements.get(parameter))
         for name, parameter, owners in found
     ]
+    wrap_autograd()
     state = ModuleState(modules, policy, reshard)
     for group in alike(managed):
         own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
         state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state))
     for each in modules:
-        subclass_with(each, FSDPModule, "FSDP")
+        subclass_with(each, FSDPModule)
     return modules if not isinstance(module, nn.Module) else module
 
 
@@ -279,15 +287,18 @@ def _check_modules(modules: Sequence[nn.Module], offload_policy: OffloadPolicy |
             )
 
 
-def _checked_reshard(given: bool | int | None, mesh: DeviceMesh) -> bool | None:
+def _checked_reshard(given: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
     if given is None or isinstance(given, bool):
         return given
-    if given in (1, mesh.shape[-1]):
+    ranks = mesh.shape[-1]
+    if given in (1, ranks):
         return given != 1
-    raise UnsupportedError(
-        f"reshard_after_forward={given}: parameters are not resharded to a part of the {mesh.shape[-1]} ranks",
-        hint="use True or False",
-    )
+    if not 1 < given < ranks or ranks % given:
+        raise LayoutError(
+            f"reshard_after_forward={given}: the {ranks} ranks that shard the parameters have no groups of so many",
+            hint="use True, False, or a divisor of the number of ranks, for example the ranks of a host",
+        )
+    return given
 
 
 def _shard_of(parameter: nn.Parameter, name: str, choose: ShardPlacementFn | None) -> Shard:

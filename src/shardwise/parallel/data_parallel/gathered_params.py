@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
-from shardwise.core.symbolic import is_tracing
+from shardwise.core.tracing import is_tracing
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.virtual import of_rows, part_at, parts_of
+from shardwise.fabric.rank_tensor import of_rows, part_at, parts_of
 from shardwise.parallel.data_parallel.sharded_param import GatheredParameter, ShardedParameter
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.torch_private import (
@@ -33,7 +33,7 @@ from shardwise.torch_private import (
     without_dispatch_modes,
 )
 
-__all__ = ["Gathered", "Leaves", "Source", "at_once", "completion_token", "save_handles"]
+__all__ = ["STORED", "Gathered", "Leaves", "Source", "at_once", "completion_token", "save_handles"]
 
 ONE_TENSOR = (torch.Tensor, GatheredParameter)  # the usual classes of tensors that are one, not one for each rank
 COUNTING = (CachedCheckpointMode, CachingCheckpointMode)  # modes of selective checkpointing
@@ -44,7 +44,7 @@ class Source:
     """The stored parameters that a group gathers, and the tensors that a caller has substituted for others.
 
     Args:
-        stored: for each parameter of the group, None where a caller has put a tensor of its own in its place.
+        stored: for each parameter of the group; None if a caller has substituted a tensor for it.
         substituted: these tensors, by index.
     """
 
@@ -67,8 +67,16 @@ class GatheringGroup(Protocol):
         """Begin the all-gather."""
         ...
 
+    def launch_again(self, part: DTensor) -> DTensor:
+        """Begin the all-gather of the parts of the flat buffer that groups of ranks have kept."""
+        ...
+
     def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
-        """Wait for it, and copy each parameter to memory of its own."""
+        """Wait for it, and copy each parameter to separate memory."""
+        ...
+
+    def part_of(self, buffer: DTensor, ranks: int) -> DTensor:
+        """A copy of this rank's part of the gathered flat buffer, split over groups of this many ranks."""
         ...
 
     def needed(self, gathered: Gathered) -> None:
@@ -93,10 +101,11 @@ class Gathered:
         self.group, self.source = group, source
         self.tensors: list[Any] | None = None  # the memory, by index of the parameter
         self.versions: list[int] | None = None  # of the stored parameters when they were gathered
-        self.writes: dict[int, int] = {}  # how often a leaf was written to, where it was
+        self.writes: dict[int, int] = {}  # version counters of the leaves that were written to
         self._leaves: dict[DeviceMesh | None, _Leaves] = {}
         self._pending: DTensor | None = None
         self._started = False
+        self.part: DTensor | None = None  # a part of the flat buffer, kept between forward and backward
         self._keys: list[int] = []
         self._bases: list[int] = []
 
@@ -126,15 +135,24 @@ class Gathered:
             )
         self.versions = self.source.versions()
         with kept_apart(grads=False):
-            self._pending, self._started = self.group.launch(self.source), True
+            part, self.part = self.part, None
+            again = part is not None
+            self._pending = self.group.launch_again(part) if again else self.group.launch(self.source)
+            self._started = True
 
-    def finish(self) -> None:
-        """Have the memory: begin if need be, and wait."""
+    def finish(self, keep_over: int | None = None) -> None:
+        """Wait for the memory; begin to gather if that has not been done.
+
+        Args:
+            keep_over: also keep a part of the flat buffer, split over groups of this many ranks, for the next gather.
+        """
         if self.tensors is not None:
             return
         self.start()
         with kept_apart(grads=False):
             self.tensors = self.group.fill(self.source, self._pending)
+            if keep_over is not None and self._pending is not None:
+                self.part = self.group.part_of(self._pending, keep_over)
         self._pending, self._started = None, False
         self._bases = [0] * len(self.tensors)
         for index in self.source.indices:
@@ -146,10 +164,16 @@ class Gathered:
             _memory[key] = self, index
             self._keys.append(key)
 
-    def drop(self) -> None:
-        """Release the memory. It is freed when no other tensor uses it."""
+    def drop(self, *, keep_part: bool = False) -> None:
+        """Release the memory. It is freed when no other tensor uses it.
+
+        Args:
+            keep_part: not the part of the flat buffer, from which backward gathers.
+        """
+        if not keep_part:
+            self.part = None
         if self._pending is not None:
-            _ = self._pending._local_tensor  # a collective in flight is finished before its buffer goes
+            _ = self._pending._local_tensor  # a collective in flight is finished before its buffer is freed
         for key in self._keys:
             if _memory.get(key, (None,))[0] is self:
                 del _memory[key]
@@ -227,12 +251,12 @@ class Saved(NamedTuple):
         if gathered.tensors is None:
             gathered.group.needed(gathered)
         assert gathered.tensors is not None
-        whole = gathered.tensors[self.position]
-        if type(whole) is torch.Tensor:
-            local = whole.as_strided(*self.views[0])
+        full = gathered.tensors[self.position]
+        if type(full) is torch.Tensor:
+            local = full.as_strided(*self.views[0])
         else:
-            parts = zip(parts_of(whole), self.views, strict=True)
-            local = of_rows(whole, [(part.as_strided(*view),) for part, view in parts])[0]
+            parts = zip(parts_of(full), self.views, strict=True)
+            local = of_rows(full, [(part.as_strided(*view),) for part, view in parts])[0]
         return local if self.spec is None else dtensor_of(self.spec, local)
 
 
@@ -247,8 +271,8 @@ def _pack(tensor: Any) -> Any:
         if found is not None and not part.is_conj() and not part.is_neg():
             gathered, index = found
             assert gathered.tensors is not None
-            whole = gathered.tensors[index]
-            if whole.dtype is part.dtype and type(whole) is type(local):
+            full = gathered.tensors[index]
+            if full.dtype is part.dtype and type(full) is type(local):
                 return gathered.handle(tensor, index, spec, local)
     return tensor, tensor._version
 
@@ -269,10 +293,10 @@ never_traced(_pack, _unpack)
 
 
 def save_handles() -> saved_tensors_hooks | None:
-    """From now on operators save handles of gathered memory; the result ends it, by `__exit__`.
+    """From now on operators save handles of gathered memory; `__exit__` of the result ends it.
 
-    None if that is so already, if a user's hooks are in place (checkpointing: they decide what is saved), and
-    where torch allows none: memory that is saved then stays.
+    None if that is active already, if a user's hooks are active (checkpointing: they decide what is saved), and if
+    torch allows no hooks: then saved memory is not freed.
     """
     if (
         saved_tensor_hooks._top_saved_tensors_default_hooks(False) is not None
@@ -285,6 +309,9 @@ def save_handles() -> saved_tensors_hooks | None:
 
 
 # ---------------------------------------------------------------- how gradients come back
+
+
+STORED = "_shardwise_stored"  # the attribute of a node of leaves with their stored parameters
 
 
 class Completion(torch.autograd.Function):
@@ -321,16 +348,19 @@ def at_once(tensor: Any) -> Any:
 
 
 class Leaves(torch.autograd.Function):
-    """The node behind the leaves of a bucket: it gets all their gradients at once, and hands them over."""
+    """The autograd node of the leaves of a bucket: it receives all their gradients at once, and passes them on."""
 
     @staticmethod
-    def forward(ctx: Any, token: Any, take: Take, leaves: Sequence[Any]) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, token: Any, take: Take, leaves: Sequence[Any], parameters: Sequence[Any]
+    ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.take, ctx.variable = take, token.grad_fn.variable
+        setattr(ctx, STORED, parameters)
         return tuple(leaves)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in grads):
             raise UnsupportedError(
                 "backward(create_graph=True) reached the parameters of a data parallel module: their gradients are "
@@ -339,7 +369,7 @@ class Leaves(torch.autograd.Function):
                 "call the module by torch.func.functional_call with tensors of your own as parameters",
             )
         ctx.take(grads)
-        return None, None, None
+        return None, None, None, None
 
 
 never_traced(Completion.forward, Completion.backward, Leaves.forward, Leaves.backward)

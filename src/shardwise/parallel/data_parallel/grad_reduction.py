@@ -17,7 +17,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import alike
 from shardwise.fabric.base import fabrics
 from shardwise.parallel.data_parallel.data_axes import axes_within
-from shardwise.parallel.tensor_parallel.value_layouts import redistributed_together
+from shardwise.parallel.tensor_parallel.value_layouts import redistributed_as_one
 from shardwise.tensor import DTensor
 
 __all__ = ["parts_of_sums"]
@@ -33,7 +33,7 @@ def parts_of_sums(
     fabric = fabrics[data_mesh.fabric]
     if not fabric.many_ranks and True not in [isinstance(grad, DTensor) for grad in grads]:
         return list(grads)
-    grads = _added_up_together(grads, specs, data_mesh)
+    grads = _summed_over_plan_axes(grads, specs, data_mesh)
     locals_ = []
     for grad, spec in zip(grads, specs, strict=True):
         if isinstance(grad, DTensor):
@@ -42,21 +42,23 @@ def parts_of_sums(
     return locals_
 
 
-def _added_up_together(grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh) -> list[Any]:
+def _summed_over_plan_axes(
+    grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh
+) -> list[Any]:
     """Gradients that are Partial on other axes, reduced on each rank, in one buffer for each kind."""
-    whole = {
+    partial = {
         at: grad._spec
         for at, (grad, leaf) in enumerate(zip(grads, specs, strict=True))
         if isinstance(grad, DTensor) and leaf is not None and leaf.is_replicated and not any(grad._spec.dim_axes)
     }
     found = list(grads)
-    for positions in alike(whole):
-        spec = whole[positions[0]]
+    for positions in alike(partial):
+        spec = partial[positions[0]]
         placements, data = spec.placements, axes_within(spec.mesh, data_mesh)
         goal = tuple(p if axis in data or not p.is_partial() else Replicate() for axis, p in enumerate(placements))
         if goal == placements or len(positions) == 1:
             continue
-        for at, total in zip(positions, redistributed_together([grads[at] for at in positions], goal), strict=True):
+        for at, total in zip(positions, redistributed_as_one([grads[at] for at in positions], goal), strict=True):
             found[at] = total
     return found
 

@@ -22,7 +22,7 @@ __all__ = ["GranularLayout", "granular_placements"]
 
 
 def granular_placements(shapes: Sequence[Sequence[int]], granules: Sequence[int], ranks: int) -> list[Ragged]:
-    """How each of several tensors is split along its first dim, so that ranks hold about equally much of all.
+    """How each of several tensors is split along its first dim, so that ranks hold about equal shares of all.
 
     Args:
         shapes: the shapes of the tensors.
@@ -91,12 +91,12 @@ class GranularLayout(FlatLayout):
         pairs = zip(offsets, stored, strict=False)
         return [row.as_strided(shape, stride, start + at) for at, (shape, stride) in pairs]
 
-    def spread(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+    def spread(self, buffer: torch.Tensor, full_tensors: Sequence[torch.Tensor]) -> None:
         flat = buffer if self.is_even else torch.cat(buffer.split(self._pieces)[::2])
-        torch.split_with_sizes_copy(flat, self.sizes, out=[whole.view(-1) for whole in wholes])
+        torch.split_with_sizes_copy(flat, self.sizes, out=[full.view(-1) for full in full_tensors])
 
-    def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
-        flat = [whole.reshape(-1).to(buffer.dtype) for whole in wholes]
+    def fill(self, buffer: torch.Tensor, full_tensors: Sequence[torch.Tensor]) -> None:
+        flat = [full.reshape(-1).to(buffer.dtype) for full in full_tensors]
         if not self.is_even:
             pieces: list[torch.Tensor] = [buffer] * len(self._pieces)
             pieces[::2] = torch.cat(flat).split(self._lengths)

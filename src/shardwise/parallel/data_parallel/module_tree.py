@@ -49,7 +49,7 @@ def states_under(*modules: nn.Module, recurse: bool = True) -> Iterator[Any]:
 
 
 def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules whose parameters belong to these roots: all below them but those that have a state of their own."""
+    """The modules whose parameters belong to these roots: all below them except those with their own state."""
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, name: str) -> None:
@@ -79,11 +79,16 @@ def owned_parameters(
     return list(found.values())
 
 
-def subclass_with(module: nn.Module, mixin: type, prefix: str) -> None:
-    """Give a module the methods of `mixin`, by a class made for it."""
-    module.__class__ = _subclass(module.__class__, mixin, prefix)
+def subclass_with(module: nn.Module, mixin: type) -> None:
+    """Give a module the methods of `mixin`, by a class made for it, which keeps the name of the module's own class.
+
+    Libraries use that name: the Trainer of transformers shifts the labels of causal language models, which it
+    recognises by class name.
+    """
+    module.__class__ = _subclass(module.__class__, mixin)
 
 
 @functools.lru_cache(maxsize=1024)
-def _subclass(kind: type, mixin: type, prefix: str) -> type:
-    return type(f"{prefix}{kind.__name__}", (mixin, kind), {"__module__": kind.__module__})
+def _subclass(kind: type, mixin: type) -> type:
+    kept = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (mixin, kind), kept)

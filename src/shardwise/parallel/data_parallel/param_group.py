@@ -21,7 +21,7 @@ from shardwise.core.placement import Partial, Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.virtual import of_rows, part_at
+from shardwise.fabric.rank_tensor import of_rows, part_at
 from shardwise.parallel.data_parallel.flat_params import FlatLayout
 from shardwise.parallel.data_parallel.gathered_params import Gathered, Leaves, Source, at_once, completion_token
 from shardwise.parallel.data_parallel.grad_reduction import parts_of_sums
@@ -33,7 +33,7 @@ from shardwise.tensor import DTensor, apply_function, dtensor_of, moved
 __all__ = ["Bucket", "Finish", "ParameterGroup", "alike", "rank_by_rank"]
 
 _SUM, _AVERAGE = Partial(), Partial("avg")
-Finish = Callable[[bool], None]  # waits; with True it gives the gradients out, with False they are lost
+Finish = Callable[[bool], None]  # waits; with True it returns the gradients, with False it drops them
 Key = tuple[DeviceMesh | None, Source]
 
 
@@ -50,7 +50,7 @@ class Owner(Protocol):
         ...
 
     def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
-        """A backward has run everything that gives gradients to a bucket."""
+        """Called when a backward has computed all gradients of a bucket."""
         ...
 
 
@@ -73,7 +73,7 @@ class ParameterGroup:
         parameters: parameters of one group; of one dtype.
         data_mesh: the data axes.
         policy: dtypes.
-        buckets: indices of the parameters whose gradients travel together.
+        buckets: indices of the parameters whose gradients are reduced in one collective.
         owner: notified when backward needs parameters, and when a bucket has all its gradients.
     """
 
@@ -89,7 +89,7 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.install()
         self._first_owners = [parameter.owners[0] for parameter in self.parameters]
-        # for each module the functions that give the leaves of its parameters in backward, by name
+        # for each module, functions that return the leaves of its parameters in backward, by name
         self._in_backward: dict[nn.Module, dict[str, Callable[[Any], Any]]] = {}
         for index, parameter in enumerate(self.parameters):
             for module, name in parameter.owners:
@@ -98,7 +98,7 @@ class ParameterGroup:
         self.buckets = [Bucket(indices) for indices in buckets]
         self._owner = owner
         self.current: Gathered | None = None  # the copy that was gathered last; its memory may have been dropped
-        self._others: list[Gathered] = []  # earlier ones that backward has asked for
+        self._others: list[Gathered] = []  # earlier ones that backward requested
         self.shown: list[Any] | None = None  # the tensors that modules have in place of the stored parameters
         self._held: list[Any] = []  # the former ones
         self.is_sharded = any(parameter.is_sharded for parameter in self.parameters)
@@ -106,8 +106,10 @@ class ParameterGroup:
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
         self._specs: BoundedCache[tuple[Any, ...], list[DTensorSpec | None]] = BoundedCache(64)
         self._flat_specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(64)
-        self._whole: tuple[Placement, ...] = (Replicate(),) * data_mesh.ndim
-        self._scattered: tuple[Placement, ...] = (*self._whole[:-1], Shard(0)) if self.is_sharded else self._whole
+        self._replicated: tuple[Placement, ...] = (Replicate(),) * data_mesh.ndim
+        self._scattered: tuple[Placement, ...] = (
+            (*self._replicated[:-1], Shard(0)) if self.is_sharded else self._replicated
+        )
         self._is_offered, self._was_offered = False, False
         self._offered: dict[nn.Module, ParametersInBackward] = {}  # what modules held when leaves were last offered
 
@@ -191,7 +193,10 @@ class ParameterGroup:
         if self.shown is not None:
             return
         source, current = self._look(), self.current
-        if current is not None and current.source is source and current.is_present and self._is_valid(current):
+        is_there = current is not None and (current.part is not None or current.is_present)
+        if current is not None and is_there and current.source is source and self._is_valid(current):
+            if current.part is not None:
+                current.start()
             return
         self._drop_all()
         self.current = Gathered(self, source)
@@ -222,10 +227,26 @@ class ParameterGroup:
         layout, dtype = self._layout(source.indices), self.dtype
         locals_: list[Any] = [source.stored[index]._local_tensor for index in source.indices]
         row = fabric_of(self.data_mesh).map(self.data_mesh, lambda _, *tensors: layout.joined(tensors, dtype), *locals_)
-        return self._start_move(dtensor_of(self._flat_spec(layout, dtype, self._scattered), row), self._whole)
+        return self._start_move(dtensor_of(self._flat_spec(layout, dtype, self._scattered), row), self._replicated)
+
+    def part_of(self, buffer: DTensor, ranks: int) -> DTensor:
+        """A copy of this rank's part of a gathered flat buffer: each group of `ranks` neighbours has all of it."""
+        gathered = self._flat_specs.get((buffer._spec, ranks))
+        if gathered is None:
+            axis = self.data_mesh.ndim - 1
+            name = "dp" if self.data_mesh.mesh_dim_names is None else self.data_mesh.axis_name(axis)
+            sizes = (self.data_mesh.shape[axis] // ranks, ranks)
+            mesh = self.data_mesh[[axis]]._unflatten(0, sizes, (f"{name}_groups", f"{name}_ranks"))
+            gathered = DTensorSpec(mesh, (Replicate(), Replicate()), buffer._spec.tensor_meta)
+            self._flat_specs.keep((buffer._spec, ranks), gathered)
+        return moved(dtensor_of(gathered, buffer._local_tensor), gathered.with_placements((Replicate(), Shard(0))))
+
+    def launch_again(self, part: DTensor) -> DTensor:
+        """Begin to gather a flat buffer from the parts that groups of ranks have kept. Called without gradients."""
+        return self._start_move(part, (Replicate(), Replicate()))
 
     def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
-        """Wait for an all-gather, and copy each parameter to memory of its own; by index."""
+        """Wait for an all-gather, and copy each parameter to separate memory; by index."""
         found: list[Any] = [None] * len(self.parameters)
         if buffer is None:
             for index in source.indices:
@@ -234,9 +255,9 @@ class ParameterGroup:
         layout, local = self._layout(source.indices), buffer._local_tensor
         rows: list[list[torch.Tensor]] = []
         for flat, coordinates in rank_by_rank(self.data_mesh, layout, local):
-            wholes = [flat.new_empty(shape) for shape in layout.shapes(coordinates)[1]]
-            layout.spread(flat, wholes)
-            rows.append(wholes)
+            full_tensors = [flat.new_empty(shape) for shape in layout.shapes(coordinates)[1]]
+            layout.spread(flat, full_tensors)
+            rows.append(full_tensors)
         for index, tensor in zip(source.indices, of_rows(local, rows), strict=False):
             found[index] = tensor
         return found
@@ -253,27 +274,36 @@ class ParameterGroup:
             self.current = gathered
         self._owner.needed(gathered)
 
-    def drop(self) -> None:
-        """Drop the gathered parameters. Tensors with other references stay."""
+    def drop(self, *, keep_part: bool = False) -> None:
+        """Drop the gathered parameters. Tensors with other references stay.
+
+        Args:
+            keep_part: keep the part of the flat buffer that this forward has set aside for backward.
+        """
         self.show_stored()
         if self.is_sharded:
-            self._drop_all()
+            self._drop_all(keep_part=keep_part)
 
-    def _drop_all(self) -> None:
+    def _drop_all(self, *, keep_part: bool = False) -> None:
         for gathered in (self.current, *self._others):
             if gathered is not None:
-                gathered.drop()
+                gathered.drop(keep_part=keep_part)
         self._others.clear()
 
     # ---------------------------------------------------------------- the tensors that modules see
 
-    def show(self, compute_mesh: DeviceMesh | None) -> None:
-        """Let the modules see the gathered parameters."""
+    def show(self, compute_mesh: DeviceMesh | None, keep_over: int | None = None) -> None:
+        """Let the modules see the gathered parameters.
+
+        Args:
+            compute_mesh: the mesh of the inputs.
+            keep_over: set a part of the flat buffer aside for backward, split over groups of this many ranks.
+        """
         if self.shown is None:
             self.start()
         gathered = self.current
         assert gathered is not None
-        gathered.finish()
+        gathered.finish(keep_over)
         leaves = gathered.leaves(compute_mesh)
         substituted = gathered.source.substituted
         if substituted:
@@ -311,7 +341,8 @@ class ParameterGroup:
                 continue
             take = functools.partial(self._take, bucket, (compute_mesh, source), chosen)
             token = self._token(bucket, source.stored[chosen[0]])
-            leaves: Any = apply_function(Leaves, token, take, [found[index] for index in chosen])
+            stored = [source.stored[index] for index in chosen]
+            leaves: Any = apply_function(Leaves, token, take, [found[index] for index in chosen], stored)
             at_once(leaves[0])
             for index, leaf in zip(chosen, leaves, strict=True):
                 found[index] = leaf
@@ -378,16 +409,17 @@ class ParameterGroup:
         for index, writes in gathered.take_writes().items():
             parameter = self.parameters[index]
             stored: Any = gathered.source.stored[index]
-            whole = gathered.tensors[index]
+            full = gathered.tensors[index]
             for mesh, in_graph in writes:
-                if in_graph or mesh is None or whole.dtype is not stored.dtype:
+                if in_graph or mesh is None or full.dtype is not stored.dtype:
                     raise UnsupportedError(
                         f"{parameter.name} was written to while it was gathered{_why(mesh, in_graph)}",
                         hint="write to the parameter when it is not gathered, under torch.no_grad(); or give inputs as "
                         "DTensors over the data axes, with which all ranks write the same",
                     )
-            parameter.write_back(stored, whole)
+            parameter.write_back(stored, full)
             gathered.versions = gathered.source.versions()
+            gathered.part = None  # it has former values
 
     def _check_dtypes(self, source: Source) -> None:
         dtypes = {source.stored[index].dtype for index in source.indices}
@@ -409,12 +441,12 @@ class ParameterGroup:
             before = pending.get(index)
             if self._owner.requires_gradient_sync:
                 pending[index] = grad if before is None else before + grad
-            else:  # kept for long: in the dtype of the reduction, in memory of its own
+            else:  # stored for long: in the dtype of the reduction, in separate memory
                 kept = grad.to(self.policy.reduce_dtype or grad.dtype, copy=before is None)
                 pending[index] = kept if before is None else before + kept
 
     def has_all_gradients(self, bucket: Bucket) -> bool:
-        """Whether every parameter of a bucket that wants a gradient has got one."""
+        """Whether every parameter of a bucket that requires a gradient has one."""
         wanted = {index for index in bucket.indices if self.parameters[index].stored.requires_grad}
         return all(wanted <= grads.keys() for grads in bucket.pending.values())
 
@@ -441,7 +473,7 @@ class ParameterGroup:
             if factor is not None and factor != 1:
                 flat._local_tensor.div_(factor)
             if not all_reduce or indices in waiting:
-                flat = flat.redistribute(placements=(*(part for _ in self._whole[:-1]), self._scattered[-1]))
+                flat = flat.redistribute(placements=(*(part for _ in self._replicated[:-1]), self._scattered[-1]))
                 flat: Any = waiting[indices] + flat if indices in waiting else flat
             waiting[indices] = flat
         if not all_reduce:

@@ -16,6 +16,7 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
+from shardwise.parallel.data_parallel.asked_gradients import wrap_autograd
 from shardwise.parallel.data_parallel.data_axes import data_axes
 from shardwise.parallel.data_parallel.data_parallel_module import DataParallelModule
 from shardwise.parallel.data_parallel.flat_params import FlatLayout
@@ -35,9 +36,11 @@ class ReplicateModule(DataParallelModule):
     Example:
         >>> import shardwise as sw
         >>> module = replicate(nn.Linear(4, 4), sw.init_device_mesh("cpu", (2,)))
-        >>> isinstance(module, ReplicateModule)
-        True
+        >>> isinstance(module, ReplicateModule), type(module).__name__
+        (True, 'Linear')
     """
+
+    _shown_as = "Replicate"
 
 
 def replicate(
@@ -85,6 +88,7 @@ def replicate(
         ShardedParameter(parameter, owners, name, data_mesh, None)
         for name, parameter, owners in owned_parameters([module], ignored_params or ())
     ]
+    wrap_autograd()
     state = ModuleState([module], policy, reshard_after_forward=False)
     for group in alike(managed):
         _broadcast(group, data_mesh)
@@ -93,7 +97,7 @@ def replicate(
         state.groups.append(ParameterGroup(group, data_mesh, own, buckets, state))
     for part in _parts(module):
         state.serve(part)
-    subclass_with(module, ReplicateModule, "Replicate")
+    subclass_with(module, ReplicateModule)
     return module
 
 
@@ -122,7 +126,7 @@ def _buckets(group: Sequence[ShardedParameter], cap: float) -> list[list[int]]:
 
 @torch.no_grad()
 def _broadcast(group: Sequence[ShardedParameter], mesh: DeviceMesh) -> None:
-    """Every rank gets the value of the first one along the data axes: a sum to which only that one adds anything."""
+    """Broadcast the value of the first rank along the data axes: a sum in which all other addends are zero."""
     if any(parameter.stored.is_meta for parameter in group):
         return
     layout = FlatLayout([parameter.slot for parameter in group])

@@ -38,13 +38,13 @@ def in_backward() -> bool:
 
 
 class ForwardRun:
-    """One forward of an outermost module, with all that it calls."""
+    """One forward of an outermost module, including the modules that it calls."""
 
     def __init__(self, outermost: ModuleState, is_repeated: bool) -> None:
         self.outermost, self.is_repeated = outermost, is_repeated
         self.entered: list[ModuleState] = []
         self.gathered: dict[ModuleState, None] = {}  # whose parameters this forward has gathered
-        self.left: list[ModuleState] = []  # in the order that backward goes through from the end
+        self.left: list[ModuleState] = []  # in the order of forward; backward follows it from the end
 
     def next_in_forward(self, state: ModuleState) -> ModuleState | None:
         """Which module came after this one the last time, if the order has been the same so far."""
@@ -53,7 +53,7 @@ class ForwardRun:
         return order[at] if at < len(order) and order[at - 1] is state else None
 
     def next_in_backward(self, state: ModuleState) -> ModuleState | None:
-        """Which module backward will come to after this one."""
+        """The module that backward reaches after this one."""
         for at in reversed(range(len(self.left))):
             if self.left[at] is state:
                 del self.left[at:]
@@ -68,13 +68,13 @@ class ForwardRun:
         for state in self.gathered:
             state.still_to_run.clear()
             if not state.awaits_backward and not state.is_held:
-                state.drop()
+                state.drop(keep_part=True)
             for group in state.groups:
                 group.offer_leaves_again()
 
 
 class Backward:
-    """One pass of autograd, with those that it runs inside of itself, and the states that it has come to."""
+    """One pass of autograd, including nested passes, and the states that it has reached."""
 
     def __init__(self, task: int) -> None:
         self.task = task
@@ -181,11 +181,12 @@ class ModuleState:
     Args:
         modules: the modules.
         policy: dtypes.
-        reshard_after_forward: drop the gathered parameters after forward; None: unless the module is the outermost.
+        reshard_after_forward: drop the gathered parameters after forward; None: unless the module is the outermost. A
+            number of ranks: drop them, but for a part that groups of so many ranks gather from for backward.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | int | None
     ) -> None:
         self._begin(modules, policy, reshard_after_forward)
         for module in self.modules:
@@ -194,11 +195,11 @@ class ModuleState:
             module.register_forward_hook(self.after_forward, always_call=True)
 
     def _begin(
-        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, reshard_after_forward: bool | int | None
     ) -> None:
         self.modules, self.policy = tuple(modules), policy
         self.groups: list[ParameterGroup] = []
-        self.reshard_after_forward = reshard_after_forward
+        self.set_reshard_after_forward(reshard_after_forward)
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
         self.gradient_divide_factor: float | None = None
@@ -206,14 +207,20 @@ class ModuleState:
         self.is_last_backward = True
         self.forward_prefetch: list[ModuleState] | None = None
         self.backward_prefetch: list[ModuleState] | None = None
-        self.is_held = False  # the user asked for the gathered parameters, or to keep them
+        self.is_held = False  # the user requested the gathered parameters, or to keep them
         self.awaits_backward = False
         self.forward_order: list[ModuleState] = []  # of the last forward in which this one was outermost
         self.run: ForwardRun | None = None  # the last forward that gathered
         self.compute_mesh: DeviceMesh | None = None  # of the last forward
-        self.backward: Backward | None = None  # the pass that has come to this module
+        self.backward: Backward | None = None  # the pass that has reached this module
         self.reductions: list[Finish] = []
         self.still_to_run: set[nn.Module] = set()
+
+    def set_reshard_after_forward(self, reshard: bool | int | None) -> None:
+        """Set what is kept of the gathered parameters between forward and backward."""
+        self.reshard_after_forward = reshard
+        # the number of ranks that have the parameters then, where these are some of them
+        self.keep_over = None if isinstance(reshard, bool) else reshard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         """The state of copied modules: the same settings, parameters of their own, and nothing gathered."""
@@ -235,10 +242,10 @@ class ModuleState:
         for group in self.groups:
             group.start()
 
-    def show(self, compute_mesh: DeviceMesh | None) -> None:
+    def show(self, compute_mesh: DeviceMesh | None, keep_over: int | None = None) -> None:
         """Gather, and let the modules see the gathered parameters."""
         for group in self.groups:
-            group.show(compute_mesh)
+            group.show(compute_mesh, keep_over)
 
     def show_stored(self) -> None:
         """Give the modules the stored parameters; keep writes to the gathered ones."""
@@ -249,20 +256,24 @@ class ModuleState:
             for group in self.groups:
                 group.show_stored()
 
-    def drop(self) -> None:
-        """Drop the gathered parameters; the modules see the stored ones."""
+    def drop(self, *, keep_part: bool = False) -> None:
+        """Drop the gathered parameters; the modules see the stored ones.
+
+        Args:
+            keep_part: not the parts from which groups of ranks gather for backward.
+        """
         self.awaits_backward = False
         try:
             self.show_stored()
         finally:
             for group in self.groups:
-                group.drop()
+                group.drop(keep_part=keep_part)
 
     def _join(self, run: ForwardRun) -> None:
         """Take part in a forward. Parameters that are still gathered belong to another one, and may be out of date."""
         if self.run is run:
             return
-        if self.backward is not None:  # it has not come to its end
+        if self.backward is not None:  # it has not ended
             self.backward.give_up()
         if self.reductions:
             self.finish_reductions()
@@ -293,7 +304,8 @@ class ModuleState:
         self.compute_mesh = frame.compute_mesh
         if not self.still_to_run:
             self.still_to_run = set(self.modules)
-        self.show(frame.compute_mesh)
+        keep_over = self.keep_over if torch.is_grad_enabled() and not run.is_repeated else None
+        self.show(frame.compute_mesh, keep_over)
         if not run.is_repeated and not is_inside:
             for state in _ahead(self.forward_prefetch, run.next_in_forward(self)):
                 state._join(run)
@@ -360,7 +372,7 @@ class ModuleState:
             if not waits or self._drops_after_forward(frame.run):
                 if self.reshard_after_backward or not self.is_held:
                     self.is_held = False
-                    self.drop()
+                    self.drop(keep_part=waits)
             else:
                 self.awaits_backward = True
             self.show_stored()
@@ -372,7 +384,7 @@ class ModuleState:
     def _drops_after_forward(self, run: ForwardRun) -> bool:
         """Whether the gathered parameters are dropped after forward, and gathered again for backward."""
         reshard = run.outermost is not self if self.reshard_after_forward is None else self.reshard_after_forward
-        return reshard and True in [group.is_sharded for group in self.groups]
+        return bool(reshard) and True in [group.is_sharded for group in self.groups]
 
     def _watch_outputs(self, frame: Frame, output: Any) -> bool:
         """Register for backward reaching this module; whether that is possible. Some objects cannot be inspected."""
@@ -417,14 +429,14 @@ class ModuleState:
         return found
 
     def _before_backward(self, run: ForwardRun, grad: torch.Tensor) -> None:
-        """Backward has come to an output of this module. Memory is gathered early, and one module ahead."""
+        """Called when backward reaches an output of this module: gather it early, and the next module too."""
         self._touch()
         for group in self.groups:
             group.start_again()
         self._gather_ahead(run)
 
     def needed(self, gathered: Gathered) -> None:
-        """Backward has come to an operator of this module that needs its parameters."""
+        """Called when backward reaches an operator of this module that needs its parameters."""
         if in_backward():
             self._touch()
         gathered.finish()
@@ -438,11 +450,11 @@ class ModuleState:
                 group.start_again()
 
     def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
-        """Backward has run everything that gives gradients to a bucket."""
+        """Called when a backward has computed all gradients of a bucket."""
         backward = self._touch()
         is_inner = current_graph_task() != backward.task
         if is_inner and not group.has_all_gradients(bucket):
-            return  # one part of a module that checkpointing goes through part by part
+            return  # one part of a module that checkpointing recomputes part by part
         if not group.has_frozen:  # first of all: the reduction needs memory
             self._through([group])
         if self.requires_gradient_sync:
@@ -500,7 +512,7 @@ class ModuleState:
             group.drop()
 
     def abandon(self) -> None:
-        """Give up a forward or backward that may be under way, with all modules that take part in it."""
+        """Abandon a forward or backward that may be running, with all its modules."""
         if self.backward is not None:
             self.backward.give_up()
         self.give_up()

@@ -20,7 +20,7 @@ from shardwise.core.placement import Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of, fabrics
-from shardwise.fabric.virtual import map_parts
+from shardwise.fabric.rank_tensor import map_parts
 from shardwise.parallel.data_parallel.data_axes import axes_within
 from shardwise.parallel.data_parallel.flat_params import ParamSlot
 from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
@@ -57,7 +57,7 @@ class GatheredParameter(nn.Parameter):
 
 
 class ParametersInBackward(dict[str, Any]):
-    """The parameters that a module holds between forward and backward: a backward that reads one gets its leaf.
+    """The parameters of a module between forward and backward: a backward that reads one receives its leaf.
 
     Checkpointing repeats parts of a forward in backward, without calling hooks. `leaves` has a function for each
     parameter that gets the current tensor of the module, and returns the leaf, or None to keep it.
@@ -89,8 +89,8 @@ class ShardedParameter:
     """A parameter, the modules that hold it, its shard and the leaves that compute for it.
 
     Args:
-        parameter: as it is now: plain, or a DTensor of tensor parallelism.
-        owners: who holds it; several where it is tied.
+        parameter: the current one: plain, or a DTensor of tensor parallelism.
+        owners: the modules that hold it; several if it is tied.
         name: for messages.
         data_mesh: the data axes; the last one shards, those before it replicate.
         placement: how it is sharded, None to keep it replicated.
@@ -193,7 +193,7 @@ class ShardedParameter:
         if spec is not None:
             made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
         elif fabrics[self.data_mesh.fabric].many_ranks:
-            made = map_parts(lambda part: part, gathered)  # a local of its own on this memory
+            made = map_parts(lambda part: part, gathered)  # a separate local on this memory
         else:
             return make_subclass(GatheredParameter, gathered)
         made._is_param = True  # makes isinstance(made, nn.Parameter) true
@@ -211,16 +211,16 @@ class ShardedParameter:
         placements = [Replicate() if axis in data else p for axis, p in enumerate(self.spec.placements)]
         dim_axes = [tuple(axis for axis in axes if axis not in data) for axes in self.spec.dim_axes]
         goal = DTensorSpec.from_dim_axes(self.spec.mesh, tuple(placements), self.spec.tensor_meta, dim_axes)
-        whole = given.redistribute(placements=goal.placements, shard_order=goal.shard_order)
-        whole: Any = whole if whole.dtype is dtype else whole.to(dtype)
+        full = given.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+        full: Any = full if full.dtype is dtype else full.to(dtype)
         spec = self.leaf_spec(compute_mesh)
         if spec is not None and spec.mesh is self.spec.mesh:
-            return whole
+            return full
         if compute_mesh is None:  # the mean of the ranks' losses is meant, as for stored parameters
             average = [Partial("avg") if axis in data else p for axis, p in enumerate(placements)]
-            local = whole.to_local(grad_placements=average)
+            local = full.to_local(grad_placements=average)
         else:
-            local = whole.to_local()
+            local = full.to_local()
         if spec is None:
             return local
         return DTensor.from_local(local, spec.mesh, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride)
@@ -230,11 +230,9 @@ class ShardedParameter:
         """Keep a write to the gathered parameter, which is the same on all ranks."""
         mesh = self.spec.mesh
         parts = fabric_of(mesh).parts
-        for (coordinate, whole), (_, kept) in zip(
-            parts(mesh, gathered), parts(mesh, stored._local_tensor), strict=True
-        ):
-            if kept.data_ptr() != whole.data_ptr() or self.is_sharded:
-                kept.copy_(self.slot.cut(whole, coordinate))
+        for (coordinate, full), (_, kept) in zip(parts(mesh, gathered), parts(mesh, stored._local_tensor), strict=True):
+            if kept.data_ptr() != full.data_ptr() or self.is_sharded:
+                kept.copy_(self.slot.cut(full, coordinate))
         torch.autograd.graph.increment_version(stored)
 
     def _remapped(self, mesh: DeviceMesh) -> DTensorSpec:

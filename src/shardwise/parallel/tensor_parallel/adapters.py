@@ -30,7 +30,7 @@ from shardwise.parallel.tensor_parallel.style import STYLES
 __all__ = ["BASE", "convert_around_adapters"]
 
 BASE = "base_layer"
-_AROUND = "_shardwise_around"  # on an adapter: the hooks that its layer had, and has again without it
+_AROUND = "_shardwise_around"  # on an adapter: the hooks of its layer, restored when the adapter is removed
 
 
 def convert_around_adapters(module: nn.Module) -> None:
@@ -89,7 +89,7 @@ def _watch_registrations() -> None:
 
 
 def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-    """A module becomes part of another: an adapter gets its layer, or a layer takes the place of its adapter."""
+    """Called when a module is registered in another: an adapter gets its layer, or a layer replaces its adapter."""
     if name == BASE:
         if module is not None:
             _settle(owner, module)

@@ -1,6 +1,6 @@
-"""ExpertParallel: the stacked matrices of a mixture of experts sharded by expert, on the mesh of what goes in.
+"""ExpertParallel: the stacked matrices of a mixture of experts sharded by expert, on the mesh of the input.
 
-The module stays as it is. It calls `shardwise.moe.dispatch`, or operators whose rules find out what to communicate.
+The module is unchanged. It calls `shardwise.moe.dispatch`, or operators whose rules decide the communication.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class ExpertParallel(ParallelStyle):
             owner = module.get_submodule(path)
             owner._parameters[own] = laid_out(parameter, mesh, self._placements(name), self.src_data_rank)
         replicate_rest(module, mesh, self.src_data_rank)
-        whole = [p for p in module.parameters() if isinstance(p, DTensor) and p._spec.is_replicated]
-        add_up_after_backward(whole)
+        replicated = [p for p in module.parameters() if isinstance(p, DTensor) and p._spec.is_replicated]
+        add_up_after_backward(replicated)
 
         @not_compiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +175,7 @@ def _joined(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _left(result: Any, entered: DTensorSpec) -> Any:
-    """The outputs of a plain input, as plain tensors: laid out as the input was, numbers as every rank's."""
+    """The outputs of a plain input, as plain tensors in its layout; numbers are the same on every rank."""
     if isinstance(result, tuple | list):
         return type(result)(_left(each, entered) for each in result)
     if not is_dtensor(result):

@@ -40,15 +40,17 @@ aten = torch.ops.aten
 # Backward on DTensors stores broadcast dims once. These operators only change how a value is stored.
 _STORAGE_ONLY = (aten.slice.Tensor, aten.expand.default)
 # Operators that depend on no size and no position: for any sizes of locals they compute a part of the global result.
-_OPERATORS = {
-    *(aten.abs, aten.add, aten.addmm, aten.alias, aten.baddbmm, aten.bmm, aten.clamp, aten.clamp_max),
-    *(aten.clamp_min, aten.clone, aten.detach, aten.div, aten.embedding, aten.exp, aten.gelu, aten.log),
-    *(aten.mean, aten.mm, aten.mul, aten.native_layer_norm, aten.neg, aten.permute, aten.pow),
-    *(aten.reciprocal, aten.relu, aten.rsqrt, aten.sigmoid, aten.silu, aten.sqrt, aten.sub, aten.sum),
-    *(aten.t, aten.tanh, aten.transpose, aten.unsqueeze, aten.var, aten._to_copy),
-}
+_OPERATORS = frozenset(
+    {
+        *(aten.abs, aten.add, aten.addmm, aten.alias, aten.baddbmm, aten.bmm, aten.clamp, aten.clamp_max),
+        *(aten.clamp_min, aten.clone, aten.detach, aten.div, aten.embedding, aten.exp, aten.gelu, aten.log),
+        *(aten.mean, aten.mm, aten.mul, aten.native_layer_norm, aten.neg, aten.permute, aten.pow),
+        *(aten.reciprocal, aten.relu, aten.rsqrt, aten.sigmoid, aten.silu, aten.sqrt, aten.sub, aten.sum),
+        *(aten.t, aten.tanh, aten.transpose, aten.unsqueeze, aten.var, aten._to_copy),
+    }
+)
 # Only in forwards of torch: sizes are computed from those of the input, writes go to new tensors.
-_OF_TORCH = {aten.add_, aten.div_, aten.mul_, aten.sub_, aten.view}
+_OF_TORCH = frozenset({aten.add_, aten.div_, aten.mul_, aten.sub_, aten.view})
 _SAME_AS = {aten._unsafe_view.default: aten.view.default}  # the same values, by another name
 
 
@@ -174,7 +176,7 @@ def _is_torchs(function: Any) -> bool:
 def _of_any_size(
     module: nn.Module, forward: Callable[..., Any], names: Sequence[str], specs: tuple[DTensorSpec, ...]
 ) -> _Known:
-    """The layouts for these sizes: those of other sizes that are alike in all that rules look at, if they are known."""
+    """The layouts for these sizes: those of sizes that rules cannot distinguish from these, if known."""
     alike = _sizes_alike(specs)
     if alike is None:
         return _probed(module, forward, names, specs)
@@ -237,7 +239,7 @@ def _dry_mesh(device_type: str, ranks: int) -> DeviceMesh:
 
 
 class _Self:
-    """Takes the place of a module in its forward: gives parameters, constants and closed methods, and notes them."""
+    """Replaces a module in its forward: provides parameters, constants and closed methods, and records their use."""
 
     def __init__(self, module: nn.Module, used: Used, **given: Any) -> None:
         for name, value in (("_module", module), ("_used", used), ("_given", given)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compilers import never_traced
 from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, Placement, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.tracing import is_dynamo_compiling, is_tracing
+from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of, fabrics
-from shardwise.fabric.virtual import RankTensor, is_even
+from shardwise.fabric.rank_tensor import is_even, is_of_ranks
 from shardwise.parallel.tensor_parallel.forward_layouts import Used, forward_layouts
 from shardwise.parallel.tensor_parallel.local_region import from_layer, rows_here, to_layer
 from shardwise.parallel.tensor_parallel.module_parameters import see_on, unsee
 from shardwise.parallel.tensor_parallel.value_layouts import in_layout, local_of, target_of
 from shardwise.rules.embedding import zero_missing
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed
-from shardwise.torch_private import global_backward_hooks, global_forward_hooks
+from shardwise.torch_private import dispatch_mode_count, global_backward_hooks, global_forward_hooks
 from shardwise.transforms import innermost
 
 __all__ = ["Layer", "LayerLayouts", "features_of", "layer_of", "reinstall", "uninstall"]
@@ -37,7 +41,8 @@ MAX_KEPT = 256
 new_cache = functools.partial(BoundedCache[Any, Any], MAX_KEPT)
 _KEY = -1  # of the hooks of a layer; torch numbers its own from 0
 _INSTALLED = "_shardwise_layers"  # on a module: the layers whose hooks it has, and the keys of the hooks
-_RUNNING = "_shardwise_running"  # on a module that runs on locals: the program, its own parameters, missing rows
+# on a module that runs on locals: the program, its own parameters, missing rows, and the thread that runs it
+_RUNNING = "_shardwise_running"
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Layer:
         first = _under_fixed_key(before.id, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
         after = module.register_forward_hook(self.after, always_call=True)
         last = _under_fixed_key(after.id, module._forward_hooks, module._forward_hooks_always_called)
-        module.__dict__.setdefault(_INSTALLED, []).append((self, first, last))
+        module.__dict__[_INSTALLED] = (*module.__dict__.get(_INSTALLED, ()), (self, first, last))
         return module
 
     def before(
@@ -125,12 +130,13 @@ class Layer:
         return ((found, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: found})
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """The result in the layout that was asked for. Called after an error too, without a result."""
+        """The result in the requested layout. Called after an error too, without a result."""
         # while compiling nothing runs on locals, and Dynamo of torch 2.11 does not know this dict
-        running = None if torch.compiler.is_compiling() else module.__dict__.pop(_RUNNING, None)
-        if running is not None:
-            program, own, elsewhere = running
+        running = None if is_dynamo_compiling() else module.__dict__.get(_RUNNING)
+        if running is not None and running[3] == threading.get_ident():
+            program, own, elsewhere, _ = running
             module._parameters.update(own)
+            del module.__dict__[_RUNNING]  # only now may another thread run it
             if result is None:
                 return None
             return self._left(program, result if elsewhere is None else zero_missing(result, elsewhere))
@@ -140,7 +146,7 @@ class Layer:
         return local_of(result, self.mesh) if self.to_local else result
 
     def _entered(self, module: nn.Module, value: torch.Tensor, alone: bool) -> torch.Tensor:
-        """The input as the forward gets it; `alone`: it is the only argument."""
+        """The input as the forward receives it; `alone`: it is the only argument."""
         program = self._program(module, value) if alone and self.layouts.on_locals else None
         if program is not None:
             return self._run(module, program, value)
@@ -149,6 +155,8 @@ class Layer:
             program = self._program(module, value) if alone and self.layouts.on_locals else None
             if program is not None:
                 return self._run(module, program, value)
+        if not is_dynamo_compiling() and _RUNNING in module.__dict__:
+            _recover(module)
         found = in_layout(value, self.mesh, self.given, self.layouts.input, async_op=True)
         if found._spec.mesh != self.mesh:  # not "is not", see local_of
             see_on(module, self.mesh, found._spec.mesh)
@@ -172,14 +180,18 @@ class Layer:
     def _program(self, module: nn.Module, value: torch.Tensor) -> Program | None:
         """How to run on local tensors; None if the call must run on DTensors."""
         state = module.__dict__
-        if torch.compiler.is_compiling() or is_forward_or_transformed() or "forward" in state:
+        if is_dynamo_compiling() or is_forward_or_transformed() or "forward" in state:
             return None
+        if dispatch_mode_count() and is_tracing():
+            return None
+        if _RUNNING in state:
+            _recover(module)
         # hooks of others that would get local tensors: after our hook, before the one that follows forward, in backward
         if next(reversed(module._forward_pre_hooks)) != _KEY or next(iter(module._forward_hooks)) != _KEY:
             return None
         if module._backward_hooks or global_backward_hooks or (global_forward_hooks and _has_other_global_hooks()):
             return None
-        if isinstance(value, RankTensor) and not is_even(value):
+        if fabrics[self.mesh.fabric].many_ranks and is_of_ranks(value) and not is_even(value):
             return None
         parameters = module._parameters
         key = (
@@ -236,7 +248,7 @@ class Layer:
         """The spec of a plain input that each rank has as the forward needs it; None for any other."""
         given = self.given
         if given is not self.layouts.input or (
-            fabrics[self.mesh.fabric].many_ranks and not isinstance(innermost(value), RankTensor)
+            fabrics[self.mesh.fabric].many_ranks and not is_of_ranks(innermost(value))
         ):
             return None
         shape = list(value.shape)
@@ -257,13 +269,18 @@ class Layer:
         inside, elsewhere = found[-1] if entered else value, None
         if program.looks_up:
             inside, elsewhere = rows_here(program.targets[0], inside)
-        module.__dict__[_RUNNING] = (program, own, elsewhere)
+        running = (program, own, elsewhere, threading.get_ident())
+        if module.__dict__.setdefault(_RUNNING, running) is not running:
+            raise _two_threads(module)
+        if not all(map(operator.is_, own.values(), map(parameters.get, own))):  # another thread's locals
+            del module.__dict__[_RUNNING]
+            raise _two_threads(module)
         for name, local in zip(program.names, found, strict=False):
             parameters[name] = local  # pyright: ignore[reportArgumentType]
         return inside
 
     def _left(self, program: Program, result: torch.Tensor) -> Any:
-        """A result on local tensors, in the layout that was asked for."""
+        """A result on local tensors, in the requested layout."""
         key = (program.result, result.stride(), result.dtype)
         specs = self.results.get(key)
         if specs is None:
@@ -273,9 +290,32 @@ class Layer:
     def _specs_of_result(
         self, spec: DTensorSpec, stride: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[DTensorSpec, DTensorSpec]:
-        """The layout of a result as it is computed, and as it was asked for."""
+        """The computed and the requested layout of a result."""
         source = spec.with_meta(TensorMeta(spec.shape, dense_strides(spec.shape, like=stride), dtype))
         return source, source if self.output is None else target_of(source, self.mesh, self.output)
+
+
+# By themselves, after a graph break, Dynamo leaves its stand-in of a mesh in results. Inside a graph it traces them.
+never_traced(Layer.before, Layer.after)
+
+
+def _recover(module: nn.Module) -> None:
+    """Before a call of a module that has locals for parameters: after an interrupt, which ends a forward without hooks,
+    it gets its own again. That another thread runs it is an error."""
+    running = module.__dict__.get(_RUNNING)
+    if running is None:
+        return
+    if running[3] != threading.get_ident():
+        raise _two_threads(module)
+    module._parameters.update(running[1])
+    del module.__dict__[_RUNNING]
+
+
+def _two_threads(module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"two threads call one {type(module).__name__} of a plan at once",
+        hint="a layer of a plan has local tensors for parameters while it runs; use a lock, or a copy for each thread",
+    )
 
 
 def layer_of(module: nn.Module) -> Layer | None:
@@ -289,7 +329,7 @@ def reinstall(module: nn.Module, layer: Layer) -> None:
     ((_, first, last),) = module.__dict__[_INSTALLED]
     module._forward_pre_hooks[first] = layer.before
     module._forward_hooks[last] = layer.after
-    module.__dict__[_INSTALLED] = [(layer, first, last)]
+    module.__dict__[_INSTALLED] = ((layer, first, last),)
 
 
 def uninstall(module: nn.Module) -> None:
@@ -310,7 +350,7 @@ def features_of(module: nn.Module, features: tuple[str, int] | int) -> Any:
 
 
 def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]) -> int:
-    """Keep a hook under a key that is the same on all modules alike, and give the key.
+    """Store a hook under a key that is the same on all similar modules; returns the key.
 
     torch numbers the hooks of a process, and Dynamo guards the numbers: each block of a model would be compiled again.
     """

@@ -104,9 +104,9 @@ class _ToLayer(torch.autograd.Function):
             if grad is None:
                 found.append(None)
                 continue
-            whole = _wrapped(grad, spec, transposed_spec(target, spec))
+            total_gradient = _wrapped(grad, spec, transposed_spec(target, spec))
             # a Partial stays one: the tensor before may have more addends
-            found.append(whole if source is target else moved(whole, gradient_spec(source)))
+            found.append(total_gradient if source is target else moved(total_gradient, gradient_spec(source)))
         return tuple(found)
 
 

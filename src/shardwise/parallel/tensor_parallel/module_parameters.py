@@ -1,4 +1,4 @@
-"""The parameters of a module as DTensors: laid out once, kept tied, and remapped to a larger mesh in forward."""
+"""The parameters of a module as DTensors: distributed once, still tied, remapped to a larger mesh in forward."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from shardwise.api import distribute_tensor, replicate_rest
+from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta, checked_placements
 from shardwise.errors import AgreementError, LayoutError, MeshError
 from shardwise.fabric.base import fabric_of
+from shardwise.fabric.rank_tensor import is_of_ranks
 from shardwise.fabric.shared_writes import check_agreement
-from shardwise.fabric.virtual import RankTensor
 from shardwise.tensor import DTensor, is_dtensor
 
 __all__ = ["check_parameters", "keep_one_gradient", "laid_out", "lay_out", "see_on", "unsee", "update_ties"]
 
-_MADE = "_shardwise_made"  # on a parameter that was laid out: a weak reference to the DTensor
+_MADE = "_shardwise_made"  # on a distributed parameter: a weak reference to the DTensor
 _OWN = "_shardwise_own"  # on a module that runs on a larger mesh: its own parameters and buffers, to put back
 _ONE = "_shardwise_one"  # on a plain parameter whose gradient is looked after
 
@@ -150,17 +151,18 @@ def update_ties(module: nn.Module) -> None:
 
 
 def keep_one_gradient(parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """Plain parameters beside a plan, on a virtual mesh: they represent those of every rank, with one gradient."""
+    """Plain parameters beside a plan, on a virtual mesh: one tensor and one gradient represent all ranks."""
     if not fabric_of(mesh).many_ranks:
         return
     for name, parameter in parameters:
-        if parameter.requires_grad and not isinstance(parameter, DTensor | RankTensor) and not hasattr(parameter, _ONE):
+        is_plain = not isinstance(parameter, DTensor) and not is_of_ranks(parameter)
+        if parameter.requires_grad and is_plain and not hasattr(parameter, _ONE):
             parameter.register_hook(functools.partial(_one_gradient, name))
             setattr(parameter, _ONE, True)
 
 
 def _one_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    if not isinstance(gradient, RankTensor):
+    if not is_of_ranks(gradient):
         return gradient
     check_agreement(gradient.tensors, functools.partial(_differing_gradients, name))
     return gradient.tensors[0]
@@ -216,3 +218,6 @@ def unsee(module: nn.Module) -> None:
             local = now.redistribute(placements=spec.placements).to_local()
             table[name] = DTensor.from_local(local, tensor._spec.mesh, tensor._spec.placements)
     delattr(module, _OWN)
+
+
+never_traced(see_on, unsee)  # by themselves, after a graph break: Dynamo cannot guard a mesh that is an argument

@@ -1,7 +1,7 @@
-"""Gradients that every rank has a part of, of small parameters: added up at the end of backward, all in one collective.
+"""Partial gradients of small parameters, reduced at the end of backward in one collective.
 
-Each rank sees a part of the sequence, so its gradient of a norm's weight is a part of the sum. Left as they are, an
-optimizer would add them up one by one, and each time that it reads one.
+Each rank has a part of the sequence, so its gradient of a norm's weight is one addend of the sum. Otherwise an
+optimizer would reduce them one by one, at each read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import alike
 from shardwise.fabric.base import of_one_rank
-from shardwise.parallel.tensor_parallel.value_layouts import redistributed_together
+from shardwise.parallel.tensor_parallel.value_layouts import redistributed_as_one
 from shardwise.tensor import DTensor
 from shardwise.torch_private import queue_callback
 
@@ -62,7 +62,7 @@ def _about_to_reach(reference: weakref.ref[nn.Parameter], gradient: torch.Tensor
 def _reached(parameter: torch.Tensor) -> None:
     with _lock:
         _waiting[id(parameter)] = parameter  # pyright: ignore[reportArgumentType]
-    # for each parameter, since a backward that failed may have left some behind; all but the first find nothing to do
+    # for each parameter, since a failed backward may have left some; all but the first find nothing to do
     queue_callback(_add_up_waiting)
 
 
@@ -80,8 +80,8 @@ def add_up(parameters: Iterable[torch.Tensor]) -> None:
     sums = [(p, p.grad) for p in parameters if isinstance(p.grad, DTensor) and _is_plain_sum(p.grad._spec)]
     for positions in alike({at: gradient._spec for at, (_, gradient) in enumerate(sums)}):
         members, gradients = zip(*(sums[at] for at in positions), strict=True)
-        whole = (Replicate(),) * gradients[0]._spec.mesh.ndim
-        for parameter, total in zip(members, redistributed_together(gradients, whole), strict=True):
+        replicated = (Replicate(),) * gradients[0]._spec.mesh.ndim
+        for parameter, total in zip(members, redistributed_as_one(gradients, replicated), strict=True):
             parameter.grad = total
 
 

@@ -81,7 +81,8 @@ def parallelize_module(
     for entry in fresh:
         entry.style.src_data_rank = src_data_rank
         entry.style._apply(entry.module, mesh)
-        entry.module.__dict__.setdefault(STYLES, []).append((repr(entry.style), mesh))
+        held = entry.module.__dict__
+        held[STYLES] = (*held.get(STYLES, ()), (repr(entry.style), mesh))
     convert_around_adapters(module)
     update_ties(module)
     keep_one_gradient(module.named_parameters(), mesh)

@@ -21,7 +21,7 @@ from shardwise.errors import MeshError
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
 from shardwise.torch_private import tree_map_only
 
-__all__ = ["in_layout", "in_layouts", "local_of", "redistributed_together"]
+__all__ = ["in_layout", "in_layouts", "local_of", "redistributed_as_one"]
 
 MAX_TARGETS = 4096
 _targets: BoundedCache[tuple[DTensorSpec, DeviceMesh, Placement], DTensorSpec] = BoundedCache(MAX_TARGETS)
@@ -102,7 +102,7 @@ def _order_of(spec: DTensorSpec) -> Any:
     return spec.shard_order if any(list(axes) != sorted(axes) for _, axes in spec.shard_order) else None
 
 
-def redistributed_together(tensors: Sequence[DTensor], placements: Sequence[Placement]) -> list[DTensor]:
+def redistributed_as_one(tensors: Sequence[DTensor], placements: Sequence[Placement]) -> list[DTensor]:
     """Tensors of one mesh, layout and dtype, sharded neither now nor afterwards, with these placements; contiguous."""
     buffer = FlatBuffer.of([tensor._spec for tensor in tensors])
     joined = dtensor_of(buffer.spec, buffer.joined(tensor._local_tensor for tensor in tensors))

@@ -83,8 +83,8 @@ def draw(
         >>> if torch.cuda.is_available():
         ...     generator = torch.Generator("cuda").manual_seed(0)
         ...     (ours,) = draw(draw_, [half], generator)
-        ...     whole = torch.empty(4, device="cuda").normal_(generator=generator.manual_seed(0))
-        ...     assert torch.equal(ours, whole[2:])
+        ...     full = torch.empty(4, device="cuda").normal_(generator=generator.manual_seed(0))
+        ...     assert torch.equal(ours, full[2:])
     """
     if draw.device.index is None:
         draw = draw._replace(device=_with_index(draw.device))

@@ -150,22 +150,22 @@ def _dropout(draw: Draw, p: float) -> FillKernel:
 def _integers(draw: Draw, numbers: tuple[Any, ...]) -> FillKernel | None:
     dtype = draw.dtype
     if draw.op is aten.random_.default:
-        return _integer_recipe(dtype, _largest(dtype) + 1, 0, wide=dtype in (torch.float64, torch.int64))
+        return _integer_kernel(dtype, _largest(dtype) + 1, 0, wide=dtype in (torch.float64, torch.int64))
     low, high = (0, *numbers)[-2:]  # random_.to starts at 0
     if high is None:
         if dtype in (torch.uint16, torch.uint32, torch.uint64):
             return None
         if low == _LOWEST:
-            return _integer_recipe(dtype, 0, 0, wide=True)
+            return _integer_kernel(dtype, 0, 0, wide=True)
         high = _largest(dtype) + 1
     elif dtype in DIGITS:
         high = _moved_down(high, dtype)
     if dtype in DIGITS:
         low = _moved_up(low, dtype)
-    return _integer_recipe(dtype, high - low, low, wide=high - low >= _WIDE)
+    return _integer_kernel(dtype, high - low, low, wide=high - low >= _WIDE)
 
 
-def _integer_recipe(dtype: torch.dtype, span: int, low: int, *, wide: bool) -> FillKernel:
+def _integer_kernel(dtype: torch.dtype, span: int, low: int, *, wide: bool) -> FillKernel:
     distribution, values = ("wide_integers", 2) if wide else ("integers", 4)
     return FillKernel(distribution, dtype, "float", values, range=span % _WORD, low=low)
 

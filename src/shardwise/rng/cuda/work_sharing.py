@@ -102,8 +102,8 @@ def _shared_out(elements: int, group: int) -> tuple[int, int]:
 def _dim_of_turns(extents: tuple[Extent, ...], torch_launch: TorchLaunch, threads: int) -> int | None:
     """The outermost dim along which `threads` is a number of complete rows, with enough rows to share calls."""
     for dim, (runs, stride) in enumerate(extents):
-        whole = threads % stride == 0 and torch_launch.start % stride == 0 and len(runs) == 1
-        if whole and runs[0].length >= threads // stride * 2:
+        is_aligned = threads % stride == 0 and torch_launch.start % stride == 0 and len(runs) == 1
+        if is_aligned and runs[0].length >= threads // stride * 2:
             return dim
     return None
 

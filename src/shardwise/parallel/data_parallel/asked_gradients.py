@@ -1,0 +1,90 @@
+"""Gradients asked for by parameter: `torch.autograd.grad` and `backward(inputs=...)` on data parallel modules.
+
+A module computes with gathered leaves. Their gradients are reduced outside of autograd, and become `.grad` of the
+stored parameters at the end of a backward. So no path of autograd leads to a stored parameter: torch would take it for
+unused, and give None or no gradient without an error. These calls are refused. Both functions of torch are wrapped when
+the first data parallel module is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, no_type_check
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from shardwise.core.tracing import is_dynamo_compiling
+from shardwise.errors import UnsupportedError
+from shardwise.parallel.data_parallel.gathered_params import STORED
+from shardwise.parallel.data_parallel.sharded_param import MARK
+
+__all__ = ["wrap_autograd"]
+
+
+@functools.cache
+def wrap_autograd() -> None:
+    """Let `torch.autograd.grad` and `torch.autograd.backward` refuse parameters that a module computes with."""
+    torch.autograd.grad = _refusing(torch.autograd.grad, 1)
+    torch.autograd.backward = _refusing(torch.autograd.backward, 5)
+
+
+def _refusing(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """The function, which refuses such parameters among its argument `inputs`, the one at this position."""
+
+    @no_type_check  # a compiler may trace it, and hints of the function are not importable from its module
+    @functools.wraps(function, assigned=("__doc__",))
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if (len(args) > position or kwargs.get("inputs") is not None) and not is_dynamo_compiling():
+            args = tuple([_kept(each) for each in args])  # generators are read here, and once more by torch
+            kwargs = {name: _kept(each) for name, each in kwargs.items()}
+            inputs = args[position] if len(args) > position else kwargs["inputs"]
+            asked = {id(each): getattr(each, MARK) for each in _listed(inputs) if hasattr(each, MARK)}
+            if asked:
+                _refuse(args[0] if args else kwargs.get("outputs", kwargs.get("tensors", ())), asked)
+        return function(*args, **kwargs)
+
+    return refusing
+
+
+def _kept(given: Any) -> Any:
+    """An argument that may be read twice."""
+    return tuple(given) if isinstance(given, Iterator) else given
+
+
+def _refuse(outputs: Any, asked: dict[int, str]) -> None:
+    """Raise if a result was computed with a gathered leaf of one of the parameters, given by id and name."""
+    for node in _nodes(outputs):
+        for stored in getattr(node, STORED, ()):
+            if id(stored) in asked:
+                raise UnsupportedError(
+                    f"the gradient of {asked[id(stored)]} was asked for by torch.autograd.grad or "
+                    "backward(inputs=...): gradients of data parallel modules are reduced outside of autograd, which "
+                    "takes their parameters for unused",
+                    hint="call backward() without inputs= and read .grad, with requires_grad_(False) on parameters "
+                    "to leave out; or shard the batch alone, after distribute_module(model, mesh)",
+                )
+
+
+def _nodes(outputs: Any) -> Iterator[Any]:
+    """Each node of the graph behind the results, once."""
+    waiting = [
+        each.grad_fn if isinstance(each, torch.Tensor) else getattr(each, "node", None) for each in _listed(outputs)
+    ]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+            yield node
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    """Tensors and edges of the graph, in the forms that torch takes: one, several, or by name."""
+    if given is None:
+        return ()
+    if isinstance(given, torch.Tensor | GradientEdge):
+        return (given,)
+    return tuple(given.values() if isinstance(given, dict) else given)
