@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.errors import UnsupportedError
 from shardwise.tensor import DTensor
 from shardwise.torch_private import higher_order_ops
 
@@ -23,6 +24,8 @@ __all__ = ["chunk_gated_delta_rule", "linear_attention", "mamba2_chunk_scan"]
 TOKENS = 1  # the dim of the sequence in what models give
 SMALLEST = 4  # chunks are made smaller, so that shards consist of them, by at most this factor
 FinalState = torch.Tensor | None
+# Arguments of fused kernels under these names that change the result: gates, scales, bounds of packed sequences.
+CHANGING = ("z", "scale", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "chunk_indices", "head_first")
 
 
 def mamba2_chunk_scan(
@@ -58,7 +61,7 @@ def mamba2_chunk_scan(
         dt_softplus: whether time steps are those of a softplus.
         dt_limit: the smallest and the largest time step.
         return_final_states: whether to return the last state too.
-        kwargs: not used.
+        kwargs: other arguments of models, not used. Those that would change the result are refused, unless None.
 
     Returns:
         (batch, tokens, heads, width) in float32, or float64 for float64; with the last state if asked for.
@@ -72,6 +75,7 @@ def mamba2_chunk_scan(
         >>> y.spec
         f32[1,64,2,4] S1
     """
+    _refuse_changing("mamba2_chunk_scan", kwargs)
     heads = hidden_states.shape[2]
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -149,7 +153,7 @@ def chunk_gated_delta_rule(
         initial_state: (batch, heads, width, width of values).
         output_final_state: whether to return the last state too.
         use_qk_l2norm_in_kernel: whether queries and keys are normalized first.
-        kwargs: not used.
+        kwargs: other arguments of models, not used. Those that would change the result are refused, unless None.
 
     Returns:
         The output, (batch, tokens, heads, width of values), in the dtype of the queries, and the last state or None.
@@ -162,6 +166,7 @@ def chunk_gated_delta_rule(
         >>> chunk_gated_delta_rule(q, k, v, -g, beta, chunk_size=8)[0].spec
         f32[1,64,2,4] S1
     """
+    _refuse_changing("chunk_gated_delta_rule", kwargs)
     length = query.shape[TOKENS]
     wide = [_wide(x) for x in (query, key, value, beta, g)]
     if use_qk_l2norm_in_kernel:
@@ -179,6 +184,15 @@ def chunk_gated_delta_rule(
     before, state = _states((kept - write @ read, write @ new), start, _then_matrix, torch.matmul)
     out = (q * decay.exp().unsqueeze(-1)) @ before + (q @ k.mT * between) @ (new - read @ before)
     return _tokens(out, length).to(query.dtype), state if output_final_state else None
+
+
+def _refuse_changing(function: str, given: dict[str, Any]) -> None:
+    name = next((name for name in CHANGING if given.get(name) is not None and given[name] is not False), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"{function}: the argument {name} is not supported, and without it the result would be another",
+            hint="packed sequences: one sequence in each row of the batch; gates and scales: apply them to the result",
+        )
 
 
 # ---------------------------------------------------------------- chunks

@@ -144,3 +144,17 @@ def test_half_precision() -> None:
     for got, other, truth in zip(mine, plain, exact, strict=True):
         error, allowed = ((x.double() - truth).abs().max() for x in (got.full_tensor(), other))
         assert error <= 2 * allowed
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "seq_idx", "z"])
+def test_arguments_that_change_the_result_are_refused(name: str) -> None:
+    x, dt = torch.randn(1, 8, 2, 4), torch.rand(1, 8, 2)
+    given: dict[str, Any] = {name: torch.tensor([0, 3, 8])}
+    with pytest.raises(sw.UnsupportedError, match=name):
+        mamba2_chunk_scan(x, dt, -torch.ones(2), x, x, 4, **given)
+    with pytest.raises(sw.UnsupportedError, match=name):
+        chunk_gated_delta_rule(x, x, x, -dt, dt, 4, **given)
+    unused: dict[str, Any] = {name: None, "use_cache": True}
+    assert torch.equal(
+        chunk_gated_delta_rule(x, x, x, -dt, dt, 4, **unused)[0], chunk_gated_delta_rule(x, x, x, -dt, dt, 4)[0]
+    )
