@@ -17,7 +17,7 @@ from shardwise.plan.propagate import OpSchema
 from shardwise.plan.sequence_attention import choose_attention
 from shardwise.rules import mask_reach
 from shardwise.rules.attention_blocks import tiles
-from shardwise.rules.mask_reach import Reach, band_of, reach_of, reach_of_function
+from shardwise.rules.mask_reach import Reach, reach_of, reach_of_function
 from tests import sequence_attention as sequences
 from tests.sequence_attention import (
     LAYOUTS,
@@ -444,7 +444,6 @@ def test_what_queries_see(data: Any) -> None:
         of_function == expected if of_function is None or not of_function.far else of_function[1:3] == expected[1:3]
     )
     band = (left, right) if rows_ > 1 < columns and left < rows_ - 1 and right < columns - 1 else None
-    assert band_of(mask) == band
     assert set(range(count) if found is None else found.turns) == turns or (found is None and len(turns) == count)
     assert found is None or found.far or found.band == band
     for reach in (found, of_function):
