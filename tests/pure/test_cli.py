@@ -56,7 +56,7 @@ def test_a_plan_names_steps_costs_peak_and_the_alternative(capsys: pytest.Captur
         "all_gather  join the parts of dim 0        dp    512.00 MiB  3.59 ms    1.00 GiB",
         "1 collective, 512.00 MiB received in 3.59 ms; a rank holds 2.00 GiB at the peak",
         "",
-        "step by step: reduce, gather what changes, slice",
+        "step by step: reduce, gather changed dims, slice",
         "collective  what it does                    over  receives      time  then holds",
         "─" * 80,
         "all_gather  join the parts of dim 0         dp    2.00 GiB  14.33 ms    4.00 GiB",

@@ -300,7 +300,7 @@ def test_slices_of_a_mesh() -> None:
 
 
 def test_two_at_a_time_are_refused() -> None:
-    with sw.parity(), pytest.raises(sw.UnsupportedError, match="watched already"), sw.parity():
+    with sw.parity(), pytest.raises(sw.UnsupportedError, match="active already"), sw.parity():
         pass
     with sw.parity():  # the first one has gone
         pass
