@@ -780,7 +780,11 @@ def test_errors_say_what_to_do() -> None:
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: sw.fully_shard(nn.Linear(2, 2)), sw.MeshError, "no mesh"),
         (lambda: sw.fully_shard(nn.Linear(2, 2), plane(2, 2, 2, names=("a", "b", "c"))), sw.MeshError, "3 axes"),
-        (lambda: sw.fully_shard(nn.Linear(2, 2), mesh, offload_policy=CPUOffloadPolicy()), sw.UnsupportedError, "host"),
+        (
+            lambda: sw.fully_shard(nn.Linear(2, 2), mesh, offload_policy=CPUOffloadPolicy()),
+            sw.UnsupportedError,
+            "CPUOffloadPolicy",
+        ),
         (
             lambda: sw.fully_shard(nn.Linear(2, 2), line(4), reshard_after_forward=3),
             sw.LayoutError,
