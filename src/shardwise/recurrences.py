@@ -39,7 +39,7 @@ def mamba2_chunk_scan(
     return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The selective scan of Mamba 2, in the place of the function of this name in models of transformers.
+    """The selective scan of Mamba 2; replaces the function of this name in models of transformers.
 
     Those are Mamba 2, Zamba 2, Bamba, Falcon H1, Granite hybrids and Nemotron H. The state of a head changes by
     `exp(A * dt) * state + dt * outer(x, B)`, and is read by `C`.
@@ -136,7 +136,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, FinalState]:
-    """The gated delta rule, in the place of `torch_chunk_gated_delta_rule` in Qwen3-Next, Qwen3.5 and OLMo hybrids.
+    """The gated delta rule; replaces `torch_chunk_gated_delta_rule` in Qwen3-Next, Qwen3.5 and OLMo hybrids.
 
     Args:
         query: (batch, tokens, heads, width).

@@ -1,4 +1,4 @@
-"""The command line: what it prints, for people and for programs, and how it refuses what cannot be."""
+"""The command line: its output, for people and for programs, and its errors for invalid input."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_help_of_plan_has_every_placement(capsys: pytest.CaptureFixture[str]) ->
 
 
 def placement_of(text: str) -> Placement:
-    """The placement that a word of the notation means, on an axis of three ranks."""
+    """The placement of a token of the notation, on an axis of three ranks."""
     spec, _ = parse_change(f"f32[8,8] {text} -> R", parse_mesh("3"))
     return spec.placements[0]
 

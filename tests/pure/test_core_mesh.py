@@ -19,7 +19,7 @@ from tests.pure.strategies import AXIS_NAMES, any_meshes, composite, meshes, ran
 
 
 def grid_of(mesh: DeviceMesh) -> np.ndarray:
-    """The ranks of the whole grid."""
+    """The ranks of the full grid."""
     return np.array(list(mesh.grid_ranks)).reshape(mesh.grid_shape)
 
 
@@ -29,7 +29,7 @@ def named(grid: Any, *names: str) -> DeviceMesh:
 
 @composite
 def selections(draw: st.DrawFn) -> tuple[np.ndarray, list[list[int]], DeviceMesh]:
-    """A grid, for each axis of a part of it the axes of the grid it stands for, and the part."""
+    """A grid, the axes of the grid that each axis of a slice consists of, and the slice."""
     grid = draw(rank_grids())
     whole = named(grid, *AXIS_NAMES[: grid.ndim])
     order = draw(st.permutations(range(grid.ndim)))

@@ -1,4 +1,4 @@
-"""Layouts written and read: what is printed reads back as the same object, and errors point at the character."""
+"""Layouts written and read: the printed form reads back as the same object, and errors point at the character."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def test_the_text_wins_over_the_meta_given() -> None:
 
 
 def column_of(error: NotationError) -> int:
-    """Where the caret stands, counted in the text that was given."""
+    """The position of the caret in the given text."""
     (caret,) = [line for line in error.problem.split("\n") if line.strip() == "^"]
     return caret.index("^") - 2
 
 
-# in each text a ! stands before the character that the error must point at
+# in each text a ! precedes the character that the error must point at
 POINTED = [
     ("!", "expected a dtype and sizes"),
     ("  !", "expected a dtype and sizes"),

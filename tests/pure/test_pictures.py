@@ -1,4 +1,4 @@
-"""Pictures of layouts: what they say is what the spec says, in characters and in SVG."""
+"""Pictures of layouts agree with the spec, in characters and in SVG."""
 
 import itertools
 import xml.etree.ElementTree as ElementTree

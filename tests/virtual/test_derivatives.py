@@ -42,7 +42,7 @@ ONCE = {
     "shardwise.tensor.gradient_layouts.ProductOfOthers",
     "shardwise.fabric.target_kernels.FusedRMSNorm",
     "shardwise.parallel.data_parallel.gathered_params.Leaves",
-    "shardwise.capture.program._Spent",  # stands for a graph that was used up: its gradient raises too
+    "shardwise.capture.program._Spent",  # in place of a graph that was used up: its gradient raises too
 }
 # signals: nothing flows through them
 NO_GRADIENT = {

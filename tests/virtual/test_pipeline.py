@@ -1,4 +1,4 @@
-"""Pipelines on virtual ranks beside one device: losses, parameters, refusals, schedules in time."""
+"""Pipelines on virtual ranks against one device: losses, parameters, refusals, schedules in time."""
 
 import copy
 

@@ -41,7 +41,7 @@ __all__ = ["parse_axes", "parse_meta", "parse_spec"]
 MOST_RANKS = 2**20
 Word = tuple[int, str]  # where it begins, and the word
 
-# what is printed for a dtype, and its name in torch
+# the printed form of a dtype, and its name in torch
 _DTYPES = {
     name: dtype
     for dtype in vars(torch).values()

@@ -354,7 +354,7 @@ def _ring(
     needed = _needed(pairs, line)
     rounds = _rotations(travelling, pairs.over, needed, forward=True)
     back = _rotations(travelling, pairs.over, needed, forward=False) if KERNELS[schema.op][1] else None
-    # the block that is computed with and the one that arrives; in the backward also what is added to their gradients
+    # the current block and the one that arrives; in the backward also the addends of their gradients
     blocks = (2 if rounds.steps else 0) * (2 if back is not None else 1)
     held = blocks * sum(float(spec.local_bytes) for spec in travelling)
     return _made("ring" if rounds.steps else "local", schema, sharding, pairs, rounds, back, held)

@@ -81,7 +81,7 @@ class _Refused(Exception):
 
 
 class Used:
-    """All that a forward uses beside its parameters and its input.
+    """All that a forward uses in addition to its parameters and its input.
 
     Copies and pickles of it count as out of date, because the definitions belong to this process.
     """
